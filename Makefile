@@ -1,0 +1,43 @@
+# Each target is the only command a fresh machine needs: it installs what is missing first.
+SHELL := /bin/bash
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help demo test test-fast lint format types docs clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo:  ## Watch a small model get better through every real part (ARGS="--seed 1" passes flags)
+	@.ci/install.sh all,dev
+	@$(BIN)/atropos-demo $(ARGS)
+
+test: lint types  ## Lint, types and every test, the end-to-end test with a real engine included
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast:  ## The tests that start no engine
+	@.ci/install.sh all,dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint:  ## Formatting, lint, spelling and secrets, as in pre-commit
+	@.ci/install.sh all,dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell $$(git ls-files '*.py' '*.md' '*.toml' '*.yaml' '*.yml')
+	$(BIN)/detect-secrets-hook $$(git ls-files '*.py' '*.md' '*.toml' '*.yaml' '*.yml' '*.sh')
+
+types:  ## Static types, as in pre-commit
+	@.ci/install.sh all,dev
+	$(BIN)/mypy
+
+format:  ## Format and fix what can be fixed
+	@.ci/install.sh all,dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs:  ## Rewrite the generated pages
+	@.ci/install.sh all,dev
+	$(BIN)/python -m atroposlib.envs.config_docs > CONFIG.md
+
+clean:  ## Remove what the targets made
+	rm -rf .venv demo_runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The environment side: base class, scheduler, configuration and commands."""

@@ -1,0 +1,1 @@
+"""Inference servers: one client per engine behind one manager."""

@@ -1,0 +1,62 @@
+"""The exception tree: one leaf per kind of failure a caller can answer differently.
+
+Each leaf also inherits the built-in it refines, so an `except ValueError` written against an
+earlier version keeps catching what it caught.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AtroposError",
+    "ConfigError",
+    "ContextOverflowError",
+    "GroupError",
+    "InferenceError",
+    "MissingExtraError",
+    "TrajectoryApiError",
+]
+
+
+class AtroposError(Exception):
+    """Root of every exception this package raises on purpose."""
+
+
+class ConfigError(AtroposError, ValueError):
+    """A setting is missing, unknown or out of range; the message names it and the remedy."""
+
+
+class GroupError(AtroposError, ValueError):
+    """A scored group is malformed; the message names the path, as in `masks[1]`."""
+
+
+class InferenceError(AtroposError, RuntimeError):
+    """An inference server failed, or answered something that cannot be used."""
+
+
+class ContextOverflowError(InferenceError):
+    """The prompt and its completion do not fit the engine's context."""
+
+
+class TrajectoryApiError(AtroposError, RuntimeError):
+    """The trajectory service refused a request or could not be reached.
+
+    Attributes:
+        status: HTTP status of the refusal, None when no answer arrived.
+        retry_after_s: Seconds the service asked to wait, None when it did not say.
+    """
+
+    def __init__(
+        self, message: str, *, status: int | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class MissingExtraError(AtroposError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, *, extra: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install 'atroposlib[{extra}]'")
+        self.package = package
+        self.extra = extra

@@ -1,0 +1,222 @@
+"""A scored group and its fields: types, the one field table, merging and checking.
+
+A *group* is G trajectories of one dataset item, scored together. A worked example, G = 2:
+
+    {
+        "tokens":             [[1, 15, 16, 2], [1, 15, 17, 2]],
+        "masks":              [[-100, -100, 16, 2], [-100, -100, 17, 2]],
+        "scores":             [1.0, -1.0],
+        "inference_logprobs": [[1.0, 1.0, -0.1, -0.3], [1.0, 1.0, -2.4, -0.2]],
+    }
+
+`masks[i][t]` is `IGNORE_INDEX` where the token is not trained on, otherwise the token id itself;
+`inference_logprobs[i][t]` is `MASKED_LOGPROB` where masked, otherwise finite and at most 0.
+Everything that must know which fields exist (wire, service, merging, trainer) reads `GROUP_FIELDS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from typing_extensions import TypedDict
+
+from atroposlib.errors import GroupError
+
+__all__ = [
+    "GROUP_FIELDS",
+    "IGNORE_INDEX",
+    "MASKED_LOGPROB",
+    "GroupField",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "check_group",
+    "merge_items",
+    "num_sequences",
+]
+
+IGNORE_INDEX = -100
+"""Mask value of a token that carries no loss."""
+
+MASKED_LOGPROB = 1.0
+"""Placeholder logprob of a token the policy did not sample; impossible as a real logprob."""
+
+
+class ScoredDataGroup(TypedDict, total=False):
+    """G trajectories of one item; a plain dict at run time, extra keys are allowed.
+
+    Only `tokens`, `masks` and `scores` are required. Any other field may be missing or None.
+    """
+
+    tokens: list[list[int]]
+    """[G][L] prompt and completion ids."""
+    masks: list[list[int]]
+    """[G][L] `IGNORE_INDEX`, or the token id where it is trained on."""
+    scores: list[float]
+    """[G] one number per trajectory."""
+    advantages: list[list[float]] | None
+    """[G][L] token-level advantages; replace what the trainer would derive from `scores`."""
+    ref_logprobs: list[list[float]] | None
+    """[G][L] logprobs of a frozen reference policy."""
+    messages: list[list[Any]] | None
+    """[G][messages] chat records."""
+    generation_params: dict[str, Any] | None
+    """Sampling parameters of the group, e.g. `temperature`."""
+    inference_logprobs: list[list[float]] | None
+    """[G][L] logprobs of the policy that sampled; `MASKED_LOGPROB` where masked."""
+    group_overrides: dict[str, Any] | None
+    """Switches for the whole group, e.g. `group_size`, `sft`, `temperature`."""
+    overrides: list[dict[str, Any]] | None
+    """[G] switches per trajectory, e.g. `set_advantage_to_zero`."""
+    images: Any
+    """Multimodal payload, passed through."""
+    distill_token_ids: list[list[list[int]]] | None
+    """[G][L][K] teacher's top token ids."""
+    distill_logprobs: list[list[list[float]]] | None
+    """[G][L][K] teacher's logprobs of those ids."""
+    env_id: int | None
+    """Registration id of the sender; set when the group is sent."""
+
+
+class ScoredDataItem(TypedDict, total=False):
+    """One trajectory: the fields of `ScoredDataGroup` without the G dimension."""
+
+    tokens: list[int]
+    masks: list[int]
+    scores: float
+    advantages: list[float] | None
+    ref_logprobs: list[float] | None
+    messages: list[Any] | None
+    generation_params: dict[str, Any] | None
+    inference_logprobs: list[float] | None
+    group_overrides: dict[str, Any] | None
+    overrides: dict[str, Any] | None
+    images: Any
+    distill_token_ids: list[list[int]] | None
+    distill_logprobs: list[list[float]] | None
+
+
+class GroupField(NamedTuple):
+    """One row of the field table."""
+
+    name: str
+    dtype: Literal["int", "float", "json"]
+    """Element type: token ids, numbers, or opaque JSON."""
+    shape: Literal["G", "GL", "GLK", "G*", "*"]
+    """Leading dimensions: `G*` is one opaque value per trajectory, `*` one for the group."""
+    required: bool = False
+    aligned: bool = False
+    """Whether the lengths must equal those of `tokens`."""
+
+    @property
+    def per_trajectory(self) -> bool:
+        """Whether the field has one entry per trajectory."""
+        return self.shape.startswith("G")
+
+
+GROUP_FIELDS: tuple[GroupField, ...] = (
+    GroupField("tokens", "int", "GL", required=True),
+    GroupField("masks", "int", "GL", required=True, aligned=True),
+    GroupField("scores", "float", "G", required=True),
+    GroupField("advantages", "float", "GL"),
+    GroupField("ref_logprobs", "float", "GL"),
+    GroupField("messages", "json", "G*"),
+    GroupField("generation_params", "json", "*"),
+    GroupField("inference_logprobs", "float", "GL", aligned=True),
+    GroupField("overrides", "json", "G*"),
+    GroupField("group_overrides", "json", "*"),
+    GroupField("images", "json", "*"),
+    GroupField("env_id", "json", "*"),
+    GroupField("distill_token_ids", "int", "GLK"),
+    GroupField("distill_logprobs", "float", "GLK"),
+)
+"""The fourteen fields of a group on the wire, in wire order."""
+
+
+def num_sequences(group: Mapping[str, Any]) -> int:
+    """Return G, the number of trajectories in a group."""
+    return len(group["tokens"])
+
+
+def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, list[str]]:
+    """Stack trajectories into one group, keeping every field they carry.
+
+    A per-trajectory field is kept when *every* item has it and dropped when only some do: a list
+    shorter than the group would silently belong to the wrong trajectories. Mappings that concern
+    the whole group (`group_overrides`, `generation_params`) are merged, later items winning.
+
+    Args:
+        items: [G] trajectories, each with at least `tokens`, `masks`, `scores`.
+
+    Returns:
+        The group, and the names of fields dropped because only some items had them.
+
+    Raises:
+        GroupError: an item lacks a required field; the message names its position.
+    """
+    group: dict[str, Any] = {}
+    dropped: list[str] = []
+    for field in GROUP_FIELDS:
+        if field.name == "env_id":
+            continue
+        present = [item[field.name] for item in items if item.get(field.name) is not None]
+        if field.required and len(present) < len(items):
+            missing = next(i for i, item in enumerate(items) if item.get(field.name) is None)
+            raise GroupError(f"item {missing} of {len(items)} has no {field.name!r}")
+        if not present:
+            group[field.name] = None
+        elif field.name in ("group_overrides", "generation_params"):
+            group[field.name] = {k: v for mapping in present for k, v in mapping.items()}
+        elif len(present) == len(items):
+            group[field.name] = present
+        else:
+            group[field.name] = None
+            dropped.append(field.name)
+    return group, dropped  # type: ignore[return-value]
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuse a group whose trajectories do not line up; called before and behind the wire.
+
+    Checks counts and lengths of `tokens`, `masks`, `scores` and `inference_logprobs`, and that
+    scores and logprobs are finite. Other fields are the trainer's business and stay loose.
+
+    Args:
+        group: decoded group; element types are the codec's business, not checked here.
+
+    Raises:
+        GroupError: names the path and what was expected, e.g.
+            `masks[1]: 812 entries, tokens[1] has 815`.
+    """
+    for field in GROUP_FIELDS:
+        if field.required and group.get(field.name) is None:
+            raise GroupError(f"{field.name}: missing; every group needs it")
+    tokens = group["tokens"]
+    if not tokens:
+        raise GroupError("tokens: empty; a group needs at least one trajectory")
+    _check_count("scores", group["scores"], len(tokens))
+    _check_finite("scores", group["scores"])
+    for field in GROUP_FIELDS:
+        rows = group.get(field.name)
+        if not field.aligned or rows is None:
+            continue
+        _check_count(field.name, rows, len(tokens))
+        for i, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
+            if len(row) != len(ids):
+                raise GroupError(
+                    f"{field.name}[{i}]: {len(row)} entries, tokens[{i}] has {len(ids)}"
+                )
+            if field.dtype == "float":
+                _check_finite(f"{field.name}[{i}]", row)
+
+
+def _check_count(name: str, rows: Sequence[Any], expected: int) -> None:
+    if len(rows) != expected:
+        raise GroupError(f"{name}: {len(rows)} entries, tokens has {expected}")
+
+
+def _check_finite(path: str, values: Iterable[float]) -> None:
+    for i, value in enumerate(values):
+        if not math.isfinite(value):
+            raise GroupError(f"{path}[{i}]: {value} is not a finite number")

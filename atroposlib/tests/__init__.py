@@ -1,0 +1,1 @@
+"""Helpers that outside test suites import."""

@@ -1,0 +1,106 @@
+"""Shared vocabulary of messages, items and histories; imports nothing of ours."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from openai.types.chat import ChatCompletionContentPartParam
+from typing_extensions import TypedDict
+
+__all__ = [
+    "UUID",
+    "AgentHistory",
+    "AgentStep",
+    "Content",
+    "EvaluationConfigGeneral",
+    "EvaluationMetrics",
+    "EvaluationResults",
+    "EvaluationSample",
+    "GameHistory",
+    "GameStep",
+    "Item",
+    "Message",
+    "Observation",
+    "number",
+]
+
+Content = str | list[ChatCompletionContentPartParam]
+Item = Any  # one dataset entry; opaque to the library
+number = int | float
+UUID = str
+
+
+class Message(TypedDict):
+    """One chat entry, optionally with the reward of the turn it closes."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Content
+    reward: float | None
+
+
+class AgentStep(TypedDict, total=False):
+    """What one agent saw and did in one step of an episode."""
+
+    step: int
+    messages: list[Message]
+    reward: float
+
+
+AgentHistory = dict[str, list[AgentStep]]
+
+
+class Observation(TypedDict):
+    """A game observation, raw and as shown to the model."""
+
+    raw: dict[str, Any]
+    rendered: Content
+
+
+class GameStep(TypedDict):
+    """One transition of a game."""
+
+    step: int
+    agent_id: str
+    observation: Observation
+    action: str
+    reward: float | dict[str, float]
+    done: bool
+    info: dict[str, Any]
+
+
+GameHistory = list[GameStep]
+
+
+class EvaluationConfigGeneral(TypedDict):
+    """How an evaluation was run."""
+
+    total_evaluation_time_seconds: str
+    model_name: str | None
+    generation_parameters: dict[str, Any]
+
+
+class EvaluationResults(TypedDict):
+    """Metrics of an evaluation; the key `all` holds every metric of every task."""
+
+    all: dict[str, float]
+
+
+class EvaluationMetrics(TypedDict):
+    """The content of `metrics.json`."""
+
+    config_general: EvaluationConfigGeneral
+    results: EvaluationResults
+
+
+class EvaluationSample(TypedDict, total=False):
+    """One line of `samples.jsonl`."""
+
+    messages: list[dict[str, str]] | None
+    question: str | None
+    gold_answer: str | None
+    gold_parsed: str | None
+    model_parsed: str | None
+    score: int | None
+    correct: bool | None
+    finish_reason: str | None
+    response_after_think: str | None

@@ -1,0 +1,1 @@
+"""Leaves: one subject per file, imported by whoever needs it."""

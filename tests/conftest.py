@@ -1,0 +1,30 @@
+"""Options, markers and fixtures shared by every test."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runproviders", action="store_true", help="run tests that need a paid API")
+    parser.addoption("--run-gpu", action="store_true", help="run tests that need a GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for marker, option in (("providers", "--runproviders"), ("gpu", "--run-gpu")):
+        if config.getoption(option):
+            continue
+        skip = pytest.mark.skip(reason=f"needs {option}")
+        for item in items:
+            if marker in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
