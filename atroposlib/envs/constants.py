@@ -1,0 +1,17 @@
+"""Prefixes of the command line flags and YAML sections of an environment."""
+
+from __future__ import annotations
+
+__all__ = ["ENV_NAMESPACE", "NAMESPACE_SEP", "OPENAI_NAMESPACE", "SERVER_MANAGER_NAMESPACE"]
+
+ENV_NAMESPACE = "env"
+"""Settings of the environment: `--env.group_size`, YAML section `env:`."""
+
+OPENAI_NAMESPACE = "openai"
+"""Settings of the inference server: `--openai.base_url`, YAML section `openai:`."""
+
+SERVER_MANAGER_NAMESPACE = "server"
+"""Reserved for the server manager, whose settings are flags without a prefix today."""
+
+NAMESPACE_SEP = "."
+"""Stands between a prefix and a field name."""
