@@ -1,0 +1,224 @@
+"""A managed process and everything it started end together, whatever is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from example_trainer.processes import (
+    ManagedProcess,
+    ProcessFailedError,
+    find_free_port,
+    wait_until_ready,
+)
+
+SLEEP = "import time; time.sleep(600)"
+# A command with a child in its session, and one that left for a session of its own.
+FAMILY = """
+import pathlib, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+pids = [subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
+target = pathlib.Path(sys.argv[1])
+target.with_suffix(".new").write_text(" ".join(map(str, pids)))
+target.with_suffix(".new").rename(target)
+time.sleep(600)
+"""
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(600)
+"""
+OWNER = """
+import pathlib, sys, time
+from example_trainer.processes import ManagedProcess
+folder = pathlib.Path(sys.argv[1])
+command = [sys.executable, "-c", sys.argv[2], str(folder / "pids")]
+process = ManagedProcess("family", command, log_path=folder / "log")
+process.start()
+(folder / "owner").write_text(f"{process.pid} {process.guardian_pid}")
+time.sleep(600)
+"""
+
+
+def python(code: str, *args: str) -> list[str]:
+    return [sys.executable, "-c", code, *args]
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def eventually(claim: Callable[[], bool], *, timeout_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def read_pids(path: Path) -> list[int]:
+    assert eventually(lambda: path.exists() and path.read_text() != "")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[tuple[ManagedProcess, list[int]]]:
+    """A running process and the ids of its two children."""
+    command = python(FAMILY, str(tmp_path / "pids"))
+    with ManagedProcess("family", command, log_path=tmp_path / "log") as process:
+        yield process, read_pids(tmp_path / "pids")
+
+
+def test_start_command_runs_output_and_exit_code_are_kept(tmp_path: Path) -> None:
+    process = ManagedProcess(
+        "talker", python("print('hello'); raise SystemExit(3)"), log_path=tmp_path / "a" / "log"
+    )
+
+    process.start()
+
+    assert process.wait(timeout_s=10) == 3
+    assert process.describe_exit() == "ended with exit code 3"
+    assert process.log_tail() == "hello"
+
+
+def test_start_missing_program_raises_with_reason(tmp_path: Path) -> None:
+    process = ManagedProcess("ghost", ["no-such-program"], log_path=tmp_path / "log")
+
+    with pytest.raises(ProcessFailedError, match="no-such-program"):
+        process.start()
+
+    assert not process.is_alive()
+
+
+def test_start_uses_given_environment_and_folder(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['COLOUR'], os.getcwd())"
+    env = {**os.environ, "COLOUR": "green"}
+    process = ManagedProcess("env", python(code), log_path=tmp_path / "log", env=env, cwd=tmp_path)
+
+    process.start()
+    process.wait(timeout_s=10)
+
+    assert process.log_tail() == f"green {tmp_path}"
+
+
+def test_describe_exit_killed_command_names_the_signal(tmp_path: Path) -> None:
+    with ManagedProcess("sleeper", python(SLEEP), log_path=tmp_path / "log") as process:
+        os.kill(process.pid, signal.SIGKILL)
+
+        assert process.wait(timeout_s=10) == -signal.SIGKILL
+        assert process.describe_exit() == "was killed by SIGKILL"
+
+
+def test_stop_ends_children_in_any_session(family: tuple[ManagedProcess, list[int]]) -> None:
+    process, children = family
+
+    process.stop(grace_s=5)
+
+    assert not [pid for pid in (process.pid, *children) if is_running(pid)]
+
+
+def test_kill_9_of_command_ends_children(family: tuple[ManagedProcess, list[int]]) -> None:
+    process, children = family
+
+    os.kill(process.pid, signal.SIGKILL)
+
+    assert process.wait(timeout_s=10) == -signal.SIGKILL
+    assert not [pid for pid in children if is_running(pid)]
+
+
+def test_kill_9_of_guardian_ends_command_and_its_session(
+    family: tuple[ManagedProcess, list[int]],
+) -> None:
+    process, children = family
+    try:
+        os.kill(process.guardian_pid, signal.SIGKILL)
+
+        assert eventually(lambda: not process.is_alive())
+        assert eventually(lambda: not is_running(process.pid) and not is_running(children[0]))
+    finally:
+        os.kill(children[1], signal.SIGKILL)  # left the session: nobody but the guardian finds it
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_owner_dies_everything_ends(tmp_path: Path, signum: signal.Signals) -> None:
+    owner = subprocess.Popen(python(OWNER, str(tmp_path), FAMILY))
+    everyone = [*read_pids(tmp_path / "pids"), *read_pids(tmp_path / "owner")]
+    assert all(is_running(pid) for pid in everyone)
+
+    owner.send_signal(signum)
+    owner.wait(timeout=10)
+
+    assert eventually(lambda: not any(is_running(pid) for pid in everyone))
+
+
+def test_stop_stubborn_command_is_killed_after_grace(tmp_path: Path) -> None:
+    process = ManagedProcess("stubborn", python(STUBBORN), log_path=tmp_path / "log")
+    process.start()
+    assert eventually(lambda: process.log_tail() == "ready")
+
+    code = process.stop(grace_s=0.1)
+
+    assert code == -signal.SIGKILL
+
+
+def test_stop_polite_command_needs_no_grace(tmp_path: Path) -> None:
+    process = ManagedProcess("sleeper", python(SLEEP), log_path=tmp_path / "log")
+    process.start()
+
+    assert process.stop(grace_s=60) == -signal.SIGTERM
+
+
+def test_wait_until_ready_returns_when_the_answer_is_yes(tmp_path: Path) -> None:
+    answers = iter([False, False, True])
+    waits: list[float] = []
+    with ManagedProcess("sleeper", python(SLEEP), log_path=tmp_path / "log") as process:
+        wait_until_ready(
+            process, lambda: next(answers), timeout_s=10, poll_s=0.001, on_wait=waits.append
+        )
+
+    assert len(waits) == 2
+
+
+def test_wait_until_ready_process_ended_raises_with_log(tmp_path: Path) -> None:
+    code = "print('out of memory'); raise SystemExit(1)"
+    with (
+        ManagedProcess("engine", python(code), log_path=tmp_path / "log") as process,
+        pytest.raises(ProcessFailedError, match="exit code 1 before") as failure,
+    ):
+        wait_until_ready(process, lambda: False, timeout_s=30, poll_s=0.01)
+
+    assert failure.value.process is process
+    assert "out of memory" in str(failure.value)
+
+
+def test_wait_until_ready_too_slow_raises(tmp_path: Path) -> None:
+    with (
+        ManagedProcess("engine", python(SLEEP), log_path=tmp_path / "log") as process,
+        pytest.raises(ProcessFailedError, match=r"engine was not ready after 0\.02 s"),
+    ):
+        wait_until_ready(process, lambda: False, timeout_s=0.02, poll_s=0.01)
+
+
+def test_log_tail_long_log_gives_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number}\n" for number in range(50_000)))
+
+    tail = ManagedProcess("quiet", ["true"], log_path=log).log_tail(lines=2)
+
+    assert tail == "line 49998\nline 49999"
+
+
+def test_find_free_port_can_be_bound() -> None:
+    assert 1024 <= find_free_port() <= 65535
