@@ -1,0 +1,140 @@
+"""Where the metrics of one run go: Weights & Biases when asked, and always a local file.
+
+`log` -> one line of JSON in `metrics_path` (needs no account and no network)
+      -> `wandb.log` when a run is open (online, offline or disabled by `WANDB_MODE`)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from atroposlib.utils.plain_json import encode_mapping, to_plain
+from atroposlib.utils.secret_masking import mask_secrets
+
+__all__ = ["RunLog"]
+
+logger = logging.getLogger(__name__)
+
+
+class RunLog:
+    """The metrics of one run.
+
+    A run never fails because of its metrics: when Weights & Biases cannot be reached, a warning
+    is logged once and the local file goes on.
+
+    Args:
+        use_wandb: open a Weights & Biases run in `start`.
+        metrics_path: JSON Lines file, appended to; None sends the numbers to the log instead.
+        now: clock, seconds since the epoch.
+
+    Attributes:
+        wandb_run: the open Weights & Biases run, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        use_wandb: bool,
+        metrics_path: Path | None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.wandb_run: Any = None  # wandb carries no types worth following
+        self._use_wandb = use_wandb
+        self._metrics_path = metrics_path
+        self._now = now
+        self._file: TextIO | None = None
+
+    def start(
+        self, *, project: str | None, group: str | None, name: str | None, config: Mapping[str, Any]
+    ) -> None:
+        """Open the Weights & Biases run, when one was asked for.
+
+        Args:
+            project: its project, None for the account's default.
+            group: runs of one training share it.
+            name: display name, None lets wandb invent one.
+            config: settings to store; keys and passwords in them are masked.
+        """
+        if not self._use_wandb or self.wandb_run is not None:
+            return
+        try:
+            import wandb
+
+            self.wandb_run = wandb.init(
+                project=project, group=group, name=name, config=mask_secrets(config)
+            )
+        except Exception as error:  # noqa: BLE001 - metrics must not end a run
+            remedy = "set WANDB_MODE=offline to record without a connection"
+            logger.warning("wandb is not available (%s); %s", error, remedy)
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Record one set of metrics.
+
+        Args:
+            metrics: name to number, text or what `table` returned.
+            step: trainer step.
+        """
+        self._log_locally(metrics, step)
+        if self.wandb_run is None:
+            return
+        try:
+            self.wandb_run.log(dict(metrics), step=step)
+        except Exception as error:  # noqa: BLE001 - metrics must not end a run
+            logger.warning("wandb refused the metrics of step %d: %s", step, error)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+        """Return a table that `log` accepts as a value.
+
+        Args:
+            columns: column names.
+            rows: one sequence of cells per row.
+
+        Returns:
+            A `wandb.Table` while a Weights & Biases run is open, otherwise a plain record.
+        """
+        if self.wandb_run is None:
+            return {"columns": list(columns), "rows": [list(row) for row in rows]}
+
+        import wandb
+
+        return wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+
+    def finish(self) -> None:
+        """Close the run and the file; calling it twice is harmless."""
+        run, self.wandb_run = self.wandb_run, None
+        if run is not None:
+            try:
+                run.finish()
+            except Exception as error:  # noqa: BLE001 - metrics must not end a run
+                logger.warning("wandb could not finish the run: %s", error)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _log_locally(self, metrics: Mapping[str, Any], step: int) -> None:
+        if self._metrics_path is None:
+            numbers = {k: v for k, v in metrics.items() if not isinstance(v, Mapping)}
+            logger.info("step %d: %s", step, encode_mapping(numbers, default=str, allow_nan=True))
+            return
+        if self._file is None:
+            self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._metrics_path.open("a", encoding="utf-8")
+        record = {"step": step, "time": self._now(), **metrics}
+        self._file.write(encode_mapping(record, default=self._to_record, allow_nan=True) + "\n")
+        self._file.flush()
+
+    def _to_record(self, value: Any) -> Any:
+        """Give a value JSON does not know a form it can have in the local file."""
+        if self.wandb_run is not None:
+            import wandb
+
+            if isinstance(value, wandb.Table):
+                return {"columns": list(value.columns), "rows": [list(row) for row in value.data]}
+        try:
+            return to_plain(value)
+        except TypeError:
+            return str(value)
