@@ -1,0 +1,173 @@
+"""What the commands of an environment do: `serve`, `process` and `evaluate`.
+
+An instance holds what was typed; `run()` layers the settings, builds the environment and runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, Field
+from pydantic_cli import Cmd
+
+from atroposlib.envs.config_layers import Defaults, Settings, layer_settings
+from atroposlib.envs.construction import build_environment
+from atroposlib.envs.foreground import outside_event_loop, run_foreground
+from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.resolve import ServerConfigs
+from atroposlib.envs.settings_text import shown_settings
+from atroposlib.utils.cli import UsageError
+
+__all__ = ["EnvCommand", "EvaluateCommand", "ProcessCommand", "ServeCommand", "load_yaml"]
+
+_LOCAL_HOSTS = ("localhost", "0.0.0.0", "127.0.0.1")
+
+
+class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
+    """One command of one environment.
+
+    Subclasses made by `serve_command` and its siblings add a field per flag. An environment may
+    subclass such a class further and return it from `get_cli_serve_config_cls`.
+    """
+
+    model_config = ConfigDict(protected_namespaces=(), arbitrary_types_allowed=True)
+
+    command: ClassVar[str]
+    env_cls: ClassVar[type[Any]]
+    defaults: ClassVar[Defaults]
+
+    config: str | None = Field(
+        None, description="YAML file with sections env: and openai:; flags override it."
+    )
+
+    def run(self) -> None:
+        """Layer the settings, build the environment and run it to its end.
+
+        Raises:
+            UsageError: the settings cannot be used.
+            SystemExit: a signal ended the run.
+        """
+        yaml_config = load_yaml(self.config) if self.config else {}
+        settings = layer_settings(
+            self.command, self.defaults, yaml_config, self.typed_flags(), env_name=self.env_cls.name
+        )
+        self.check(settings)
+        extra = self.extra_arguments(yaml_config)
+        outside_event_loop(lambda: self.execute(settings, extra))
+
+    def typed_flags(self) -> dict[str, Any]:
+        """What was typed, by full flag name; defaults are left out."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+    def check(self, settings: Settings) -> None:
+        """Refuse or warn about settings this command cannot use. Called before anything starts."""
+
+    def extra_arguments(self, yaml_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Constructor arguments beyond the usual four, for subclasses that add flags."""
+        return {}
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Build the environment and run its main coroutine."""
+        raise NotImplementedError
+
+
+class ServeCommand(EnvCommand):
+    """Roll out groups and send them to the trajectory service until the trainer is done."""
+
+    command = "serve"
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Print the effective settings and run the main loop."""
+        env = build_environment(self.env_cls, settings, extra)
+        sys.stdout.write(_yaml_text(shown_settings(settings)))
+        sys.stdout.flush()
+        run_foreground(env.env_manager)
+
+
+class ProcessCommand(EnvCommand):
+    """Make groups and write them to a JSONL file and an HTML page; no service is needed."""
+
+    command = "process"
+
+    def check(self, settings: Settings) -> None:
+        """Require an output file and a number of groups."""
+        if settings.env.data_path_to_save_groups is None:
+            raise UsageError("env.data_path_to_save_groups: process needs a file to write to")
+        if settings.env.total_steps < 0:
+            raise UsageError(
+                f"env.total_steps: process needs the number of groups to make, "
+                f"got {settings.env.total_steps}"
+            )
+        _warn_if_local(settings.servers)
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Make `total_steps` groups of `group_size`."""
+        env = build_environment(self.env_cls, settings, extra)
+        env.process_mode = True
+        env.n_groups_to_process = settings.env.total_steps
+        env.group_size_to_process = settings.env.group_size
+        run_foreground(env.process_manager)
+
+
+class EvaluateCommand(EnvCommand):
+    """Run the environment's evaluation once and write its results."""
+
+    command = "evaluate"
+
+    def check(self, settings: Settings) -> None:
+        """Warn about local servers."""
+        _warn_if_local(settings.servers)
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Write `evaluate_config.yaml` where results are kept, then evaluate."""
+        env = build_environment(self.env_cls, settings, extra)
+        if settings.env.data_dir_to_save_evals is not None:
+            directory = Path(settings.env.data_dir_to_save_evals)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "evaluate_config.yaml").write_text(
+                _yaml_text(shown_settings(settings)), encoding="utf-8"
+            )
+        run_foreground(env._run_evaluate)
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """Read a YAML file of settings; an empty file holds none.
+
+    Raises:
+        UsageError: the file is missing, unreadable or no mapping.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"config: cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"config: {path} is not YAML: {error}") from error
+    if content is not None and not isinstance(content, dict):
+        raise UsageError(f"config: {path} must hold sections such as env: and openai:")
+    return content or {}
+
+
+def _yaml_text(content: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
+
+
+def _warn_if_local(servers: ServerConfigs) -> None:
+    listed: Sequence[Any] = servers if isinstance(servers, Sequence) else [servers]
+    for server in listed:
+        url = server.base_url if isinstance(server, APIServerConfig) else None
+        if url and any(host in url for host in _LOCAL_HOSTS):
+            warnings.warn(
+                f"the inference server is on this machine ({url}); "
+                "use --openai.base_url for another one",
+                UserWarning,
+                stacklevel=2,
+            )
+            return

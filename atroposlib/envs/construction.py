@@ -1,0 +1,90 @@
+"""Call an environment's constructor with the arguments it accepts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from atroposlib.envs.config_layers import Settings
+from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
+from atroposlib.envs.server_handling.resolve import ServerConfigs
+
+__all__ = ["build_environment"]
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def build_environment(
+    env_cls: type[Any], settings: Settings, extra: Mapping[str, Any] | None = None
+) -> Any:
+    """Construct an environment from the settings of a run.
+
+    One bare server config goes in as a list of one. Constructors that name `slurm` otherwise, such
+    as `slurm_job_id`, get it under their own name; what a constructor has no place for is left out.
+
+    Args:
+        env_cls: The environment's class.
+        settings: Effective settings of the run.
+        extra: Further keyword arguments for constructors that accept them.
+    """
+    standard = {
+        "config": settings.env,
+        "server_configs": _without_bare_server(settings.servers),
+        "slurm": settings.manager.slurm,
+        "testing": settings.manager.testing,
+    }
+    parameters = inspect.signature(env_cls).parameters
+    env = env_cls(**accepted_arguments(parameters, standard, extra or {}))
+    _configure_manager(env, settings.manager, settings.manager_given)
+    return env
+
+
+def accepted_arguments(
+    parameters: Mapping[str, inspect.Parameter],
+    standard: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Match arguments to the parameters of a constructor.
+
+    A standard argument is passed under its name when the constructor knows it. Otherwise it takes
+    the parameter in its place, if that one is required or resembles it by name; otherwise it goes
+    into `**kwargs`, if there is one.
+
+    Args:
+        parameters: Of the constructor, without `self`.
+        standard: The four arguments every environment has, in their order.
+        extra: Arguments only some constructors have.
+    """
+    named = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    accepted: dict[str, Any] = {}
+    for position, (name, value) in enumerate(standard.items()):
+        in_place = named[position] if position < len(named) else None
+        if name in named:
+            accepted[name] = value
+        elif in_place and in_place not in standard and _stands_for(parameters[in_place], name):
+            accepted[in_place] = value
+        elif takes_any:
+            accepted[name] = value
+    accepted.update({key: value for key, value in extra.items() if takes_any or key in named})
+    return accepted
+
+
+def _stands_for(parameter: inspect.Parameter, name: str) -> bool:
+    required = parameter.default is inspect.Parameter.empty
+    return required or parameter.name.startswith(name)
+
+
+def _without_bare_server(servers: ServerConfigs) -> Any:
+    """A bare server means that one server; left bare it would read as a request for discovery."""
+    return [servers] if isinstance(servers, APIServerConfig) else servers
+
+
+def _configure_manager(env: Any, manager: ServerManagerConfig, given: frozenset[str]) -> None:
+    """Hand on what constructors have no argument for, and only if somebody asked for it."""
+    if "max_n_completions" in given:
+        env.server.max_n_completions = manager.max_n_completions
+    if "proxy_url" in given:
+        env.server.proxy_url = manager.proxy_url
+        env.server.use_proxy = bool(manager.proxy_url)

@@ -1,0 +1,56 @@
+"""Settings as people may see them: plain values, secrets masked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from atroposlib.envs.config_layers import Settings
+from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.resolve import ServerConfigs
+from atroposlib.utils.secret_masking import mask_secrets
+
+__all__ = ["shown_default", "shown_settings"]
+
+
+def shown_settings(settings: Settings) -> dict[str, Any]:
+    """The effective settings in the shape of a YAML file, so that a run can be repeated from it.
+
+    Servers that are discovered stand as the few settings somebody changed, usually none; what is
+    left to the server manager's own defaults is not listed.
+    """
+    manager = settings.manager.model_dump(include=set(settings.manager_given))
+    return {
+        "env": _plain(settings.env),
+        "openai": _shown_servers(settings.servers),
+        "slurm": settings.manager.slurm,
+        "testing": settings.manager.testing,
+        **_plain(manager),
+    }
+
+
+def shown_default(name: str, default: Any) -> str | None:
+    """A default as text; None when there is no default.
+
+    Args:
+        name: Full name of the setting; its last part tells whether the value is a secret.
+        default: Any value a field may hold.
+    """
+    if default is PydanticUndefined:
+        return None
+    value = next(iter(_plain({name.rpartition(".")[2]: default}).values()))
+    if isinstance(value, str):
+        return value or '""'
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _shown_servers(servers: ServerConfigs) -> Any:
+    if isinstance(servers, ServerBaseline) and not isinstance(servers, APIServerConfig):
+        return _plain(servers.model_dump(exclude_unset=True))
+    return _plain(servers)
+
+
+def _plain(value: Any) -> Any:
+    return mask_secrets(to_jsonable_python(value, serialize_unknown=True))

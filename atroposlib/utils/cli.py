@@ -1,0 +1,190 @@
+"""What command lines and configuration files need: prefixed models, merging, usage errors."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from copy import copy
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+from pydantic_cli import FailedExecutionException
+
+from atroposlib.errors import ConfigError
+
+__all__ = [
+    "UsageError",
+    "adjust_model_defaults",
+    "extract_namespace",
+    "get_double_dash_flags",
+    "get_prefixed_pydantic_model",
+    "merge_dicts",
+    "near_name",
+    "refused_values",
+]
+
+_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|-inf", re.ASCII)
+
+
+class UsageError(ConfigError, FailedExecutionException):  # type: ignore[misc]  # an untyped base
+    """The command line or a configuration file asks for something impossible; exit code 2."""
+
+    def __init__(self, message: str, *, exit_code: int = 2) -> None:
+        FailedExecutionException.__init__(self, exit_code, message)
+
+
+def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> type[BaseModel]:
+    """Copy a model, with `prefix` before the name of every field.
+
+    Annotation, default, default factory and description are kept; constraints such as ranges are
+    not, because the original model checks them when it is built from the collected values.
+
+    Args:
+        base_model: The model to copy.
+        prefix: Put before each field name, separator included: `env.`.
+    """
+    # Any: pydantic's create_model takes field definitions as loosely typed keywords.
+    fields: dict[str, Any] = {
+        f"{prefix}{name}": (field.annotation, _bare_field(field))
+        for name, field in base_model.model_fields.items()
+    }
+    return create_model(
+        f"{prefix.capitalize()}{base_model.__name__}",
+        __config__=ConfigDict(protected_namespaces=()),
+        **fields,
+    )
+
+
+def _bare_field(field: FieldInfo) -> Any:
+    """A field with the same default and description, and nothing else."""
+    if field.default_factory is not None:
+        return Field(default_factory=field.default_factory, description=field.description)
+    return Field(default=field.default, description=field.description)
+
+
+def adjust_model_defaults(
+    model_class: type[BaseModel], defaults: Mapping[str, Any] | BaseModel
+) -> type[BaseModel]:
+    """Subclass a model with other defaults.
+
+    Args:
+        model_class: The model to start from.
+        defaults: New defaults by field name; names the model lacks are ignored. A None does not
+            displace a default factory.
+
+    Returns:
+        A subclass named `<Name>WithDefaults`; the changed fields keep annotation and description
+        and lose range constraints.
+    """
+    values = defaults.model_dump() if isinstance(defaults, BaseModel) else dict(defaults)
+    fields: dict[str, Any] = {}
+    for name, field in model_class.model_fields.items():
+        if name not in values:
+            continue
+        keeps_factory = values[name] is None and field.default_factory is not None
+        changed = copy(field)
+        if not keeps_factory:
+            changed.default, changed.default_factory = values[name], None
+        fields[name] = (field.annotation, _bare_field(changed))
+    return create_model(f"{model_class.__name__}WithDefaults", __base__=model_class, **fields)
+
+
+def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge mappings, later ones win; mappings under the same key are merged in turn.
+
+    A None or a scalar replaces a mapping. The arguments are not changed.
+
+    Example:
+        merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
+    """
+    merged: dict[str, Any] = {}
+    for layer in dicts:
+        for key, value in layer.items():
+            known = merged.get(key)
+            if isinstance(known, Mapping) and isinstance(value, Mapping):
+                merged[key] = merge_dicts(known, value)
+            else:
+                merged[key] = value
+    return merged
+
+
+def extract_namespace(model: Any, prefix: str) -> dict[str, Any]:
+    """The entries whose key starts with `prefix`, with the prefix removed.
+
+    Args:
+        model: A mapping, or anything with `model_dump()` or `to_dict()`.
+        prefix: As in `env.`.
+
+    Raises:
+        TypeError: `model` is none of these.
+    """
+    if isinstance(model, Mapping):
+        values: Mapping[str, Any] = model
+    elif callable(dump := getattr(model, "model_dump", None) or getattr(model, "to_dict", None)):
+        values = dump()
+    else:
+        raise TypeError(
+            f"cannot read settings from {type(model).__name__}; "
+            "expected a dict, or an object with model_dump() or to_dict()"
+        )
+    return {key[len(prefix) :]: value for key, value in values.items() if key.startswith(prefix)}
+
+
+def get_double_dash_flags() -> dict[str, str | bool | None]:
+    """Read the `--flag` words of this process's command line, without interpreting them.
+
+    `--k=v` and `--k v` give `"v"`; a flag followed by another flag or by nothing gives True; the
+    text `None` gives None. A word that begins with a dash counts as a value only when it is a
+    number, so `--env.total_steps -1` gives `"-1"`.
+    """
+    words = sys.argv[1:]
+    flags: dict[str, str | bool | None] = {}
+    for position, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not name:
+            continue
+        following = words[position + 1] if position + 1 < len(words) else "--"
+        if equals:
+            flags[name] = None if value == "None" else value
+        elif following.startswith("-") and not _NUMBER.fullmatch(following):
+            flags[name] = True
+        else:
+            flags[name] = None if following == "None" else following
+    return flags
+
+
+def near_name(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` with the most similar known name, or an empty string.
+
+    A name given without its prefix finds the full one: `group_size` suggests `env.group_size`.
+    """
+    choices = list(known)
+    close = get_close_matches(name, choices, n=1, cutoff=0.75)
+    if not close:
+        by_last_part = {choice.rpartition(".")[2]: choice for choice in reversed(choices)}
+        last_parts = get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=0.6)
+        close = [by_last_part[part] for part in last_parts]
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def refused_values(error: ValidationError, prefix: str = "") -> UsageError:
+    """Turn what pydantic refused into one message that names each field and the reason.
+
+    Args:
+        error: What building the model raised.
+        prefix: Put before each field name, separator included: `env.`.
+    """
+    lines = []
+    for detail in error.errors(include_url=False):
+        path = prefix + ".".join(str(part) for part in detail["loc"])
+        reason = detail["msg"][:1].lower() + detail["msg"][1:]
+        # A key may have been typed into the wrong place; only short plain values are shown.
+        shown = isinstance(detail["input"], (str, int, float)) and "key" not in path
+        got = f" (got {detail['input']!r})" if shown and detail["type"] != "missing" else ""
+        lines.append(f"{path}: {reason}{got}")
+    return UsageError("\n".join(lines))
