@@ -1,0 +1,203 @@
+"""Rendering groups as HTML: pure functions, text in, markup out.
+
+Model output is untrusted. Raw HTML in it is shown as text, what Markdown makes of the rest is
+sanitised, and the page's content policy lets only the page's own script run and nothing load.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from string import Template
+from typing import Any
+
+__all__ = ["create_html_for_group", "get_score_class", "render_markdown", "render_page"]
+
+logger = logging.getLogger(__name__)
+
+MAX_MARKDOWN_CHARACTERS = 200_000
+"""Longer texts are shown as they are: Markdown's cost grows faster than the text."""
+
+EXTENSIONS = ["fenced_code", "tables", "nl2br"]
+LINK_PATTERNS = (
+    "reference",
+    "link",
+    "image_link",
+    "image_reference",
+    "short_reference",
+    "short_image_ref",
+    "autolink",
+    "automail",
+)
+TEXT_TAGS = {"blockquote", "br", "code", "del", "em", "hr", "p", "pre", "strong"}
+BLOCK_TAGS = {"h1", "h2", "h3", "h4", "h5", "h6", "li", "ol", "ul"}
+TABLE_TAGS = {"table", "tbody", "td", "th", "thead", "tr"}
+ALLOWED_TAGS = TEXT_TAGS | BLOCK_TAGS | TABLE_TAGS
+ALLOWED_ATTRIBUTES = {"th": {"align"}, "td": {"align"}, "ol": {"start"}}
+INLINE_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
+
+
+def get_score_class(score: Any) -> str:
+    """Return the CSS class of a score: positive, negative or zero; empty when it is no number."""
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        return ""
+    if score > 0:
+        return "reward-positive"
+    return "reward-negative" if score < 0 else "reward-zero"
+
+
+def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
+    """Return one group as a collapsible block.
+
+    Args:
+        group_data: `messages` [G], each a text or a chat, and `scores` [G]. Unequal lengths are
+            cut to the shorter one with a warning.
+        index: number of the group on the page.
+
+    Returns:
+        The block, empty when there is nothing to show.
+    """
+    messages = group_data.get("messages") or []
+    scores = group_data.get("scores") or []
+    if len(messages) != len(scores):
+        logger.warning(
+            "group %d has %d messages and %d scores; showing the first %d",
+            index,
+            len(messages),
+            len(scores),
+            min(len(messages), len(scores)),
+        )
+    pairs = list(zip(messages, scores))  # noqa: B905 - cut to the shorter, as announced above
+    if not pairs:
+        return ""
+    items = "\n".join(_item(chat, score, index, i) for i, (chat, score) in enumerate(pairs))
+    numbers = [score for _, score in pairs if get_score_class(score)]
+    best = max(numbers, default="")
+    mean = sum(numbers) / len(numbers) if numbers else ""
+    return (
+        f'<details class="group" id="group-{index}" data-index="{index}" data-best="{best}" '
+        f'data-mean="{mean}">\n<summary>Group {index}</summary>\n{items}\n</details>'
+    )
+
+
+def render_markdown(text: str) -> str:
+    """Return Markdown text as safe HTML; raw HTML in it appears as text."""
+    import nh3
+
+    if len(text) > MAX_MARKDOWN_CHARACTERS:
+        return _as_is(text)
+    try:
+        rendered = _convert(text)
+    except (RecursionError, ValueError, IndexError) as error:
+        logger.debug("shown without Markdown: %s", error)
+        return _as_is(text)
+    return nh3.clean(rendered, tags=ALLOWED_TAGS, attributes=ALLOWED_ATTRIBUTES)
+
+
+def render_page(input_name: str, groups: Sequence[str]) -> str:
+    """Return the whole page: one file that loads nothing from elsewhere.
+
+    Args:
+        input_name: named in the title.
+        groups: what `create_html_for_group` returned, in file order.
+    """
+    script = _resource("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    empty = '<p class="empty">No data: no line held messages and scores.</p>'
+    return Template(_resource("template.html")).substitute(
+        title=html.escape(f"Rendered Messages - {input_name}"),
+        style=_resource("page.css"),
+        groups="\n".join(groups) or empty,
+        script=script,
+        script_hash=digest,
+    )
+
+
+def _item(chat: Any, score: Any, group: int, i: int) -> str:
+    classes = f"item {get_score_class(score)}".strip()
+    number = score if get_score_class(score) else ""
+    return (
+        f'<div class="{classes}" id="group-{group}-item-{i}" tabindex="0" data-score="{number}">\n'
+        f"<h3>Content {i}</h3>\n"
+        f'<div class="content-block">{_render_chat(chat)}</div>\n'
+        f'<p class="reward">Reward: {html.escape(str(score))}</p>\n</div>'
+    )
+
+
+def _render_chat(chat: Any) -> str:
+    if not isinstance(chat, list):
+        return render_markdown(str(chat))
+    return "\n".join(_render_message(message) for message in chat)
+
+
+def _render_message(message: Any) -> str:
+    if not isinstance(message, dict):
+        return render_markdown(str(message))
+    text, images = _split_content(message.get("content"))
+    calls = message.get("tool_calls")
+    if calls:
+        text += f"\n\n```json\n{calls}\n```"
+    role = str(message.get("role") or "unknown").capitalize()
+    return render_markdown(f"**{role}**: {text}") + "".join(_image(url) for url in images)
+
+
+def _split_content(content: Any) -> tuple[str, list[str]]:
+    """Part message content into its text and the addresses of its images."""
+    if content is None:
+        return "", []
+    if not isinstance(content, list):
+        return str(content), []
+    texts: list[str] = []
+    images: list[str] = []
+    for part in content:
+        if not isinstance(part, dict):
+            texts.append(str(part))
+        elif part.get("type") == "text":
+            texts.append(str(part.get("text", "")))
+        elif part.get("type") in ("image_url", "input_image", "image"):
+            images.append(_image_address(part))
+        else:
+            texts.append(f"[{part.get('type', 'unknown')} part]")
+    return "\n\n".join(texts), images
+
+
+def _image_address(part: Mapping[str, Any]) -> str:
+    value = part.get("image_url", part.get("image", ""))
+    return str(value.get("url", "")) if isinstance(value, dict) else str(value)
+
+
+def _image(url: str) -> str:
+    if INLINE_IMAGE.fullmatch(url):
+        return f'<img class="image" alt="image in the message" src="{url}">'
+    # An address elsewhere is named, not loaded: opening a page must not call anybody.
+    return f'<p class="image">[image: {html.escape(url[:200]) or "no address"}]</p>'
+
+
+@cache
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _convert(text: str) -> str:
+    import markdown
+
+    converter = markdown.Markdown(extensions=EXTENSIONS, output_format="html")
+    # Without these, raw HTML is ordinary text and gets escaped.
+    converter.preprocessors.deregister("html_block")
+    converter.inlinePatterns.deregister("html")
+    # Links stay text as well: a reader sees the address, and a completion of nothing but opening
+    # brackets, which a degenerate policy does write, would take minutes to search for their ends.
+    converter.parser.blockprocessors.deregister("reference")
+    for pattern in LINK_PATTERNS:
+        converter.inlinePatterns.deregister(pattern)
+    return converter.convert(text)
+
+
+def _as_is(text: str) -> str:
+    return f"<pre>{html.escape(text, quote=False)}</pre>"

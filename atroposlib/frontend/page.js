@@ -1,0 +1,93 @@
+"use strict";
+(function () {
+  var container = document.getElementById("groups-container");
+  var groups = Array.from(container.querySelectorAll("details.group"));
+  var search = document.getElementById("search");
+  var order = document.getElementById("order");
+  var toggle = document.getElementById("toggle");
+  var active = null;
+
+  function visibleItems() {
+    return Array.from(container.querySelectorAll(".item")).filter(function (item) {
+      return !item.hidden && !item.parentElement.hidden;
+    });
+  }
+
+  function activate(item) {
+    if (active) { active.classList.remove("active"); }
+    active = item;
+    item.parentElement.open = true;
+    item.classList.add("active");
+    item.focus({ preventScroll: true });
+    item.scrollIntoView({ block: "nearest" });
+  }
+
+  function move(step) {
+    var items = visibleItems();
+    if (!items.length) { return; }
+    var at = items.indexOf(active);
+    var next = at < 0 ? (step > 0 ? 0 : items.length - 1) : at + step;
+    if (next >= 0 && next < items.length) { activate(items[next]); }
+  }
+
+  function filter() {
+    var wanted = search.value.trim().toLowerCase();
+    groups.forEach(function (group) {
+      var shown = 0;
+      group.querySelectorAll(".item").forEach(function (item) {
+        item.hidden = wanted !== "" && item.textContent.toLowerCase().indexOf(wanted) < 0;
+        if (!item.hidden) { shown += 1; }
+      });
+      group.hidden = shown === 0;
+      if (wanted !== "" && shown > 0) { group.open = true; }
+    });
+    count();
+  }
+
+  function count() {
+    document.getElementById("count").textContent =
+      visibleItems().length + " of " + container.querySelectorAll(".item").length + " messages";
+  }
+
+  function number(group, name, missing) {
+    var text = group.dataset[name];
+    return text === "" ? missing : Number(text);
+  }
+
+  var comparisons = {
+    file: function (a, b) { return number(a, "index", 0) - number(b, "index", 0); },
+    best: function (a, b) { return number(b, "best", -Infinity) - number(a, "best", -Infinity); },
+    worst: function (a, b) { return number(a, "best", Infinity) - number(b, "best", Infinity); },
+    mean: function (a, b) { return number(b, "mean", -Infinity) - number(a, "mean", -Infinity); }
+  };
+
+  function sort() {
+    var name = order.value;
+    groups.slice().sort(comparisons.file).sort(function (a, b) {
+      return comparisons[name](a, b) || comparisons.file(a, b);
+    }).forEach(function (group) { container.appendChild(group); });
+  }
+
+  container.addEventListener("click", function (event) {
+    var item = event.target.closest(".item");
+    if (item && !event.target.closest("a")) { activate(item); }
+  });
+  container.addEventListener("focusin", function (event) {
+    var item = event.target.closest(".item");
+    if (item && item !== active) { activate(item); }
+  });
+  document.addEventListener("keydown", function (event) {
+    if (event.key !== "ArrowDown" && event.key !== "ArrowUp") { return; }
+    if (event.target === search || event.target === order) { return; }
+    event.preventDefault();
+    move(event.key === "ArrowDown" ? 1 : -1);
+  });
+  search.addEventListener("input", filter);
+  order.addEventListener("change", sort);
+  toggle.addEventListener("click", function () {
+    var open = groups.some(function (group) { return !group.open; });
+    groups.forEach(function (group) { group.open = open; });
+    toggle.textContent = open ? "Close all" : "Open all";
+  });
+  count();
+}());
