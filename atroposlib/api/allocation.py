@@ -1,0 +1,111 @@
+"""What one environment is told about the queue: weights, minimum shares, queue size; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+__all__ = [
+    "MIN_ENV_WEIGHT",
+    "EnvShare",
+    "QueueView",
+    "env_weight",
+    "minimum_shares",
+    "queue_view",
+    "unallocated_fraction",
+]
+
+MIN_ENV_WEIGHT = 0.01
+"""The least weight an environment is given, so that none is starved completely."""
+
+
+class EnvShare(Protocol):
+    """The part of a registered environment that the arithmetic needs."""
+
+    @property
+    def env_id(self) -> int:
+        """Registration id."""
+
+    @property
+    def max_token_length(self) -> int:
+        """Longest trajectory of the environment, in tokens."""
+
+    @property
+    def weight(self) -> float:
+        """Relative importance."""
+
+    @property
+    def min_batch_allocation(self) -> float | None:
+        """Guaranteed share of each batch."""
+
+    @property
+    def is_connected(self) -> bool:
+        """False once the environment signed off."""
+
+
+class QueueView(NamedTuple):
+    """Queue figures in units of one environment's own groups."""
+
+    queue_groups: int
+    own_groups: int
+
+
+def env_weight(env: EnvShare, envs: Iterable[EnvShare]) -> float:
+    """Return the share of inference capacity of one environment, at least `MIN_ENV_WEIGHT`.
+
+    Environments count by context length times weight; a disconnected one adds nothing to the
+    total but is still answered. Nobody with a positive weight gives `MIN_ENV_WEIGHT`.
+    """
+    total = sum(e.max_token_length * max(0.0, e.weight) for e in envs if e.is_connected)
+    if total <= 0:
+        return MIN_ENV_WEIGHT
+    share = env.max_token_length * env.weight / total
+    return max(MIN_ENV_WEIGHT, share) if math.isfinite(share) else MIN_ENV_WEIGHT
+
+
+def minimum_shares(envs: Iterable[EnvShare]) -> dict[int, float]:
+    """Return the guaranteed shares of connected environments, in order of registration."""
+    return {
+        env.env_id: env.min_batch_allocation
+        for env in envs
+        if env.is_connected and env.min_batch_allocation is not None
+    }
+
+
+def unallocated_fraction(minimums: Mapping[int, float]) -> float:
+    """Return the part of a batch that no environment has reserved, 0 to 1."""
+    return 1.0 - min(1.0, sum(minimums.values()))
+
+
+def queue_view(
+    env_id: int,
+    sequences_by_env: Mapping[int | None, int],
+    *,
+    group_size: int,
+    pack_size: int,
+    batch_size: int,
+    minimums: Mapping[int, float],
+) -> QueueView:
+    """Say how full the queue is from where one environment stands.
+
+    The sequences of every other sender count in whole packs, less what the batch reserves for
+    that sender: those will leave on its own account.
+
+    Args:
+        env_id: the asking environment.
+        sequences_by_env: queued sequences per sender.
+        group_size: sequences per group of the asking environment, at least 1.
+        pack_size: sequences in the largest queued group, at least 1.
+        batch_size: sequences per batch.
+        minimums: guaranteed shares of connected environments.
+    """
+    available = 0
+    for other, num_sequences in sequences_by_env.items():
+        if other == env_id:
+            continue
+        packed = -(-num_sequences // pack_size) * pack_size
+        reserved = int(batch_size * minimums.get(other, 0.0)) if other is not None else 0
+        available += max(0, packed - reserved)
+    own = sequences_by_env.get(env_id, 0)
+    return QueueView(queue_groups=(own + available) // group_size, own_groups=own // group_size)

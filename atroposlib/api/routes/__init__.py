@@ -1,0 +1,1 @@
+"""Routes by who calls them; HTTP in, HTTP out, no arithmetic."""

@@ -1,0 +1,1 @@
+"""Where the payloads of acknowledged groups live."""
