@@ -33,6 +33,8 @@ class RunLog:
 
     Attributes:
         wandb_run: the open Weights & Biases run, or None.
+        metrics_path: the local file; may be set until the first `log`, since a run learns its
+            registered name late.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class RunLog:
     ) -> None:
         self.wandb_run: Any = None  # wandb carries no types worth following
         self._use_wandb = use_wandb
-        self._metrics_path = metrics_path
+        self.metrics_path = metrics_path
         self._now = now
         self._file: TextIO | None = None
 
@@ -116,13 +118,13 @@ class RunLog:
             self._file = None
 
     def _log_locally(self, metrics: Mapping[str, Any], step: int) -> None:
-        if self._metrics_path is None:
+        if self.metrics_path is None:
             numbers = {k: v for k, v in metrics.items() if not isinstance(v, Mapping)}
             logger.info("step %d: %s", step, encode_mapping(numbers, default=str, allow_nan=True))
             return
         if self._file is None:
-            self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._metrics_path.open("a", encoding="utf-8")
+            self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.metrics_path.open("a", encoding="utf-8")
         record = {"step": step, "time": self._now(), **metrics}
         self._file.write(encode_mapping(record, default=self._to_record, allow_nan=True) + "\n")
         self._file.flush()

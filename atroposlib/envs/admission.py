@@ -1,0 +1,80 @@
+"""Decide which groups go on to the trainer, and name the reason for each that does not.
+
+Pure rules. Every reason is the name of a counter, `drops/<reason>` in the metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from atroposlib.errors import GroupError
+from atroposlib.scored_data import IGNORE_INDEX, check_group
+
+__all__ = ["Admission", "check_lengths", "check_signal", "completion_lengths"]
+
+
+class Admission(NamedTuple):
+    """The answer to whether a group is used."""
+
+    reason: str | None = None
+    """Why it is dropped, as a counter name; None when it is used."""
+    detail: str = ""
+    """What is wrong with it, for the log."""
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the group is used."""
+        return self.reason is None
+
+
+ACCEPTED = Admission()
+
+
+def check_signal(group: Any, *, group_size: int, scores_must_differ: bool) -> Admission:
+    """Check that a group is well-formed, of the right size, and carries a training signal.
+
+    Args:
+        group: what an environment returned as a group; may be anything.
+        group_size: [G] trajectories expected; `group_overrides["group_size"]` goes before it.
+        scores_must_differ: drop groups of two or more trajectories with one and the same score.
+
+    Returns:
+        Accepted, or a drop for `malformed`, `wrong_size` or `scores_equal`.
+    """
+    if not isinstance(group, Mapping):
+        return Admission("malformed", f"a group is a mapping, not a {type(group).__name__}")
+    expected = (group.get("group_overrides") or {}).get("group_size", group_size)
+    tokens = group.get("tokens")
+    if tokens is not None and len(tokens) != expected:
+        return Admission("wrong_size", f"{len(tokens)} trajectories, expected {expected}")
+    try:
+        check_group(group)
+    except (GroupError, TypeError) as error:
+        return Admission("malformed", str(error))
+    scores = group["scores"]
+    if scores_must_differ and len(scores) > 1 and all(s == scores[0] for s in scores):
+        return Admission("scores_equal", f"all {len(scores)} scores are {scores[0]}")
+    return ACCEPTED
+
+
+def check_lengths(tokens: Sequence[Sequence[int]], *, max_token_len: int) -> Admission:
+    """Check that every trajectory is shorter than the trainer's limit.
+
+    Args:
+        tokens: [G][L] token ids.
+        max_token_len: the first length that is refused; 0 or less lifts the limit.
+
+    Returns:
+        Accepted, or a drop for `too_long`.
+    """
+    longest = max((len(sequence) for sequence in tokens), default=0)
+    if max_token_len > 0 and longest >= max_token_len:
+        detail = f"{longest} tokens in the longest trajectory, the trainer takes fewer than"
+        return Admission("too_long", f"{detail} {max_token_len}")
+    return ACCEPTED
+
+
+def completion_lengths(masks: Sequence[Sequence[int]]) -> list[int]:
+    """Return [G] how many tokens of each trajectory are trained on."""
+    return [sum(1 for label in mask if label != IGNORE_INDEX) for mask in masks]

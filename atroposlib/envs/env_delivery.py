@@ -1,0 +1,153 @@
+"""The way of a group out of an environment: admitted, recorded, sent, or dropped and counted.
+
+groups -> signal and size -> lengths -> messages -> table of rollouts -> JSONL -> service
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+from atroposlib.envs.admission import (
+    Admission,
+    check_lengths,
+    check_signal,
+    completion_lengths,
+)
+from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.env_metrics import ReportingEnv
+from atroposlib.envs.env_session import EnvSession
+from atroposlib.envs.group_writer import GroupWriter
+from atroposlib.errors import GroupError, TrajectoryApiError
+from atroposlib.scored_data import GROUP_FIELDS, ScoredDataGroup
+from atroposlib.type_definitions import Item
+from atroposlib.utils.plain_json import to_plain
+
+__all__ = ["DeliveringEnv"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULTED_FIELDS = (
+    "ref_logprobs",
+    "overrides",
+    "group_overrides",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+"""Set to None when an environment leaves them out."""
+
+
+class DeliveringEnv(ReportingEnv):
+    """The delivering half of an environment.
+
+    Attributes:
+        session: connection to the service while serving, otherwise None.
+        jsonl_writer: where admitted groups are saved, or None.
+        items_sent_this_step: groups sent since metrics were last logged.
+    """
+
+    session: EnvSession | None
+    jsonl_writer: GroupWriter | None
+    items_sent_this_step: int
+
+    async def handle_send_to_api(
+        self,
+        scored_data: ScoredDataGroup | list[ScoredDataGroup | None],
+        item: Item | None = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        """Admit, record and send groups; called for everything a rollout returned.
+
+        A group that is not admitted is logged and counted under its reason. Admitted groups are
+        changed in place: missing optional fields become None, NumPy arrays become lists, and
+        `messages` is filled under `include_messages`.
+
+        Args:
+            scored_data: one group, or a list of groups and Nones (sent in one request).
+            item: what the groups were made from; passed on to `add_rollouts_for_wandb`.
+            do_send_to_api: False only records, as `process` does.
+            abort_on_any_max_length_exceeded: drop groups with a trajectory that is too long for
+                the trainer.
+        """
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        admitted = [
+            group
+            for group in groups
+            if group is not None
+            and await self._admit(group, item, limit_length=abort_on_any_max_length_exceeded)
+        ]
+        if do_send_to_api and admitted:
+            self.items_sent_this_step += len(admitted)
+            await self._send_scored_data_to_api(
+                admitted if isinstance(scored_data, list) else admitted[0]
+            )
+
+    async def _admit(self, group: Any, item: Item | None, *, limit_length: bool) -> bool:
+        """Check and record one group; tell whether it goes on."""
+        _make_plain(group)
+        admission = check_signal(
+            group,
+            group_size=self.config.group_size,
+            scores_must_differ=self.config.ensure_scores_are_not_same,
+        )
+        if admission.is_accepted:
+            for name in DEFAULTED_FIELDS:
+                group.setdefault(name, None)
+            self.completion_lengths.extend(completion_lengths(group["masks"]))
+            if limit_length:
+                admission = check_lengths(group["tokens"], max_token_len=self.max_token_len)
+        if not admission.is_accepted:
+            self._drop(admission)
+            return False
+        if self.config.include_messages and not group.get("messages"):
+            group["messages"] = [
+                [{"role": "user", "content": self.tokenizer.decode(tokens)}]
+                for tokens in group["tokens"]
+            ]
+        await settle(self.add_rollouts_for_wandb(group, item))
+        return await self._save(group)
+
+    async def _save(self, group: ScoredDataGroup) -> bool:
+        if self.jsonl_writer is None:
+            return True
+        try:
+            # In a thread: encoding a long group takes longer than other rollouts can wait.
+            await asyncio.to_thread(self.jsonl_writer.write, group)
+        except GroupError as error:
+            self._drop(Admission("not_encodable", str(error)))
+            return False
+        return True
+
+    def _drop(self, admission: Admission, *, num_groups: int = 1) -> None:
+        self.drop_counts[str(admission.reason)] += num_groups
+        logger.warning("group dropped (%s): %s", admission.reason, admission.detail)
+
+    async def _send_scored_data_to_api(
+        self, scored_data: ScoredDataGroup | list[ScoredDataGroup]
+    ) -> None:
+        """Send one group, or several in one request; a refusal is logged and counted."""
+        if self.session is None:
+            raise RuntimeError("groups can only be sent while serving; there is no registration")
+        num_groups = len(scored_data) if isinstance(scored_data, list) else 1
+        try:
+            await self.session.send(scored_data)
+        except TrajectoryApiError as error:
+            self._drop(Admission("refused_by_service", str(error)), num_groups=num_groups)
+        except (GroupError, TypeError) as error:
+            self._drop(Admission("not_encodable", str(error)), num_groups=num_groups)
+
+
+def _make_plain(group: Any) -> None:
+    """Turn whole fields that are NumPy arrays into lists, in place."""
+    if not isinstance(group, MutableMapping):
+        return
+    for field in GROUP_FIELDS:
+        value = group.get(field.name)
+        if value is not None and not isinstance(value, list | tuple | dict | int | str):
+            try:
+                group[field.name] = to_plain(value)
+            except TypeError:
+                continue  # whoever encodes the group says what is wrong with it

@@ -1,0 +1,130 @@
+"""The methods an environment implements or overrides, with their defaults.
+
+This is the page to read before writing an environment. The base class calls each hook at the
+moment its docstring names, passes arguments by position, and awaits the result when it can be
+awaited, so a hook may also be a plain function. Items are the environment's own: the library
+keeps them and hands them back, and never hashes, copies, compares or encodes them.
+
+    get_next_item -> collect_trajectories -> postprocess_histories -> the trainer
+                       (G x collect_trajectory)
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any
+
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.group_assembly import assemble_group, gather_rollouts
+from atroposlib.type_definitions import Item
+
+__all__ = ["EnvHooks", "settle"]
+
+
+async def settle(result: Any) -> Any:
+    """Await what a hook returned when it can be awaited; return it otherwise."""
+    if inspect.isawaitable(result):
+        return await result
+    return result
+
+
+class EnvHooks(ABC):
+    """Hooks for authors; `get_next_item` and `evaluate` must be written, the rest may be.
+
+    Attributes:
+        name: name of the environment in registrations, files and metrics.
+        env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
+        config: settings of this instance.
+        server: inference servers, as `self.server.chat_completion(...)`.
+        tokenizer: Hugging Face tokenizer of `config.tokenizer_name`.
+    """
+
+    name: str | None = None
+    env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
+
+    config: BaseEnvConfig
+    server: Any  # a ServerManager, or whatever a test puts in its place
+    tokenizer: Any  # transformers carries no types worth following
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, Any]:
+        """Return the default settings: the environment's config, and its inference servers.
+
+        The servers are a list of `APIServerConfig`, one `APIServerConfig`, or a `ServerBaseline`.
+        Called by the command line before YAML and flags are laid over them.
+        """
+        from atroposlib.envs.server_handling.config import ServerBaseline
+
+        return cls.env_config_cls.model_validate({}), ServerBaseline()
+
+    async def setup(self) -> None:
+        """Load data and whatever else is needed; called once, before anything else."""
+        return
+
+    @abstractmethod
+    async def get_next_item(self) -> Item:
+        """Return the next item to roll out.
+
+        None means that there is none now: serving asks again later, `process` ends. An exception
+        ends the run.
+        """
+
+    @abstractmethod
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure the policy; called without arguments every `steps_per_eval` trainer steps.
+
+        The result is ignored. An exception is logged and counted, and training goes on.
+        """
+
+    async def collect_trajectory(self, item: Item) -> tuple[Any, list[Item]]:
+        """Roll out an item once.
+
+        Args:
+            item: from `get_next_item` or the backlog.
+
+        Returns:
+            A `ScoredDataItem` (or, when `postprocess_histories` builds the group, anything), and
+            items to roll out next. None in the first place gives up the group.
+
+        An exception fails the group under its name; the other rollouts of the group finish.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides neither collect_trajectory nor collect_trajectories"
+        )
+
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
+        """Roll out an item `group_size` times and return the scored group.
+
+        The default runs `collect_trajectory` that often at the same time and merges the results
+        with every field they carry. Override it to sample all completions in one request.
+
+        Args:
+            item: from `get_next_item` or the backlog.
+
+        Returns:
+            A group, a list of groups, or None, and items to roll out next.
+        """
+        results, backlog = await gather_rollouts(
+            self.collect_trajectory, item, group_size=self.config.group_size
+        )
+        overrides = type(self).postprocess_histories is not EnvHooks.postprocess_histories
+        return assemble_group(results, is_scored_later=overrides), backlog
+
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        """Turn what `collect_trajectories` returned into groups; the default changes nothing.
+
+        Called only when there is something to process.
+
+        Returns:
+            A group, a list of groups and Nones, or None to give up.
+        """
+        return trajectories
+
+    async def cleanup(self) -> None:
+        """Tidy up after a rollout; called when one ran to its end while serving."""
+        return
+
+    async def close(self) -> None:
+        """Release what `setup` took; called once, when the run is over and rollouts have ended."""
+        return

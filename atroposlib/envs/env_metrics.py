@@ -1,0 +1,253 @@
+"""What an environment reports: metrics, a table of rollouts, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import random
+import string
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.envs import checkpoint, eval_log
+from atroposlib.envs.env_hooks import EnvHooks, settle
+from atroposlib.envs.run_log import RunLog
+from atroposlib.scored_data import ScoredDataGroup
+from atroposlib.type_definitions import Item
+from atroposlib.utils.metrics import get_std_min_max_avg
+
+__all__ = ["ReportingEnv", "completion_length_metrics", "dated_run_name"]
+
+logger = logging.getLogger(__name__)
+
+
+def completion_length_metrics(lengths: Sequence[int], *, max_token_len: int) -> dict[str, Any]:
+    """Summarise completion lengths.
+
+    Args:
+        lengths: one count of trained tokens per trajectory.
+        max_token_len: the trainer's limit; `_p95` is the fraction of lengths above 95% of it.
+    """
+    if not lengths:
+        return {}
+    metrics: dict[str, Any] = {}
+    get_std_min_max_avg("train/completion_lengths", lengths, metrics)
+    metrics["train/completion_lengths"] = metrics.pop("train/completion_lengths_mean")
+    num_long = sum(1 for length in lengths if length > 0.95 * max_token_len)
+    metrics["train/completion_lengths_p95"] = num_long / len(lengths)
+    return metrics
+
+
+def dated_run_name(stem: str, *, now: float) -> str:
+    """Return `<stem>-<YYYY-MM-DD>-<six random letters>`."""
+    letters = "".join(random.choices(string.ascii_lowercase, k=6))
+    return f"{stem}-{time.strftime('%Y-%m-%d', time.localtime(now))}-{letters}"
+
+
+class ReportingEnv(EnvHooks):
+    """The reporting half of an environment.
+
+    Buffers are emptied when they are logged; the counters run for the whole life of the
+    environment. Authors may replace a buffer by a fresh list at any time.
+
+    Attributes:
+        drop_counts: groups not sent, by reason; `drops/<reason>` in the metrics.
+        failure_counts: failed rollouts and hooks, by exception name; `failures/<name>`.
+        run_log: where the metrics go.
+    """
+
+    run_log: RunLog
+    drop_counts: Counter[str]
+    failure_counts: Counter[str]
+    completion_lengths: list[int]
+    rollouts_for_wandb: list[Any]
+    task_duration: list[float]
+    succeeded_task_duration: list[float]
+    failed_task_duration: list[float]
+    task_successful: list[int]
+    mainloop_timings: list[float]
+    workers_added_list: list[int]
+    curr_step: int
+    max_token_len: int
+    wandb_project: str | None
+    wandb_group: str | None
+    wandb_prepend: str | None
+    checkpoint_dir: str
+
+    @property
+    def desired_name(self) -> str:
+        """The name to register under: `wandb_name`, the class's `name`, or the class name."""
+        return self.config.wandb_name or self.name or type(self).__name__
+
+    @property
+    def wandb_run(self) -> Any:
+        """The open Weights & Biases run, or None; assign a run to log to it."""
+        return self.run_log.wandb_run
+
+    @wandb_run.setter
+    def wandb_run(self, run: Any) -> None:
+        self.run_log.wandb_run = run
+
+    def count_failure(self, name: str) -> None:
+        """Count a failed rollout, evaluation or hook under a name."""
+        self.failure_counts[name] += 1
+
+    def _name_metrics_file(self, registered_name: str) -> None:
+        if self.run_log.metrics_path is None:
+            self.run_log.metrics_path = Path("logs", registered_name, "metrics.jsonl")
+            logger.info("metrics go to %s", self.run_log.metrics_path)
+
+    def _start_run_log(self, *, name: str | None) -> None:
+        self.run_log.start(
+            project=self.wandb_project or None,
+            group=self.wandb_group or None,
+            name=name,
+            config=self.config.model_dump(mode="json"),
+        )
+
+    def _start_local_run(self) -> None:
+        """Open the metrics of a run without a service, as `process` and `evaluate` need them."""
+        self._name_metrics_file(self.desired_name)
+        self._start_run_log(name=dated_run_name(self.desired_name, now=time.time()))
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Log the metrics since the last call.
+
+        Called when the trainer's step changes and enough groups were sent. Override it to add
+        keys, then await this one. Keys get the registered name as a prefix, except those of the
+        inference servers.
+
+        Args:
+            wandb_metrics: metrics to log along; changed in place.
+        """
+        metrics = {} if wandb_metrics is None else wandb_metrics
+        limit = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
+        metrics.update(completion_length_metrics(self.completion_lengths, max_token_len=limit))
+        metrics = await settle(self.create_rollout_table(metrics)) or metrics
+        metrics = self.perf_stats(metrics) or metrics
+        metrics.update({f"drops/{reason}": n for reason, n in self.drop_counts.items()})
+        metrics.update({f"failures/{name}": n for name, n in self.failure_counts.items()})
+        self.rollouts_for_wandb = []
+        self.completion_lengths = []
+        prefix = f"{self.wandb_prepend}_" if self.wandb_prepend is not None else ""
+        metrics = {f"{prefix}{key}": value for key, value in metrics.items()}
+        for i, server in enumerate(self.server.servers):
+            metrics.update(await settle(server.wandb_metrics({}, f"server_{i}")) or {})
+        self.run_log.log(metrics, step=self.curr_step)
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the kept rollouts as table `train/rollouts`; called by `wandb_log`."""
+        rows = [row for group in self.rollouts_for_wandb for row in group]
+        if rows:
+            wandb_metrics["train/rollouts"] = self.run_log.table(["text", "score"], rows)
+        return wandb_metrics
+
+    async def add_rollouts_for_wandb(
+        self, scored_data: ScoredDataGroup, item: Item | None = None
+    ) -> None:
+        """Keep the first trajectories of a group for the table; called for each admitted group.
+
+        Keeps `(decoded text, score)` of `num_rollouts_per_group_for_logging` trajectories, and
+        the latest `num_rollouts_to_keep` groups.
+        """
+        wanted = self.config.num_rollouts_per_group_for_logging
+        if wanted == -1:
+            wanted = self.config.group_size
+        pairs = zip(scored_data["tokens"], scored_data["scores"], strict=True)
+        rows = [(tokens, score) for tokens, score in pairs][:wanted]
+        self.rollouts_for_wandb.append([(self.tokenizer.decode(t), score) for t, score in rows])
+        excess = len(self.rollouts_for_wandb) - self.config.num_rollouts_to_keep
+        if excess > 0:
+            self.rollouts_for_wandb = self.rollouts_for_wandb[excess:]
+
+    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
+        """Add durations of rollouts and of the loop; a buffer counts with two or more values."""
+        counts = {
+            "succeeded_task_duration": "train/items_sent_to_api",
+            "failed_task_duration": "train/items_rejected",
+        }
+        buffers: dict[str, list[Any]] = {
+            "task_duration": self.task_duration,
+            "succeeded_task_duration": self.succeeded_task_duration,
+            "failed_task_duration": self.failed_task_duration,
+            "mainloop_timings": self.mainloop_timings,
+            "workers_added_per_attempt": self.workers_added_list,
+        }
+        for name, values in buffers.items():
+            if len(values) <= 1:
+                continue
+            get_std_min_max_avg(f"train_perf/{name}", values, metrics_dict)
+            if name in counts:
+                metrics_dict[counts[name]] = len(values)
+            values.clear()
+        self.task_successful.clear()
+        return metrics_dict
+
+    async def evaluate_log(
+        self,
+        metrics: Mapping[str, Any],
+        task_name: str | None = None,
+        model_name: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        generation_parameters: Mapping[str, Any] | None = None,
+        samples: Sequence[Mapping[str, Any]] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Write an evaluation's result to `data_dir_to_save_evals`; without one, only warn.
+
+        Args:
+            metrics: name to value.
+            task_name: defaults to `<name>_eval`.
+            model_name: defaults to the config's, then to the first inference server's.
+            start_time: seconds since the epoch, now when None.
+            end_time: seconds since the epoch, now when None.
+            generation_parameters: laid over `{"max_new_tokens": max_token_length}`.
+            samples: one record per question.
+            verbose: print a table.
+        """
+        if model_name is None:
+            model_name = getattr(self.config, "model_name", None)  # a field subclasses may add
+        if model_name is None and self.server.servers:
+            model_name = self.server.servers[0].config.model_name
+        parameters = {"max_new_tokens": self.config.max_token_length}
+        eval_log.evaluate_log(
+            metrics,
+            eval_dir=self.config.data_dir_to_save_evals,
+            task_name=task_name or f"{self.name or type(self).__name__}_eval",
+            model_name=model_name,
+            start_time=start_time,
+            end_time=end_time,
+            generation_parameters={**parameters, **(generation_parameters or {})},
+            samples=samples,
+            verbose=verbose,
+        )
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Save state; called at each multiple of the trainer's checkpoint interval.
+
+        The default writes nothing. Override it and pass what to keep to this one.
+
+        Args:
+            step: the multiple that was reached.
+            data: attribute name to JSON value, restored by `load_checkpoint`.
+        """
+        if data is not None:
+            checkpoint.save_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, step, data)
+
+    def load_checkpoint(self) -> None:
+        """Restore state; called after registering with a run that is past its first step.
+
+        Sets only attributes the environment has already; others in the file are named in the log.
+        """
+        data = checkpoint.load_env_checkpoint(
+            self.checkpoint_dir, self.wandb_prepend, self.curr_step
+        )
+        for key, value in (data or {}).items():
+            # The file names attributes of the author's class, which only the instance knows.
+            if hasattr(self, key) and not callable(getattr(self, key)):
+                setattr(self, key, value)
+            else:
+                logger.warning("checkpoint key %r is no attribute of the environment", key)

@@ -1,0 +1,108 @@
+"""Running an environment without a trajectory service: `process` and `evaluate`.
+
+process: item -> rollouts -> group -> JSONL, until enough; then a page of the groups
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.env_serving import ServingEnv
+from atroposlib.envs.group_assembly import as_pair
+
+__all__ = ["OfflineEnv"]
+
+logger = logging.getLogger(__name__)
+
+MAX_EMPTY_GROUPS_IN_A_ROW = 100
+"""`process` gives up after so many items without data; without a limit it would never end."""
+
+
+class OfflineEnv(ServingEnv):
+    """The offline half of an environment; the `process` command sets its attributes.
+
+    Attributes:
+        process_mode: True under `process`, absent otherwise.
+        n_groups_to_process: groups to make.
+        group_size_to_process: trajectories per group.
+    """
+
+    process_mode: bool
+    n_groups_to_process: int
+    group_size_to_process: int
+
+    async def process_manager(self) -> None:
+        """Make `n_groups_to_process` groups without a service, write them and a page of them.
+
+        An exception of a hook ends the run; what was made until then is on disk.
+
+        Raises:
+            RuntimeError: `collect_trajectories` keeps giving nothing.
+        """
+        async with AsyncExitStack() as ending:  # runs from the last line to the first
+            ending.callback(self._write_page)
+            ending.callback(self._close_records)
+            ending.push_async_callback(self._call_close)
+            await settle(self.setup())
+            self._start_local_run()
+            self.curr_step = 0
+            await self._process_groups()
+
+    async def _process_groups(self) -> None:
+        num_empty = 0
+        while self.curr_step < self.n_groups_to_process:
+            item = await settle(self.get_next_item())
+            if item is None:
+                logger.info("no items left after %d groups", self.curr_step)
+                return
+            self.config.group_size = self.group_size_to_process
+            started_at = time.monotonic()
+            collected, _ = as_pair(await settle(self.collect_trajectories(item)))
+            if collected:
+                collected = await settle(self.postprocess_histories(collected))
+            if not collected:
+                num_empty += 1
+                if num_empty >= MAX_EMPTY_GROUPS_IN_A_ROW:
+                    raise RuntimeError(
+                        f"{num_empty} items in a row gave no data; look at what "
+                        f"{type(self).__name__}.collect_trajectories returns"
+                    )
+                continue
+            num_empty = 0
+            await self.handle_send_to_api(
+                collected, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
+            )
+            await settle(self.wandb_log({}))
+            self.curr_step += 1
+            self._report_progress(collected, duration_s=time.monotonic() - started_at)
+
+    def _report_progress(self, collected: Any, *, duration_s: float) -> None:
+        groups = collected if isinstance(collected, list) else [collected]
+        scores = [s for group in groups if group is not None for s in group.get("scores") or []]
+        logger.info(
+            "group %d of %d: %d trajectories, scores %s, %.1f s",
+            self.curr_step,
+            self.n_groups_to_process,
+            len(scores),
+            scores,
+            duration_s,
+        )
+
+    def _write_page(self) -> None:
+        if self.jsonl_writer is not None:
+            from atroposlib.frontend.jsonl2html import generate_html
+
+            generate_html(self.jsonl_writer.path)
+
+    async def _run_evaluate(self) -> None:
+        """Set up and evaluate once, without a service."""
+        async with AsyncExitStack() as ending:  # runs from the last line to the first
+            ending.callback(self._close_records)
+            ending.push_async_callback(self._call_close)
+            await settle(self.setup())
+            self._start_local_run()
+            await settle(self.evaluate())

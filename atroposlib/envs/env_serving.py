@@ -1,0 +1,259 @@
+"""Serving: roll out, score and send groups for a trainer until its run is over.
+
+setup -> wandb -> register -> info -> [ status -> step checks ] every moment
+                                      [ fill -> handle_env -> send ] whenever there is room
+at the end, however it comes: rollouts end, close(), disconnect, logs closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from atroposlib.envs.capacity import (
+    CapacityLimits,
+    QueueStatus,
+    crossed_boundary,
+    derived_batch_size,
+    failure_pause_s,
+    is_queue_full,
+    is_run_finished,
+    worker_limit,
+)
+from atroposlib.envs.config import EvalHandlingEnum
+from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.env_registration import RegisteredEnv
+from atroposlib.envs.group_assembly import as_pair
+from atroposlib.envs.rollout_scheduler import RolloutScheduler
+
+__all__ = ["ServingEnv"]
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerAttribute:
+    """An attribute of the environment that lives in its scheduler."""
+
+    def __init__(self, scheduler_name: str) -> None:
+        self._scheduler_name = scheduler_name
+
+    def __get__(self, env: ServingEnv | None, owner: type[ServingEnv]) -> Any:
+        return self if env is None else getattr(env.scheduler, self._scheduler_name)
+
+    def __set__(self, env: ServingEnv, value: Any) -> None:
+        setattr(env.scheduler, self._scheduler_name, value)
+
+
+class ServingEnv(RegisteredEnv):
+    """The serving half of an environment.
+
+    Attributes:
+        status_interval_s: seconds between two looks at the service's queue.
+        shutdown_grace_s: seconds a finished group may take to be sent when the run ends.
+        scheduler: owner of the rollout tasks.
+    """
+
+    status_interval_s = 0.2
+    shutdown_grace_s = 10.0
+
+    workers = SchedulerAttribute("workers")
+    backlog = SchedulerAttribute("backlog")
+    running_items = SchedulerAttribute("running_items")
+    eval_runner = SchedulerAttribute("evaluation")
+    last_completed_item = SchedulerAttribute("last_completed_item")
+
+    scheduler: RolloutScheduler
+    last_loop_time: float | None
+    _failures_in_a_row: int
+
+    async def env_manager(self) -> None:
+        """Serve until the trainer has done its steps.
+
+        Waits for the service and the trainer. Cancelling is safe and the way to stop early:
+        rollouts end, `close` is called, the service is told, logs are closed.
+        """
+        self.session = self._open_session()
+        async with AsyncExitStack() as ending:  # runs from the last line to the first
+            ending.callback(self._close_records)
+            ending.push_async_callback(self.session.leave, timeout_s=self.shutdown_grace_s)
+            ending.push_async_callback(self._call_close)
+            ending.push_async_callback(self.scheduler.shut_down, grace_s=self.shutdown_grace_s)
+            await settle(self.setup())
+            await self.setup_wandb()
+            await settle(self.register_env())
+            await settle(self.get_server_info())
+            await self.scheduler.run(
+                refresh=self._refresh, fill=self._fill, interval_s=self.status_interval_s
+            )
+            logger.info("the trainer has done its %d steps", self.config.total_steps)
+            await self.scheduler.finish_evaluation()
+
+    async def _call_close(self) -> None:
+        await self._tolerate(self.close(), "close")
+
+    def _close_records(self) -> None:
+        self.run_log.finish()
+        if self.jsonl_writer is not None:
+            self.jsonl_writer.close()
+        logger.info(
+            "environment closed at step %d; groups dropped: %s; failures: %s",
+            self.curr_step,
+            dict(self.drop_counts) or "none",
+            dict(self.failure_counts) or "none",
+        )
+
+    async def _tolerate(self, result: Any, hook: str) -> None:
+        """Await a hook without which the run can go on; count and log when it fails."""
+        try:
+            await settle(result)
+        except Exception as error:
+            self.count_failure(type(error).__name__)
+            logger.exception("%s failed", hook)
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of each batch this environment may fill, -1 when unknown."""
+        if self.status_dict is None:
+            return self.config.batch_size
+        return derived_batch_size(
+            batch_size=self.config.batch_size,
+            unallocated_fraction=self.status_dict.get("unallocated_fraction", 1.0),
+            min_batch_allocation=self.config.min_batch_allocation,
+        )
+
+    async def _refresh(self) -> bool:
+        """Look at the service once; tell whether the run goes on."""
+        now = time.time()
+        if self.last_loop_time is not None:
+            self.mainloop_timings.append(now - self.last_loop_time)
+        self.last_loop_time = now
+        await self.get_status()
+        await settle(self.env_step_checks())
+        return not is_run_finished(
+            current_step=self._queue_status().current_step, total_steps=self.config.total_steps
+        )
+
+    async def env_step_checks(self) -> None:
+        """Act on a new trainer step: evaluation, checkpoint, metrics; called after each status."""
+        new_step = self._queue_status().current_step
+        if new_step == self.curr_step:
+            return
+        evaluation_step = crossed_boundary(
+            old_step=self.curr_step, new_step=new_step, interval=self.config.steps_per_eval
+        )
+        if evaluation_step is not None:
+            self.scheduler.start_evaluation(
+                lambda: settle(self.evaluate()),
+                stop_rollouts=self.config.eval_handling == EvalHandlingEnum.STOP_TRAIN,
+            )
+        checkpoint_step = crossed_boundary(
+            old_step=self.curr_step, new_step=new_step, interval=self.checkpoint_interval
+        )
+        if checkpoint_step is not None:
+            await self._tolerate(_called(self.save_checkpoint, checkpoint_step), "save_checkpoint")
+        self.curr_step = new_step
+        if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
+            self.items_sent_this_step = 0
+            await self._tolerate(_called(self.wandb_log, {}), "wandb_log")
+
+    async def _fill(self) -> None:
+        """Start what may start, slowly while every rollout fails."""
+        pause_s = failure_pause_s(self._failures_in_a_row)
+        if pause_s > 0:
+            logger.warning(
+                "%d rollouts failed in a row; waiting %.1f s before the next",
+                self._failures_in_a_row,
+                pause_s,
+            )
+            await asyncio.sleep(pause_s)
+        if len(self.workers) < self.max_num_workers and not self._is_held_back():
+            await settle(self.add_train_workers())
+
+    def _is_held_back(self) -> bool:
+        return not self._joined_session().is_registered or is_queue_full(
+            self._queue_status(), self._capacity_limits()
+        )
+
+    async def add_train_workers(self) -> None:
+        """Start rollouts up to the limit; called when there is room, never to cancel any."""
+        limit = self._worker_limit()
+        if self.curr_step > 0 or self.workers:
+            self.workers_added_list.append(limit - len(self.workers))
+        await self.scheduler.fill(self._worker_limit, timeout_s=self.config.worker_timeout)
+
+    def _worker_limit(self) -> int:
+        if self._is_held_back():
+            return 0
+        ratios = {
+            EvalHandlingEnum.STOP_TRAIN: 0.0,
+            EvalHandlingEnum.LIMIT_TRAIN: self.config.eval_limit_ratio,
+            EvalHandlingEnum.NONE: 1.0,
+        }
+        ratio = ratios[self.config.eval_handling] if self.scheduler.is_evaluating else 1.0
+        return worker_limit(self._queue_status(), self._capacity_limits(), evaluation_ratio=ratio)
+
+    def _queue_status(self) -> QueueStatus:
+        reply = self.status_dict or {"current_step": self.curr_step, "queue_size": 0}
+        unreported = self._joined_session().num_groups_sent - self._groups_in_status
+        return QueueStatus.from_reply(reply, unreported_groups=unreported)
+
+    def _capacity_limits(self) -> CapacityLimits:
+        return CapacityLimits(
+            group_size=self.config.group_size,
+            batch_size=self.config.batch_size,
+            max_batches_offpolicy=self.config.max_batches_offpolicy,
+            max_workers=self.max_num_workers,
+            total_steps=self.config.total_steps,
+            min_batch_allocation=self.config.min_batch_allocation,
+        )
+
+    async def handle_env(self, item_uuid: str) -> Any:
+        """Roll out, score and send one item; the body of every worker.
+
+        Args:
+            item_uuid: key in `running_items`; an unknown one gives None.
+
+        Returns:
+            What was collected; None when the rollout failed or gave nothing.
+        """
+        record = self.running_items.get(item_uuid)
+        if record is None:
+            return None
+        scored = await self._collect(record["item"])
+        self.running_items.pop(item_uuid, None)
+        duration_s = time.time() - record["start_time"]
+        self.task_duration.append(duration_s)
+        self.task_successful.append(int(scored is not None))
+        if scored is None:
+            self.failed_task_duration.append(duration_s)
+        else:
+            self.succeeded_task_duration.append(duration_s)
+        if scored:
+            await self._tolerate(self.handle_send_to_api(scored, record["item"]), "sending a group")
+            self.scheduler.request_refresh()
+        await settle(self.cleanup())
+        return scored
+
+    async def _collect(self, item: Any) -> Any:
+        """Collect and postprocess one item; None when that fails."""
+        try:
+            collected, backlog = as_pair(await settle(self.collect_trajectories(item)))
+            self.backlog.extend(backlog)
+            if collected:
+                collected = await settle(self.postprocess_histories(collected))
+        except Exception as error:  # a failed rollout is a result: counted, the run goes on
+            self.count_failure(type(error).__name__)
+            self._failures_in_a_row += 1
+            logger.exception("a rollout failed; its group is lost")
+            return None
+        self._failures_in_a_row = 0
+        return collected
+
+
+async def _called(hook: Any, *args: Any) -> Awaitable[Any]:
+    """Call a hook inside a coroutine, so that what it raises is raised where it is awaited."""
+    return await settle(hook(*args))  # type: ignore[no-any-return]

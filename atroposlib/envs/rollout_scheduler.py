@@ -1,0 +1,275 @@
+"""Own the rollout tasks of one environment: start, time out, set aside and end them.
+
+    next_item / backlog --> start --> run_rollout(uuid) --> done --> next start, at once
+                              ^                               |
+                       limit() says how many            wakes `run`
+
+It is given functions and knows neither the service nor what a rollout does. Items are opaque:
+they are never hashed, copied or compared.
+
+Invariants:
+    - An item is in one place: the backlog, `running_items`, or handed to its rollout for good.
+    - Every task it creates is in `workers`, in `_ending` or is `evaluation`; `shut_down` ends all.
+    - A running rollout is cancelled for three reasons only: its time is up, an evaluation stops
+      training, or the run ends. Never because the queue filled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+__all__ = ["RolloutScheduler"]
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutScheduler:
+    """The rollouts of one environment.
+
+    Args:
+        run_rollout: produces, and delivers, the group of the item running under a uuid. It removes
+            the uuid from `running_items` once the group exists; from then on it is not cancelled.
+        next_item: the next item, None when there is none now.
+        count_failure: told the name of every failure seen here.
+        now: clock, seconds.
+
+    Attributes:
+        workers: tasks of the rollouts.
+        backlog: items to roll out before new ones; a stack.
+        running_items: uuid to `{"item", "worker", "start_time"}`.
+        evaluation: task of the latest evaluation, None before the first.
+        last_completed_item: what the latest successful rollout returned.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_rollout: Callable[[str], Awaitable[Any]],
+        next_item: Callable[[], Awaitable[Any]],
+        count_failure: Callable[[str], None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.workers: set[asyncio.Task[Any]] = set()
+        self.backlog: list[Any] = []  # items may be anything
+        self.running_items: dict[str, dict[str, Any]] = {}
+        self.evaluation: asyncio.Task[Any] | None = None
+        self.last_completed_item: Any = None
+        self._run_rollout = run_rollout
+        self._next_item = next_item
+        self._count_failure = count_failure
+        self._now = now
+        self._ending: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
+        self._refresh_wanted = asyncio.Event()
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation is running."""
+        return self.evaluation is not None and not self.evaluation.done()
+
+    async def run(
+        self,
+        *,
+        refresh: Callable[[], Awaitable[bool]],
+        fill: Callable[[], Awaitable[None]],
+        interval_s: float,
+    ) -> None:
+        """Keep rollouts running until `refresh` says that the run is over.
+
+        Args:
+            refresh: fetches the service's status and acts on a new step; False ends the run.
+                Called every `interval_s` and after `request_refresh`, in a task of its own.
+            fill: starts what may start. Called after every refresh, rollout and evaluation.
+            interval_s: seconds between two refreshes.
+
+        Cancelling is safe; `shut_down` ends what is still running. Exceptions of both functions
+        are passed on.
+        """
+        if not await refresh():
+            return
+        poller = asyncio.create_task(self._keep_fresh(refresh, interval_s))
+        filler = asyncio.create_task(self._keep_filled(fill))
+        try:
+            await asyncio.wait({poller, filler}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel_all({poller, filler})
+        for task in (poller, filler):
+            if not task.cancelled():
+                task.result()
+
+    async def _keep_fresh(self, refresh: Callable[[], Awaitable[bool]], interval_s: float) -> None:
+        """Refresh until the run is over; requests within a tenth of the interval are merged."""
+        loop = asyncio.get_running_loop()
+        merge_s = interval_s / 10
+        while True:
+            await asyncio.sleep(merge_s)
+            # Not `wait_for`: before Python 3.12 it can swallow a cancellation.
+            interval_over = loop.call_later(interval_s - merge_s, self._refresh_wanted.set)
+            try:
+                await self._refresh_wanted.wait()
+            finally:
+                interval_over.cancel()
+            self._refresh_wanted.clear()
+            if not await refresh():
+                return
+            self._changed.set()
+
+    async def _keep_filled(self, fill: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            self._changed.clear()  # before filling: a change during it must not be missed
+            await fill()
+            await self._changed.wait()
+
+    def request_refresh(self) -> None:
+        """Ask for the service's status soon; something was sent."""
+        self._refresh_wanted.set()
+
+    async def fill(self, limit: Callable[[], int], *, timeout_s: float) -> None:
+        """Start rollouts until `limit` workers run or no item is left.
+
+        Args:
+            limit: workers allowed now; asked again before each start, since it may sink while an
+                item is awaited. Rollouts above it are left alone.
+            timeout_s: seconds one rollout may take, 0 or less for ever.
+        """
+        while len(self.workers) < limit():
+            item = self.backlog.pop() if self.backlog else await self._next_item()
+            if item is None:
+                return
+            if len(self.workers) >= limit():
+                self.backlog.append(item)
+                return
+            self.start(item, timeout_s=timeout_s)
+
+    def start(self, item: Any, *, timeout_s: float = 0.0) -> str:
+        """Start the rollout of an item and return its uuid."""
+        item_uuid = str(uuid.uuid4())
+        worker = asyncio.create_task(self._work(item_uuid))
+        record = {"item": item, "worker": worker, "start_time": self._now()}
+        self.running_items[item_uuid] = record
+        self.workers.add(worker)
+        timer = None
+        if timeout_s > 0:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(timeout_s, self._expire, item_uuid, timeout_s)
+        worker.add_done_callback(partial(self._finish, item_uuid, timer))
+        return item_uuid
+
+    async def _work(self, item_uuid: str) -> Any:
+        return await self._run_rollout(item_uuid)
+
+    def _finish(
+        self, item_uuid: str, timer: asyncio.TimerHandle | None, worker: asyncio.Task[Any]
+    ) -> None:
+        if timer is not None:
+            timer.cancel()
+        self.running_items.pop(item_uuid, None)
+        self.workers.discard(worker)
+        self._ending.discard(worker)
+        self._changed.set()
+        if worker.cancelled():
+            return
+        error = worker.exception()
+        if error is not None:
+            self._count_failure(type(error).__name__)
+            logger.error("rollout %s failed: %s", item_uuid, error, exc_info=error)
+        elif worker.result():
+            self.last_completed_item = worker.result()
+
+    def _expire(self, item_uuid: str, timeout_s: float) -> None:
+        """Give up a rollout that took too long; its item is dropped and counted."""
+        if self._cancel(item_uuid) is not None:
+            self._count_failure("worker_timeout")
+            logger.warning("rollout %s took more than %g s; given up", item_uuid, timeout_s)
+
+    def _cancel(self, item_uuid: str) -> dict[str, Any] | None:
+        """Cancel a rollout whose group does not exist yet; return its record, or None."""
+        record = self.running_items.get(item_uuid)
+        if record is None or record["worker"].done():
+            return None
+        del self.running_items[item_uuid]
+        worker = record["worker"]
+        worker.cancel()
+        self.workers.discard(worker)
+        self._ending.add(worker)
+        self._changed.set()
+        return record
+
+    def set_running_aside(self) -> int:
+        """Cancel all rollouts and put their items on the backlog; return how many.
+
+        A rollout that already delivers its group is left to finish.
+        """
+        records = [self._cancel(item_uuid) for item_uuid in list(self.running_items)]
+        items = [record["item"] for record in records if record is not None]
+        self.backlog.extend(items)
+        return len(items)
+
+    def start_evaluation(
+        self, evaluate: Callable[[], Awaitable[Any]], *, stop_rollouts: bool
+    ) -> bool:
+        """Start an evaluation unless one is running; tell whether it was started.
+
+        Args:
+            evaluate: the evaluation.
+            stop_rollouts: set the running rollouts aside first.
+        """
+        if self.is_evaluating:
+            logger.warning("the previous evaluation is still running; this one is skipped")
+            return False
+        if stop_rollouts:
+            num_items = self.set_running_aside()
+            logger.info("training rollouts stop for the evaluation; %d set aside", num_items)
+        self.evaluation = asyncio.create_task(self._evaluate(evaluate))
+        self.evaluation.add_done_callback(lambda _: self._changed.set())
+        return True
+
+    async def _evaluate(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await evaluate()
+        except Exception as error:  # a failed evaluation is counted, training goes on
+            self._count_failure(type(error).__name__)
+            logger.exception("the evaluation failed")
+
+    async def finish_evaluation(self) -> None:
+        """Wait for the running evaluation, if there is one."""
+        if self.evaluation is not None:
+            await asyncio.wait({self.evaluation})
+
+    async def shut_down(self, *, grace_s: float) -> None:
+        """End everything: rollouts and evaluation at once, deliveries within the grace period.
+
+        Args:
+            grace_s: seconds for rollouts that already send their group. What does not obey a
+                cancellation within another such period is named in the log.
+        """
+        for item_uuid in list(self.running_items):
+            self._cancel(item_uuid)
+        if self.workers:
+            logger.info("waiting up to %g s for %d groups being sent", grace_s, len(self.workers))
+            await asyncio.wait(set(self.workers), timeout=grace_s)
+        rest = {*self.workers, *self._ending}
+        if self.evaluation is not None:
+            rest.add(self.evaluation)
+        stuck = await _cancel_all(rest, timeout_s=grace_s)
+        for task in stuck:
+            logger.error("a task ignores its cancellation: %s", task)
+
+
+async def _cancel_all(
+    tasks: Iterable[asyncio.Task[Any]], *, timeout_s: float | None = None
+) -> set[asyncio.Task[Any]]:
+    """Cancel tasks and wait until they have ended; return those still running."""
+    unfinished = {task for task in tasks if not task.done()}
+    for task in unfinished:
+        task.cancel()
+    if not unfinished:
+        return set()
+    _, pending = await asyncio.wait(unfinished, timeout=timeout_s)
+    return pending

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.admission import check_lengths, check_signal, completion_lengths
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    return {
+        "tokens": [[1, 2, 3], [1, 4]],
+        "masks": [[-100, 2, 3], [-100, 4]],
+        "scores": [1.0, 0.0],
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reason"),
+    [
+        (group(), None),
+        (group(scores=[0.5, 0.5]), "scores_equal"),
+        (group(group_overrides=None), None),
+        (group(group_overrides={"group_size": 2}), None),
+        (group(group_overrides={"group_size": 3}), "wrong_size"),
+        (group(scores=[1.0]), "malformed"),
+        (group(scores=[[1.0], [0.0]]), "malformed"),
+        (group(scores=[float("nan"), 0.0]), "malformed"),
+        (group(scores=None), "malformed"),
+        (group(masks=[[-100, 2], [-100, 4]]), "malformed"),
+        ({"tokens": [[1], [2]], "scores": [1.0, 0.0]}, "malformed"),
+        ("not a group", "malformed"),
+    ],
+)
+def test_check_signal_table(candidate: Any, reason: str | None) -> None:
+    admission = check_signal(candidate, group_size=2, scores_must_differ=True)
+
+    assert admission.reason == reason
+    assert admission.is_accepted is (reason is None)
+
+
+def test_check_signal_group_of_another_size_names_both_sizes() -> None:
+    admission = check_signal(group(), group_size=4, scores_must_differ=True)
+
+    assert admission == ("wrong_size", "2 trajectories, expected 4")
+
+
+def test_check_signal_group_of_one_is_never_equal() -> None:
+    single = {"tokens": [[1]], "masks": [[1]], "scores": [0.0]}
+
+    assert check_signal(single, group_size=1, scores_must_differ=True).is_accepted
+
+
+def test_check_signal_equal_scores_pass_when_not_asked() -> None:
+    equal = group(scores=[0.0, 0.0])
+
+    assert check_signal(equal, group_size=2, scores_must_differ=False).is_accepted
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(-1, None), (0, None), (4, None), (3, "too_long")])
+def test_check_lengths_table(limit: int, reason: str | None) -> None:
+    assert check_lengths([[1, 2, 3], [1]], max_token_len=limit).reason == reason
+
+
+def test_completion_lengths_counts_trained_tokens() -> None:
+    assert completion_lengths([[-100, 2, 3], [-100, -100]]) == [2, 0]

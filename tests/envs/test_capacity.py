@@ -1,0 +1,190 @@
+"""Tables for the capacity rule; the numbers were worked out by hand, as the comments show."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from atroposlib.envs.capacity import (
+    CapacityLimits,
+    QueueStatus,
+    crossed_boundary,
+    derived_batch_size,
+    failure_pause_s,
+    is_queue_full,
+    is_run_finished,
+    own_share_groups,
+    worker_limit,
+)
+
+
+def status(queue: int = 0, own: int = 0, largest: int = 1, free: float = 1.0) -> QueueStatus:
+    return QueueStatus(
+        current_step=0,
+        queue_groups=queue,
+        own_queue_groups=own,
+        max_group_size=largest,
+        unallocated_fraction=free,
+    )
+
+
+def limits(
+    group: int = 4,
+    batch: int = 16,
+    ahead: int = 3,
+    workers: int = 64,
+    share: float | None = None,
+    total: int = -1,
+) -> CapacityLimits:
+    return CapacityLimits(
+        group_size=group,
+        batch_size=batch,
+        max_batches_offpolicy=ahead,
+        max_workers=workers,
+        min_batch_allocation=share,
+        total_steps=total,
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "interval", "expected"),
+    [
+        (0, 1, 2, None),
+        (0, 2, 2, 2),
+        (0, 3, 2, 2),  # the remainders 0 and 1 would miss this one
+        (40, 250, 100, 200),  # two boundaries, reported once
+        (99, 100, 100, 100),
+        (100, 101, 100, None),
+        (7, 3, 2, None),  # the service was reset
+        (0, 5, 0, None),
+        (0, 5, -1, None),
+    ],
+)
+def test_crossed_boundary_table(old: int, new: int, interval: int, expected: int | None) -> None:
+    assert crossed_boundary(old_step=old, new_step=new, interval=interval) == expected
+
+
+def test_crossed_boundary_jumping_steps_fires_once_per_boundary() -> None:
+    steps = [0, 3, 4, 4, 9, 10]
+
+    fired = [
+        crossed_boundary(old_step=old, new_step=new, interval=2)
+        for old, new in itertools.pairwise(steps)
+    ]
+
+    assert fired == [2, 4, None, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("current", "total", "expected"),
+    [(0, 10, False), (9, 10, False), (10, 10, True), (11, 10, True), (5, -1, False), (0, 0, True)],
+)
+def test_is_run_finished_table(current: int, total: int, expected: bool) -> None:
+    assert is_run_finished(current_step=current, total_steps=total) is expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "free", "share", "expected"),
+    [
+        (16, 1.0, None, 16),
+        (16, 0.5, None, 8),
+        (16, 0.5, 0.25, 12),
+        (10, 0.25, 0.3, 5),  # 5.5 truncated
+        (16, 0.0, None, 0),
+        (-1, 1.0, None, -1),
+    ],
+)
+def test_derived_batch_size_table(
+    batch: int, free: float, share: float | None, expected: int
+) -> None:
+    size = derived_batch_size(
+        batch_size=batch, unallocated_fraction=free, min_batch_allocation=share
+    )
+
+    assert size == expected
+
+
+@pytest.mark.parametrize(
+    ("now", "bounds", "expected"),
+    [
+        (status(queue=11), limits(), False),  # 44 of 3 * 16 sequences
+        (status(queue=12), limits(), True),  # 48
+        (status(queue=500), limits(ahead=0), False),  # no limit
+        (status(), limits(batch=-1), True),  # batch size unknown
+        # a = 0.25: ceil(12 / 8) = 2 packs of 8, 4 groups of 2 in each: 8 groups reserved
+        (status(queue=24, own=7, largest=8), limits(group=2, share=0.25), False),
+        (status(queue=24, own=8, largest=8), limits(group=2, share=0.25), True),
+        # Others' groups of 2 fill the queue: M counts as 4, ceil(12 / 4) = 3 groups reserved.
+        (status(queue=12, own=2, largest=2), limits(share=0.25), False),
+        (status(queue=12, own=3, largest=2), limits(share=0.25), True),
+        # total 2: 12 groups are 3 batches, step 0 + 3 > 2; 11 groups are 2 batches
+        (status(queue=12), limits(ahead=9, total=2), True),
+        (status(queue=11), limits(ahead=9, total=2), False),
+    ],
+)
+def test_is_queue_full_table(now: QueueStatus, bounds: CapacityLimits, expected: bool) -> None:
+    assert is_queue_full(now, bounds) is expected
+
+
+@pytest.mark.parametrize(
+    ("now", "bounds", "expected"),
+    [
+        (status(), limits(), 0),
+        # (ceil(12 / 8) + 8 // 2) * 8 = 48 sequences, less 5 * 2, over 2
+        (status(own=5, largest=8), limits(group=2, share=0.25), 19),
+        # (ceil(24 / 4) + 1) * 4 = 28, less 2 * 4 = 20, over 4
+        (status(own=2, largest=4), limits(share=0.5), 5),
+        # (ceil(24 / 1) + 0) * 1 = 24 over 4
+        (status(largest=1), limits(share=0.5), 6),
+        (status(own=50, largest=4), limits(share=0.5), 0),
+    ],
+)
+def test_own_share_groups_table(now: QueueStatus, bounds: CapacityLimits, expected: int) -> None:
+    assert own_share_groups(now, bounds) == expected
+
+
+@pytest.mark.parametrize(
+    ("now", "bounds", "ratio", "expected"),
+    [
+        (status(), limits(), 1.0, 12),  # 3 * 16 // 4
+        (status(queue=5), limits(), 1.0, 7),
+        (status(queue=20), limits(), 1.0, 0),  # never negative
+        (status(), limits(workers=8), 1.0, 8),
+        (status(), limits(workers=8), 0.5, 4),  # LIMIT_TRAIN
+        (status(), limits(workers=7), 0.5, 3),
+        (status(), limits(), 0.0, 0),  # STOP_TRAIN
+        (status(queue=1000), limits(ahead=-1, workers=8), 1.0, 8),  # no limit
+        (status(free=0.5), limits(), 1.0, 6),  # 3 * 8 // 4
+        (status(), limits(batch=-1), 1.0, 0),
+        # queue rule: 3 * int(16 * 0.5) // 4 - 20 < 0; own share: 5 (table above)
+        (status(queue=20, own=2, largest=4, free=0.0), limits(share=0.5), 1.0, 5),
+        (status(queue=20, own=2, largest=4, free=0.0), limits(share=0.5, workers=3), 1.0, 3),
+    ],
+)
+def test_worker_limit_table(
+    now: QueueStatus, bounds: CapacityLimits, ratio: float, expected: int
+) -> None:
+    assert worker_limit(now, bounds, evaluation_ratio=ratio) == expected
+
+
+def test_queue_status_reply_of_an_old_service_takes_defaults() -> None:
+    reply = {"current_step": 3, "queue_size": 5, "env_weight": 1.0}
+
+    read = QueueStatus.from_reply(reply)
+
+    assert read == QueueStatus(3, 5, 0, 1, 1.0)
+
+
+def test_queue_status_counts_groups_sent_since() -> None:
+    reply = {"current_step": 3, "queue_size": 5, "self_queue_size": 2, "max_group_size": 4}
+
+    read = QueueStatus.from_reply(reply, unreported_groups=3)
+
+    assert (read.queue_groups, read.own_queue_groups) == (8, 5)
+
+
+def test_failure_pause_grows_only_after_many_failures() -> None:
+    pauses = [failure_pause_s(n) for n in (0, 15, 16, 17, 18, 22, 10_000)]
+
+    assert pauses == [0.0, 0.0, 0.1, 0.2, 0.4, 5.0, 5.0]
