@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["AsyncSemWithAdaptiveWeight"]
+__all__ = ["AsyncSemWithAdaptiveWeight", "SemaphoreWithOwnSlot"]
 
 
 class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
@@ -75,3 +75,44 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
                 continue
             self._value -= 1
             turn.set_result(None)
+
+
+class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
+    """A semaphore seen by someone who already holds one of its slots.
+
+    The first holder uses the held slot, so that it cannot wait for itself; further holders
+    compete for slots of the original as everyone does. Weight and counts are the original's.
+    """
+
+    def __init__(self, original: AsyncSemWithAdaptiveWeight) -> None:
+        self._original = original
+        self._own_is_free = True
+        self._num_shared = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def update_weight(self, weight: float) -> None:
+        """Set the weight of the original."""
+        self._original.update_weight(weight)
+
+    def locked(self) -> bool:
+        """Whether a newcomer would have to wait."""
+        return not self._own_is_free and self._original.locked()
+
+    async def acquire(self) -> Literal[True]:
+        """Take the held slot if it is free, else wait for one of the original."""
+        if self._own_is_free:
+            self._own_is_free = False
+            return True
+        await self._original.acquire()
+        self._num_shared += 1
+        return True
+
+    def release(self) -> None:
+        """Give back a slot of the original if one was taken, else free the held one."""
+        if self._num_shared:
+            self._num_shared -= 1
+            self._original.release()
+        else:
+            self._own_is_free = True

@@ -1,0 +1,67 @@
+"""OpenAI answer objects made from texts, for servers that do not speak that protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice as ChatChoice
+from openai.types.completion import Completion
+from openai.types.completion_choice import CompletionChoice
+
+__all__ = ["Answer", "FinishReason", "as_finish_reason", "build_chat", "build_completion"]
+
+FinishReason = Literal["stop", "length", "content_filter"]
+
+
+class Answer(NamedTuple):
+    """One completion as text."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+def as_finish_reason(reason: Any) -> FinishReason:
+    """Return a reason both OpenAI types accept; engines send text, an object or null.
+
+    What the types do not know becomes `stop`, so that the answer can be built.
+    """
+    if isinstance(reason, Mapping):
+        reason = reason.get("type")
+    known = reason in ("stop", "length", "content_filter")
+    return cast(FinishReason, reason) if known else "stop"
+
+
+def build_chat(answers: Sequence[Answer], *, model: str, id_: str, created: int) -> ChatCompletion:
+    """Build a chat answer with one choice per text, numbered from 0; `created` in seconds."""
+    return ChatCompletion(
+        id=id_,
+        created=created,
+        model=model,
+        object="chat.completion",
+        choices=[
+            ChatChoice(
+                index=i,
+                finish_reason=answer.finish_reason,
+                message=ChatCompletionMessage(role="assistant", content=answer.text),
+            )
+            for i, answer in enumerate(answers)
+        ],
+    )
+
+
+def build_completion(
+    answers: Sequence[Answer], *, model: str, id_: str, created: int
+) -> Completion:
+    """Build a completion with one choice per text, numbered from 0; `created` in seconds."""
+    return Completion(
+        id=id_,
+        created=created,
+        model=model,
+        object="text_completion",
+        choices=[
+            CompletionChoice(index=i, finish_reason=answer.finish_reason, text=answer.text)
+            for i, answer in enumerate(answers)
+        ],
+    )

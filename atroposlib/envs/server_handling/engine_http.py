@@ -1,0 +1,98 @@
+"""JSON over HTTP to the native routes of an engine: status checked, key sent, time bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from atroposlib.envs.server_handling.retry import EngineStatusError
+
+__all__ = ["EngineHttp", "root_of"]
+
+_PROBE_TIMEOUT_S = 10.0
+_ERROR_TEXT_LIMIT = 2000
+
+
+def root_of(base_url: str) -> str:
+    """Return the address of the server itself: `base_url` without a trailing `/v1`."""
+    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class EngineHttp:
+    """Requests to one engine over kept connections; they are opened on first use.
+
+    Args:
+        base_url: Address of the engine, with or without a trailing `/v1`.
+        api_key: Sent as a bearer token when not empty.
+        timeout_s: Longest time for a whole request.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
+        self.root_url = root_of(base_url)
+        self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def post_json(
+        self, path: str, body: dict[str, Any], *, timeout_s: float | None = None
+    ) -> Any:
+        """Return the decoded JSON answer of a POST.
+
+        Raises:
+            EngineStatusError: the engine answered an error status; its own text is quoted.
+            aiohttp.ClientError, TimeoutError, json.JSONDecodeError: no usable answer.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
+        url = f"{self.root_url}{path}"
+        async with self._open().post(url, json=body, timeout=timeout) as response:
+            raw = await response.read()
+            if response.status >= 400:
+                raise _status_error(url, response, raw)
+        return json.loads(raw)
+
+    async def answers(self, path: str = "/health") -> bool:
+        """Whether the server is there: any answer below 500 to a GET counts.
+
+        A reverse proxy in front of a dead engine answers 502 to 504; a server that lacks the
+        path or wants a key answers 4xx and is up.
+        """
+        timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT_S, self._timeout_s))
+        try:
+            async with self._open().get(f"{self.root_url}{path}", timeout=timeout) as response:
+                return response.status < 500
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            return False
+
+    async def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        # A session belongs to the loop it was made on; a second asyncio.run needs a new one.
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            self._loop = loop
+            # The semaphores of the server bound the number of connections, not the connector.
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, connector=aiohttp.TCPConnector(limit=0)
+            )
+        return self._session
+
+
+def _status_error(url: str, response: aiohttp.ClientResponse, raw: bytes) -> EngineStatusError:
+    text = raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT]
+    try:
+        wait_s: float | None = float(response.headers.get("Retry-After", ""))
+    except ValueError:
+        wait_s = None
+    path = urlsplit(url).path
+    return EngineStatusError(
+        f"{path} answered {response.status}: {text}", status=response.status, wait_s=wait_s
+    )

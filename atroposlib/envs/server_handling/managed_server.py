@@ -1,0 +1,254 @@
+"""A session at one server that records, for every completion, the exact tokens sampled.
+
+messages -> prompt text -> ids (those of the node it continues + what is new)
+         -> engine -> ids and logprobs -> node, and an OpenAI answer for the caller
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openai.types.chat import ChatCompletion
+from openai.types.completion import Completion
+
+from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.envs.server_handling.completion_objects import (
+    Answer,
+    as_finish_reason,
+    build_chat,
+    build_completion,
+)
+from atroposlib.envs.server_handling.dummy_managed_server import (
+    DummyManagedServer,
+    ManagedServerAdapter,
+)
+from atroposlib.envs.server_handling.sequence_tracker import (
+    SequenceNode,
+    continue_ids,
+    longest_prefix,
+    make_node,
+)
+from atroposlib.envs.server_handling.vllm_payloads import drop_double_bos
+
+__all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
+
+logger = logging.getLogger(__name__)
+
+
+class ManagedServer:
+    """Chat and completion requests whose sequences are kept with tokens, masks and logprobs.
+
+    A request whose prompt starts with the text of a recorded sequence continues that sequence:
+    the engine is sent the recorded tokens, never a new tokenisation of their text, and every turn
+    sampled so far stays trainable. Any other request starts a new sequence.
+
+    Args:
+        server: Anything with `tokens_and_logprobs_completion`.
+        tokenizer: Default: the server's, else the one of its model name; None if neither loads.
+        track_tree: Keep every sequence by its text instead of replacing the continued one.
+        tool_parser: Name of a tool-call format.
+        preserve_think_blocks: Kept for callers; thinking is preserved either way.
+        strip_think_blocks: Let the chat template drop earlier thinking. Such a turn then starts
+            a new sequence, as its prompt differs from what was sampled.
+
+    Attributes:
+        current_nodes: The sequences in list mode.
+        sequences: The sequences by text in tree mode.
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        tokenizer: Any = None,
+        track_tree: bool = False,
+        tool_parser: str | None = None,
+        preserve_think_blocks: bool = False,
+        *,
+        strip_think_blocks: bool = False,
+    ) -> None:
+        self.server = server
+        self.tokenizer = tokenizer
+        self.track_tree = track_tree
+        self.current_nodes: list[SequenceNode] = []
+        self.sequences: dict[str, SequenceNode] = {}
+        self._tool_parser_name = tool_parser
+        self._preserve_think_blocks = preserve_think_blocks
+        self._strip_think_blocks = strip_think_blocks
+        self._warned_of_tools = False
+        if tokenizer is None:
+            self._initialize_tokenizer()
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        """Return the model's answers to `messages` and record their sequences.
+
+        Args:
+            **kwargs: `messages`, and what the engine takes (`n`, `max_tokens`, `temperature`,
+                `stop`, ...); `split` is passed on.
+        """
+        messages = kwargs.pop("messages")
+        tools = self._usable_tools(kwargs)
+        prompt = self._convert_messages_to_prompt(messages, tools)
+        answers = await self._sample(prompt, kwargs)
+        return build_chat(answers, **self._answer_head())
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        """Return the model's continuations of `prompt` and record their sequences."""
+        prompt = kwargs.pop("prompt")
+        answers = await self._sample(prompt, kwargs)
+        return build_completion(answers, **self._answer_head())
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Return prompt logprobs of `messages`, `prompt` or `input_ids`; nothing is recorded.
+
+        Raises:
+            NotImplementedError: the server has no prompt logprobs.
+        """
+        if not hasattr(self.server, "get_logprobs"):
+            raise NotImplementedError(
+                f"{type(self.server).__name__} does not implement get_logprobs"
+            )
+        messages = kwargs.pop("messages", None)
+        if messages is not None:
+            kwargs["prompt"] = self._convert_messages_to_prompt(messages)
+        rows: dict[str, Any] = await self.server.get_logprobs(**kwargs)
+        return rows
+
+    def get_state(self) -> dict[str, Any]:
+        """Return `{"nodes": [...]}`, or `{"sequences": ..., "tree": ...}` in tree mode.
+
+        The containers are the caller's own; `reset` does not touch them.
+        """
+        if self.track_tree:
+            return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
+        return {"nodes": list(self.current_nodes)}
+
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self.current_nodes = []
+        self.sequences = {}
+
+    async def _sample(self, prompt: str, kwargs: dict[str, Any]) -> list[Answer]:
+        """Send one request, record its sequences, return the texts."""
+        parent = self._find_extending_node(prompt)
+        request = {"model": self.server.config.model_name, **kwargs, "prompt": prompt}
+        if self.tokenizer is not None:
+            request["input_ids"] = self._compute_input_ids(prompt, parent)
+        if self._debug_requests_enabled():
+            logger.info("request to %s: %s", request["model"], request)
+        (
+            prompt_ids,
+            completions,
+            logprobs,
+            finish_reasons,
+        ) = await self.server.tokens_and_logprobs_completion(**request)
+        answers = []
+        nodes = []
+        for ids, values, reason in zip(completions, logprobs, finish_reasons, strict=True):
+            text = self._text_of(ids)
+            finish_reason = as_finish_reason(reason)
+            node = make_node(
+                full_text=prompt + text,
+                prompt_ids=prompt_ids,
+                completion_ids=ids,
+                completion_logprobs=values,
+                finish_reason=finish_reason,
+                parent=parent,
+            )
+            nodes.append(node)
+            answers.append(Answer(text, finish_reason))
+        self._record(nodes, parent)
+        return answers
+
+    def _record(self, nodes: Sequence[SequenceNode], parent: SequenceNode | None) -> None:
+        """Keep new sequences; in list mode the first takes the place of the one it continues."""
+        if self.track_tree:
+            self.sequences.update({node.full_text: node for node in nodes})
+            return
+        fresh = list(nodes)
+        for i, known in enumerate(self.current_nodes):
+            if fresh and known is parent:
+                self.current_nodes[i] = fresh.pop(0)
+        self.current_nodes.extend(fresh)
+
+    def _find_extending_node(self, input_text: str) -> SequenceNode | None:
+        known = list(self.sequences.values()) if self.track_tree else self.current_nodes
+        return longest_prefix(known, input_text)
+
+    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None) -> list[int]:
+        """Return the ids of a prompt, those of the sequence it continues taken as they were."""
+        if extending_node is None:
+            ids = self.tokenizer.encode(input_text, add_special_tokens=True)
+            return drop_double_bos(ids, getattr(self.tokenizer, "bos_token_id", None))
+        added_text = input_text[len(extending_node.full_text) :]
+        added_ids = (
+            self.tokenizer.encode(added_text, add_special_tokens=False) if added_text else []
+        )
+        return continue_ids(extending_node, added_ids, self._is_hidden)
+
+    def _is_hidden(self, token_id: int) -> bool:
+        """Whether a token is left out of texts; one that decodes to nothing anyway is not."""
+        shown = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return bool(shown) and not self._text_of([token_id])
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return "".join(chr(i) for i in ids if 0 <= i < 0x110000 and chr(i).isprintable())
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _convert_messages_to_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> str:
+        return render_messages(
+            self.tokenizer, messages, tools=tools, keep_thinking=not self._strip_think_blocks
+        )
+
+    def _usable_tools(self, kwargs: dict[str, Any]) -> Sequence[Any] | None:
+        """Take the tool arguments out of a request; None when they cannot be honoured."""
+        tools = kwargs.pop("tools", None)
+        kwargs.pop("tool_choice", None)
+        return tools if tools and self._get_translator() is not None else None
+
+    def _get_translator(self) -> Any:
+        """Return the translator between tool calls and text, None when there is none.
+
+        No parser is shipped yet, so a `tool_parser` is answered by a warning.
+        """
+        if self._tool_parser_name and not self._warned_of_tools:
+            self._warned_of_tools = True
+            logger.warning(
+                "tool_parser %r: no tool-call parser is available; tools are left out of prompts "
+                "and tool calls stay text",
+                self._tool_parser_name,
+            )
+        return None
+
+    def _initialize_tokenizer(self) -> None:
+        """Take the server's tokenizer, else load the one of its model."""
+        self.tokenizer = getattr(self.server, "tokenizer", None)
+        if self.tokenizer is not None:
+            return
+        from transformers import AutoTokenizer
+
+        name = self.server.config.model_name
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "no tokenizer for %r (%s); prompts are sent as text and completions are read as "
+                "code points",
+                name,
+                error,
+            )
+
+    def _answer_head(self) -> dict[str, Any]:
+        model = self.server.config.model_name
+        return {"model": model, "id_": str(uuid.uuid4()), "created": int(time.time())}
+
+    @staticmethod
+    def _debug_requests_enabled() -> bool:
+        return os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1"

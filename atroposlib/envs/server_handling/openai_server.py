@@ -1,0 +1,39 @@
+"""Any OpenAI-compatible provider: chat and text completions, no token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer
+from atroposlib.envs.server_handling.resolve import resolve_openai_configs
+from atroposlib.envs.server_handling.server_baseline import (
+    APIServer,
+    APIServerConfig,
+    AsyncSemWithAdaptiveWeight,
+    OpenaiConfig,
+    ReasoningConfig,
+    TokensAndLogprobs,
+)
+
+__all__ = [
+    "APIServer",
+    "APIServerConfig",
+    "AsyncSemWithAdaptiveWeight",
+    "OpenAIServer",
+    "OpenaiConfig",
+    "ReasoningConfig",
+    "resolve_openai_configs",
+]
+
+
+class OpenAIServer(OpenAICompatibleServer):
+    """A provider reached by the OpenAI protocol alone.
+
+    The protocol has no token ids, so nothing sampled here can be trained on exactly: use it for
+    evaluation, judges and data generation.
+    """
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
+        raise NotImplementedError(
+            "the OpenAI protocol returns no token ids; use server_type vllm or sglang"
+        )

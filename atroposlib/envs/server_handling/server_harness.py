@@ -1,0 +1,127 @@
+"""A server for tests of environments: answers what it was told to, without any network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openai.types.chat import ChatCompletion
+from openai.types.completion import Completion
+
+from atroposlib.envs.server_handling.completion_objects import (
+    Answer,
+    FinishReason,
+    build_chat,
+    build_completion,
+)
+from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
+
+__all__ = ["ServerHarness", "create_chat_completion", "create_completion"]
+
+
+def create_chat_completion(
+    resp: str | list[str],
+    n: int = 1,
+    finish_reason: FinishReason | list[FinishReason] = "stop",
+) -> ChatCompletion:
+    """Build a chat answer of `n` choices; a list gives each choice its own text or reason."""
+    answers = _answers(resp, n, finish_reason)
+    return build_chat(answers, model="test_model", id_="test_id", created=0)
+
+
+def create_completion(
+    resp: str | list[str],
+    n: int = 1,
+    finish_reason: FinishReason | list[FinishReason] = "stop",
+) -> Completion:
+    """Build a completion of `n` choices; a list gives each choice its own text or reason."""
+    answers = _answers(resp, n, finish_reason)
+    return build_completion(answers, model="test_model", id_="test_id", created=0)
+
+
+def _answers(
+    resp: str | list[str], n: int, finish_reason: FinishReason | list[FinishReason]
+) -> list[Answer]:
+    texts = resp if isinstance(resp, list) else [resp] * n
+    reasons = finish_reason if isinstance(finish_reason, list) else [finish_reason] * n
+    return [Answer(texts[i], reasons[i]) for i in range(n)]
+
+
+class ServerHarness:
+    """A server whose answers are set beforehand, one per conversation or prompt.
+
+    It can be used alone or through a `ServerManager` built with `testing=True`. Attributes such as
+    `tokenizer`, `config` or `get_logprobs` may be assigned; `get_logprobs` does not exist unless
+    it is.
+
+    Attributes:
+        response_map: Answers of chats and completions by their key.
+        tokens_and_logprobs_map: Answers with tokens, by prompt.
+    """
+
+    def __init__(self) -> None:
+        self.response_map: dict[str, Any] = {}
+        self.tokens_and_logprobs_map: dict[str, TokensAndLogprobs] = {}
+        self.sem = AsyncSemWithAdaptiveWeight(1)
+        self.eval_sem = AsyncSemWithAdaptiveWeight(1)
+        self.server_healthy = True
+        self.config: Any = APIServerConfig(model_name="test_model", health_check=False)
+
+    def conv_to_dictkey(self, input_message: Sequence[Mapping[str, Any]]) -> str:
+        """Return the key of a conversation in `response_map`."""
+        lines = []
+        for message in input_message:
+            lines += [f"role:{message['role']}", f"content:{message['content']}"]
+        return "\n".join(lines)
+
+    def set_desired_response(
+        self, input_message: Sequence[Mapping[str, Any]], desired_response: ChatCompletion
+    ) -> None:
+        """Answer this conversation with `desired_response`."""
+        self.response_map[self.conv_to_dictkey(input_message)] = desired_response
+
+    def set_desired_completion(self, input_message: str, completion: Completion) -> None:
+        """Answer this prompt with `completion`."""
+        self.response_map[input_message] = completion
+
+    def set_tokens_and_logprobs_response(
+        self,
+        prompt: str,
+        prompt_tokens: list[int],
+        output_tokens_list: list[list[int]],
+        output_logprobs_list: list[list[float]],
+        finish_reasons: list[Any],
+    ) -> None:
+        """Answer this prompt with these tokens."""
+        self.tokens_and_logprobs_map[prompt] = (
+            prompt_tokens,
+            output_tokens_list,
+            output_logprobs_list,
+            finish_reasons,
+        )
+
+    async def chat_completion(self, **kwargs: Any) -> Any:
+        """Return the answer set for `messages`; KeyError names a conversation without one."""
+        return self.response_map[self.conv_to_dictkey(kwargs["messages"])]
+
+    async def completion(self, **kwargs: Any) -> Any:
+        """Return the answer set for `prompt`; KeyError names a prompt without one."""
+        return self.response_map[kwargs["prompt"]]
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
+        """Return the tokens set for `prompt`; KeyError names a prompt without them."""
+        return self.tokens_and_logprobs_map[kwargs["prompt"]]
+
+    async def update_weight(self, weight: float) -> None:
+        """Do nothing: answers cost nothing here."""
+
+    async def wandb_metrics(
+        self, metrics_dict: dict[str, Any] | None, server_name: str | None
+    ) -> dict[str, Any]:
+        """Return `metrics_dict` as it is."""
+        return {} if metrics_dict is None else metrics_dict
+
+    async def close(self) -> None:
+        """Do nothing: there is no connection."""

@@ -1,0 +1,188 @@
+"""Bodies and answers of vLLM's token routes, without any network.
+
+Two routes give the sampled ids and their logprobs:
+
+    /v1/completions (stock vLLM)   return_token_ids: choices[i].token_ids
+                                   logprobs: choices[i].logprobs.token_logprobs[t]
+    /generate (companion server)   logprobs: token_ids[i], logprobs[i][t] = [{id: logprob}]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
+from atroposlib.errors import InferenceError
+
+__all__ = [
+    "completions_body",
+    "drop_double_bos",
+    "generate_body",
+    "normalize_topk_entry",
+    "parse_completions",
+    "parse_generate",
+    "prompt_rows",
+    "sampling_options",
+]
+
+_UNFINISHED = frozenset({"abort", "error"})
+"""Finish reasons of a completion the engine gave up: a fragment nobody may score."""
+
+
+def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a request's kwargs goes to the engine, under the engine's names.
+
+    Unset values (None) are left out, `extra_body` is merged in, and the older names of
+    `max_tokens` are translated. `logprobs` is ours: exactly the sampled token's is asked for.
+    """
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    options.update(options.pop("extra_body", {}))
+    for name in ("model", "prompt", "input_ids", "timeout", "extra_headers", "logprobs"):
+        options.pop(name, None)
+    for old_name in ("max_new_tokens", "max_completion_tokens"):
+        if old_name in options:
+            options["max_tokens"] = options.pop(old_name)
+    return options
+
+
+def drop_double_bos(ids: Sequence[int], bos_token_id: int | None) -> list[int]:
+    """Return `ids` with one bos where a template and the tokenizer both wrote it."""
+    doubled = len(ids) > 1 and ids[0] == ids[1] == bos_token_id
+    return list(ids[1:] if doubled else ids)
+
+
+def completions_body(
+    model: str, prompt_ids: list[int], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a body for `/v1/completions` that brings back ids and the sampled logprobs."""
+    return {
+        "model": model,
+        "prompt": prompt_ids,
+        "logprobs": 1,
+        "return_token_ids": True,
+        **options,
+    }
+
+
+def generate_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body for `/generate` that brings back ids and the sampled logprobs."""
+    return {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0, **options}
+
+
+def parse_completions(
+    answer: Mapping[str, Any], prompt_ids: list[int], *, num_choices: int
+) -> TokensAndLogprobs:
+    """Read an answer of `/v1/completions`.
+
+    Args:
+        answer: Decoded JSON.
+        prompt_ids: [P] what was sent; the engine's own record wins when it has one.
+        num_choices: Completions asked for.
+
+    Raises:
+        InferenceError: choices, ids or logprobs are missing or do not line up.
+    """
+    choices = sorted(_list_of(answer, "choices"), key=lambda choice: choice.get("index", 0))
+    _check_count(choices, num_choices)
+    ids = [_list_of(choice, "token_ids") for choice in choices]
+    logprobs = [_list_of(choice.get("logprobs") or {}, "token_logprobs") for choice in choices]
+    finish_reasons = [choice.get("finish_reason") for choice in choices]
+    _check_sequences(ids, logprobs, finish_reasons)
+    return choices[0].get("prompt_token_ids") or prompt_ids, ids, logprobs, finish_reasons
+
+
+def parse_generate(
+    answer: Mapping[str, Any], prompt_ids: list[int], *, num_choices: int
+) -> TokensAndLogprobs:
+    """Read an answer of `/generate`; arguments and errors as of `parse_completions`.
+
+    The ids come from `token_ids` where the server sends them, else from the logprob entries,
+    whose first one belongs to the sampled token.
+    """
+    rows = [[_entries_of(position) for position in row] for row in _list_of(answer, "logprobs")]
+    _check_count(rows, num_choices)
+    ids = answer.get("token_ids") or [[next(iter(entry)) for entry in row] for row in rows]
+    finish_reasons = answer.get("finish_reasons") or [None] * num_choices
+    if [len(row) for row in ids] != [len(row) for row in rows]:
+        raise InferenceError("the engine's token_ids and logprobs differ in length")
+    logprobs: list[list[Any]] = [
+        [entry.get(token_id) for token_id, entry in zip(ids_row, row, strict=True)]
+        for ids_row, row in zip(ids, rows, strict=True)
+    ]
+    _check_sequences(ids, logprobs, finish_reasons)
+    return answer.get("prompt_token_ids") or prompt_ids, ids, logprobs, finish_reasons
+
+
+def prompt_rows(value: Any, num_positions: int) -> list[Any]:
+    """Return one entry per prompt position, removing an outer list around all of them.
+
+    Entries may themselves be lists, so only a lone list as long as the prompt is an outer one.
+    """
+    if not isinstance(value, list):
+        raise ValueError("the engine's answer has no prompt_logprobs")
+    if _is_outer_list(value, num_positions):
+        return list(value[0])
+    if len(value) != num_positions:
+        raise InferenceError(
+            f"the engine answered {len(value)} prompt logprobs for {num_positions} tokens"
+        )
+    return value
+
+
+def _is_outer_list(value: list[Any], num_positions: int) -> bool:
+    if len(value) != 1 or not isinstance(value[0], list) or len(value[0]) != num_positions:
+        return False
+    # One position: `[[{...}]]` reads the same either way, only a third level tells.
+    return num_positions > 1 or isinstance(value[0][0], list)
+
+
+def normalize_topk_entry(entry: Any) -> tuple[list[int], list[float]]:
+    """Turn one position's logprobs into parallel lists of ids and logprobs.
+
+    Accepts `{id: logprob}`, the engine's `{id: {"logprob": ...}}`, or a list of either; anything
+    else, such as null at the first position, gives two empty lists.
+    """
+    entries = _entries_of(entry)
+    return list(entries), list(entries.values())
+
+
+def _entries_of(entry: Any) -> dict[int, float]:
+    """Return {token id: logprob} of one position, in the engine's order."""
+    mappings = entry if isinstance(entry, list) else [entry]
+    found: dict[int, float] = {}
+    for mapping in mappings:
+        if not isinstance(mapping, Mapping):
+            continue
+        for token_id, value in mapping.items():
+            logprob = value.get("logprob") if isinstance(value, Mapping) else value
+            if logprob is not None:
+                found.setdefault(int(token_id), float(logprob))
+    return found
+
+
+def _list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:
+    value = mapping.get(name)
+    if not isinstance(value, list):
+        raise InferenceError(f"the engine's answer has no {name}")
+    return value
+
+
+def _check_count(choices: Sequence[Any], expected: int) -> None:
+    if len(choices) != expected:
+        raise InferenceError(f"the engine answered {len(choices)} completions, not {expected}")
+
+
+def _check_sequences(
+    ids: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float | None]],
+    finish_reasons: Sequence[Any],
+) -> None:
+    for i, (row, values, reason) in enumerate(zip(ids, logprobs, finish_reasons, strict=True)):
+        if reason in _UNFINISHED:
+            raise InferenceError(f"the engine gave up completion {i} ({reason})")
+        if len(row) != len(values):
+            raise InferenceError(f"completion {i} has {len(row)} ids and {len(values)} logprobs")
+        if any(value is None or not math.isfinite(value) for value in values):
+            raise InferenceError(f"completion {i} has a logprob that is not a finite number")

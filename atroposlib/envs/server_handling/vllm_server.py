@@ -1,0 +1,150 @@
+"""vLLM over HTTP: the sampled token ids and their logprobs, from a stock server or a companion."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import aiohttp
+
+from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer
+from atroposlib.envs.server_handling.resolve import resolve_openai_configs
+from atroposlib.envs.server_handling.retry import EngineStatusError
+from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
+from atroposlib.envs.server_handling.tokenizer_loading import load_tokenizer
+from atroposlib.envs.server_handling.vllm_payloads import (
+    completions_body,
+    drop_double_bos,
+    generate_body,
+    normalize_topk_entry,
+    parse_completions,
+    parse_generate,
+    prompt_rows,
+    sampling_options,
+)
+from atroposlib.errors import ConfigError
+
+__all__ = ["VLLMServer", "aiohttp", "resolve_openai_configs"]  # and AutoTokenizer, see below
+
+TokenRoute = Literal["/v1/completions", "/generate"]
+
+_ROUTE_IS_MISSING = frozenset({404, 405, 501})
+_REQUEST_NOT_UNDERSTOOD = frozenset({400, 404, 405, 422, 501})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AutoTokenizer":  # importing transformers takes seconds
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class VLLMServer(OpenAICompatibleServer):
+    """A vLLM server, spoken to over HTTP only.
+
+    Which route gives tokens is found out once, at the first request for tokens, and remembered.
+
+    The logprobs are those of the engine's `--logprobs-mode`: by default *raw*, the log-softmax of
+    the model's logits before temperature, top-p and penalties. At temperature 1 without
+    truncation they are the sampling distribution's own.
+    """
+
+    _tokenizer: Any = None
+    _token_route: TokenRoute | None = None
+    _finding_route: asyncio.Task[TokenRoute] | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The served model's tokenizer, loaded at first use; may be assigned."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.config)
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self._tokenizer = value
+
+    _normalize_topk_entry = staticmethod(normalize_topk_entry)
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
+        prompt_ids = self._prompt_ids(kwargs)
+        options = sampling_options(kwargs)
+        answer = await self._post_tokens(prompt_ids, options, kwargs.get("timeout"))
+        parse = parse_generate if self._token_route == "/generate" else parse_completions
+        return parse(answer, prompt_ids, num_choices=options.get("n", 1))
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        top_k = kwargs.pop("top_k", None)
+        top_logprobs = kwargs.pop("top_logprobs", None)
+        if top_k is None:
+            top_k = 1 if top_logprobs is None else top_logprobs
+        prompt_ids = self._prompt_ids(kwargs)
+        options = {
+            "max_tokens": 1,
+            **sampling_options(kwargs),
+            "prompt_logprobs": max(0, int(top_k)),
+            "n": 1,
+            "temperature": 0.0,
+            "top_p": 1.0,
+        }
+        answer = await self._post_tokens(prompt_ids, options, kwargs.get("timeout"))
+        holder = answer if self._token_route == "/generate" else answer["choices"][0]
+        rows = [
+            normalize_topk_entry(entry)
+            for entry in prompt_rows(holder.get("prompt_logprobs"), len(prompt_ids))
+        ]
+        return {
+            "prompt_tokens": prompt_ids,
+            "prompt_topk_token_ids": [ids for ids, _ in rows],
+            "prompt_topk_logprobs": [logprobs for _, logprobs in rows],
+        }
+
+    def _prompt_ids(self, kwargs: dict[str, Any]) -> list[int]:
+        """Return the ids to send: `input_ids` as they are, else the encoded `prompt`."""
+        input_ids = kwargs.get("input_ids")
+        if input_ids:
+            return list(input_ids)
+        assert kwargs.get("prompt"), "the request has neither prompt nor input_ids"
+        ids = self.tokenizer.encode(kwargs["prompt"])
+        return drop_double_bos(ids, self.tokenizer.bos_token_id)
+
+    async def _post_tokens(
+        self, prompt_ids: list[int], options: dict[str, Any], timeout_s: float | None
+    ) -> Any:
+        if self._token_route is None:
+            self._token_route = await self._find_route_once(prompt_ids[:1])
+        if self._token_route == "/generate":
+            body = generate_body(prompt_ids, options)
+        else:
+            body = completions_body(self.config.model_name, prompt_ids, options)
+        return await self.http.post_json(self._token_route, body, timeout_s=timeout_s)
+
+    async def _find_route_once(self, some_ids: list[int]) -> TokenRoute:
+        """Share one search among all requests that arrive before the route is known."""
+        if self._finding_route is None or self._finding_route.done():
+            self._finding_route = asyncio.create_task(self._find_route(some_ids))
+        return await asyncio.shield(self._finding_route)
+
+    async def _find_route(self, some_ids: list[int]) -> TokenRoute:
+        options = {"max_tokens": 1}
+        body = completions_body(self.config.model_name, some_ids, options)
+        try:
+            answer = await self.http.post_json("/v1/completions", body)
+            if answer["choices"][0].get("token_ids") is not None:
+                return "/v1/completions"
+            reason = "/v1/completions returns no token_ids"
+        except EngineStatusError as error:
+            if error.status not in _REQUEST_NOT_UNDERSTOOD:
+                raise
+            reason = str(error)
+        try:
+            await self.http.post_json("/generate", generate_body(some_ids, options))
+        except EngineStatusError as error:
+            if error.status not in _ROUTE_IS_MISSING:
+                raise
+            raise ConfigError(
+                f"server {self.http.root_url} gives no token ids: {reason}; and it has no "
+                "/generate. Check model_name, or serve the model with vLLM 0.10.2 or newer"
+            ) from error
+        return "/generate"
