@@ -1,0 +1,181 @@
+"""Write `CONFIG.md` from the settings classes: `python -m atroposlib.envs.config_docs`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from atroposlib.envs.flag_help import describe_type
+from atroposlib.envs.settings_text import shown_default
+
+__all__ = ["ENVIRONMENT_VARIABLES", "SECTIONS", "Section", "config_page"]
+
+
+class Section(NamedTuple):
+    """One table of the page."""
+
+    title: str
+    model: str
+    """`module:Class`; a section whose package is not installed is left out."""
+    intro: str
+
+
+SECTIONS = (
+    Section(
+        "Environment",
+        "atroposlib.envs.config:BaseEnvConfig",
+        "Flags `--env.<name>` and section `env:` of the YAML file. Environments add fields of "
+        "their own and change defaults: `python <environment>.py --help` lists what holds there.",
+    ),
+    Section(
+        "Inference server",
+        "atroposlib.envs.server_handling.config:APIServerConfig",
+        "Flags `--openai.<name>` and section `openai:`. A mapping is one server, a list with "
+        "several entries is several servers, which flags cannot change.",
+    ),
+    Section(
+        "Server manager",
+        "atroposlib.envs.server_handling.config:ServerManagerConfig",
+        "Flags `--<name>` and top-level keys of the YAML file.",
+    ),
+    Section(
+        "Trajectory service",
+        "atroposlib.api.settings:ApiSettings",
+        "Arguments of `create_app(ApiSettings(...))`; `run-api --help` lists the flags.",
+    ),
+    Section(
+        "Trainer",
+        "example_trainer.config:TrainingConfig",
+        "Flags `--<name>` of `atropos-grpo`, with hyphens for underscores.",
+    ),
+)
+
+ENVIRONMENT_VARIABLES = {
+    "OPENAI_API_KEY": "Key of the official OpenAI endpoint, when `api_key` is empty.",
+    "OPENAI_BASE_URL": "Address of the inference server, when `base_url` is empty.",
+    "ATROPOS_PROXY_URL": "Managed-server proxy, when `proxy_url` is not given.",
+    "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "`1` lets a server that reports no tokens stand in for "
+    "a managed server, with placeholder tokens: for tests of environments, not for training.",
+    "ATROPOS_DEBUG_REQUESTS": "`1` logs every request to an inference server.",
+    "SLURM_JOB_NODELIST": "Nodes of the Slurm job, where servers are discovered.",
+    "NUM_TRAINING_NODES": "Nodes at the start of that list that train; the others serve inference.",
+    "INFER_TP": "GPUs per inference server on those nodes, 1 when not set.",
+    "WANDB_MODE": "Read by W&B: `offline` writes to disk only, `disabled` writes nothing.",
+    "HF_HUB_OFFLINE": "Read by Hugging Face: `1` uses local files only.",
+}
+"""Every environment variable the library reads, itself or through the OpenAI client, W&B and
+Hugging Face."""
+
+INTRO = """# Configuration
+
+This page is made from the settings classes; change their descriptions, then run
+`python -m atroposlib.envs.config_docs > CONFIG.md`.
+
+An environment script takes its settings from four places; later ones win:
+
+1. the defaults below,
+2. the environment's own defaults (`config_init`), and what the command itself needs: `process`
+   sets `ensure_scores_are_not_same: false`, `include_messages: true`, `use_wandb: true` and an
+   output file, `evaluate` sets `use_wandb: true`,
+3. the YAML file given with `--config`,
+4. flags.
+
+Every flag takes a value, booleans too: `--env.use_wandb false`. A list takes several words or one
+JSON array, a mapping takes one JSON object, `None` empties an optional setting. Names are written
+in full. Unknown names, in the file or as flags, are errors.
+
+```yaml
+env:
+  group_size: 8
+  tokenizer_name: Qwen/Qwen3-0.6B
+openai:
+  - model_name: Qwen/Qwen3-0.6B
+    base_url: http://localhost:9001/v1
+    server_type: vllm
+slurm: false
+testing: false
+```
+"""
+
+
+def config_page() -> str:
+    """The whole page as Markdown."""
+    parts = [INTRO, *_sections(), _variables()]
+    return "\n".join(parts)
+
+
+def _sections() -> Iterator[str]:
+    for section in SECTIONS:
+        module, _, name = section.model.partition(":")
+        if find_spec(module.partition(".")[0]) is None:
+            continue
+        model: type[BaseModel] = getattr(import_module(module), name)
+        rows = [
+            _row(field_name, field)
+            for field_name, field in model.model_fields.items()
+            if not field.exclude
+        ]
+        yield "\n".join(
+            [
+                f"## {section.title}",
+                "",
+                f"`{name}`. {section.intro}",
+                "",
+                "| name | value | default | bounds | meaning |",
+                "|---|---|---|---|---|",
+                *rows,
+                "",
+            ]
+        )
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    cells = [
+        f"`{name}`",
+        describe_type(field.annotation),
+        _default(name, field),
+        _bounds(field),
+        # Outside code spans, `<name>` would vanish as an HTML tag.
+        (field.description or "").replace("<", r"\<"),
+    ]
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    """The default as text; a factory other than an empty container depends on the machine."""
+    if field.default_factory not in (None, list, dict, set, tuple):
+        return "found at start"
+    shown = shown_default(name, field.get_default(call_default_factory=True))
+    return "required" if shown is None else f"`{shown}`"
+
+
+def _bounds(field: FieldInfo) -> str:
+    parts = []
+    for limit in field.metadata:
+        if isinstance(limit, annotated_types.Ge):
+            parts.append(f"≥ {limit.ge}")
+        elif isinstance(limit, annotated_types.Gt):
+            parts.append(f"> {limit.gt}")
+        elif isinstance(limit, annotated_types.Le):
+            parts.append(f"≤ {limit.le}")
+        elif isinstance(limit, annotated_types.Lt):
+            parts.append(f"< {limit.lt}")
+        elif isinstance(limit, annotated_types.MinLen) and limit.min_length == 1:
+            parts.append("not empty")
+    return ", ".join(parts)
+
+
+def _variables() -> str:
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in ENVIRONMENT_VARIABLES.items()]
+    return "\n".join(["## Environment variables", "", "| name | meaning |", "|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(config_page())

@@ -1,0 +1,323 @@
+"""The command line of an environment, from words to the instance that ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import Field
+from pydantic_cli import Cmd
+
+from atroposlib.envs.commands import run_cli
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
+from atroposlib.utils.cli import get_prefixed_pydantic_model
+from tests.envs.command_environment import StandInEnv, stand_in
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def call(env_cls: Any, line: str | list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command line; return the exit code."""
+    words = line.split() if isinstance(line, str) else line
+    monkeypatch.setattr("sys.argv", ["env.py", *words])
+    with pytest.raises(SystemExit) as caught:
+        run_cli(env_cls)
+    return int(caught.value.code or 0)
+
+
+def built_by(line: str | list[str], monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> Any:
+    """The one instance a successful command line built."""
+    env_cls = stand_in(**attributes)
+    assert call(env_cls, line, monkeypatch) == 0
+    (env,) = env_cls.built
+    return env
+
+
+@pytest.mark.parametrize("line", ["", "--env.group_size 3 serve"])
+def test_run_cli_without_command_prints_usage_and_exits_2(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(stand_in(), line, monkeypatch) == 2
+    assert "usage: env.py {serve,process,evaluate}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("srve", "unknown command 'srve'; did you mean serve?"),
+        ("serve --env.grup_size 3", "did you mean --env.group_size?"),
+        ("serve --group_size 3", "unknown flag --group_size; did you mean --env.group_size?"),
+        ("serve --env.group 7", "unknown flag --env.group"),
+        ("serve --env.group_size x", "env.group_size: input should be a valid integer"),
+        ("serve --env.group_size 0", "env.group_size: input should be greater than or equal to 1"),
+        ("serve --env.eval_handling X", "env.eval_handling: input should be 'STOP_TRAIN'"),
+        ("serve --openai.server_type x", "openai.server_type: input should be 'openai'"),
+        ("serve --env.use_wandb", "--env.use_wandb needs a value: true or false"),
+        ("serve --config missing.yaml", "config: cannot read missing.yaml: No such file"),
+        ("process --env.data_path_to_save_groups None", "process needs a file to write to"),
+        ("process --env.total_steps -1", "needs the number of groups to make, got -1"),
+        ("serve --max_n_completions 0", "max_n_completions: input should be greater than"),
+    ],
+)
+def test_run_cli_wrong_line_exits_2_with_one_message(
+    line: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env_cls = stand_in()
+
+    code = call(env_cls, line, monkeypatch)
+
+    errors = capsys.readouterr().err
+    assert (code, env_cls.built) == (2, [])
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_serve_runs_the_main_loop_with_flags_and_yaml(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = {"env": {"group_size": 3, "tags": ["y"]}, "openai": {"model_name": "y"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    line = "serve --config run.yaml --env.tags a b --env.total_steps -1 --slurm true"
+
+    env = built_by(line, monkeypatch)
+
+    assert env.ran == ["serve"]
+    assert (env.config.group_size, env.config.tags, env.config.total_steps) == (3, ["a", "b"], -1)
+    assert env.server_configs == [
+        APIServerConfig(model_name="y", base_url="http://inference:9001/v1")
+    ]
+    assert (env.slurm, env.testing) == (True, False)
+
+
+def test_serve_total_steps_minus_one_means_minus_one_in_both_forms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for line in ("serve --env.total_steps -1", "serve --env.total_steps=-1"):
+        assert built_by(line, monkeypatch).config.total_steps == -1
+
+
+def test_serve_prints_effective_settings_with_secrets_masked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built_by("serve --openai.api_key sk-1234 --env.group_size 5", monkeypatch)
+
+    printed = capsys.readouterr().out
+    shown = yaml.safe_load(printed)
+    assert "sk-1234" not in printed
+    assert shown["openai"][0]["api_key"] == "***"
+    assert shown["env"]["group_size"] == 5
+    assert list(shown) == ["env", "openai", "slurm", "testing"]
+
+
+def test_serve_manager_settings_reach_the_server_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = built_by("serve --max_n_completions 3 --proxy_url http://p", monkeypatch)
+
+    assert vars(env.server) == {
+        "max_n_completions": 3,
+        "proxy_url": "http://p",
+        "use_proxy": True,
+    }
+
+
+def test_serve_manager_settings_not_given_leave_the_server_manager_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OwnManager(StandInEnv):
+        built = []  # noqa: RUF012
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.server.max_n_completions = 99
+
+    assert call(OwnManager, "serve", monkeypatch) == 0
+    assert OwnManager.built[0].server.max_n_completions == 99
+
+
+def test_serve_bare_server_config_arrives_as_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = APIServerConfig(base_url="http://inference/v1", n_kwarg_is_ignored=True)
+
+    assert built_by("serve", monkeypatch, servers=bare).server_configs == [bare]
+
+
+def test_serve_baseline_arrives_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert built_by("serve", monkeypatch, servers=ServerBaseline()).server_configs == (
+        ServerBaseline()
+    )
+
+
+def test_process_sets_what_the_process_loop_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = built_by("process --env.total_steps 4", monkeypatch)
+
+    assert env.ran == ["process"]
+    assert env.process_mode is True
+    assert (env.n_groups_to_process, env.group_size_to_process) == (4, 7)
+    assert env.config.data_path_to_save_groups == "data/stand_in.jsonl"
+
+
+@pytest.mark.parametrize("command", ["process", "evaluate"])
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "127.0.0.1"])
+def test_process_and_evaluate_warn_about_a_local_server(
+    command: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f"{command} --openai.base_url http://{host}:9001/v1"
+
+    with pytest.warns(UserWarning, match="inference server is on this machine"):
+        built_by(line, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("servers", "shown"),
+    [
+        (
+            [APIServerConfig(api_key="sk-1")],
+            [{**APIServerConfig().model_dump(), "api_key": "***"}],
+        ),
+        (APIServerConfig(timeout=3), {**APIServerConfig().model_dump(), "timeout": 3}),
+        (ServerBaseline(), {}),
+    ],
+)
+def test_evaluate_writes_its_settings_with_secrets_masked(
+    servers: Any, shown: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = built_by(
+        "evaluate --env.data_dir_to_save_evals results/deep", monkeypatch, servers=servers
+    )
+
+    written = yaml.safe_load(Path("results/deep/evaluate_config.yaml").read_text())
+    assert env.ran == ["evaluate"]
+    assert list(written) == ["env", "openai", "slurm", "testing"]
+    assert written["env"]["use_wandb"] is True
+    assert written["openai"] == shown
+
+
+def test_evaluate_without_a_directory_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built_by("evaluate", monkeypatch)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", "env:\n", "openai:\nslurm:\n", "# only a comment\n"])
+def test_serve_empty_yaml_changes_nothing(
+    content: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(content)
+
+    env = built_by("serve --config run.yaml", monkeypatch)
+
+    assert env.config == built_by("serve", monkeypatch).config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- a\n", "must hold sections"),
+        ("env: {", "is not YAML"),
+        ("env:\n  grup_size: 1\n", "env.grup_size in the YAML file: no such setting; did you mean"),
+    ],
+)
+def test_serve_wrong_yaml_exits_2(
+    content: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "run.yaml").write_text(content)
+
+    assert call(stand_in(), "serve --config run.yaml", monkeypatch) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_serve_required_field_may_come_from_yaml_or_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Needs(BaseEnvConfig):
+        dataset: str = Field(description="Where it is.")
+        split: str
+
+    def config_init(cls: Any) -> Any:
+        return cls.env_config_cls(), ServerBaseline()
+
+    attributes = {"env_config_cls": Needs, "config_init": classmethod(config_init)}
+    (tmp_path / "run.yaml").write_text("env:\n  dataset: d\n")
+
+    env = built_by("serve --config run.yaml --env.split train", monkeypatch, **attributes)
+
+    assert (env.config.dataset, env.config.split) == ("d", "train")
+    assert call(stand_in(**attributes), "serve --env.split train", monkeypatch) == 2
+    assert "env.dataset: field required" in capsys.readouterr().err
+
+
+def test_serve_mapping_and_list_fields_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["serve", "--env.limits", json.dumps({"a": 1}), "--env.levels", "1", "-2"]
+
+    env = built_by(words, monkeypatch)
+
+    assert (env.config.limits, env.config.levels) == ({"a": 1}, [1, -2])
+
+
+def test_run_cli_exception_of_the_command_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(StandInEnv):
+        async def env_manager(self) -> None:
+            raise KeyError("inside")
+
+    monkeypatch.setattr("sys.argv", ["env.py", "serve"])
+    with pytest.raises(KeyError, match="inside"):
+        run_cli(Breaks)
+
+
+async def test_run_cli_inside_a_running_event_loop_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert built_by("serve", monkeypatch).ran == ["serve"]
+
+
+def test_run_cli_own_command_class_of_an_environment_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    prefixed = get_prefixed_pydantic_model(BaseEnvConfig, "env.")
+
+    class Own(prefixed, Cmd):  # type: ignore[valid-type,misc]
+        note: str = "none"
+
+        def run(self) -> None:
+            seen.append((getattr(self, "env.total_steps"), self.note, self.model_fields_set))
+
+    env_cls = stand_in(get_cli_serve_config_cls=classmethod(lambda cls: Own))
+
+    assert call(env_cls, "serve --env.total_steps -1 --note x", monkeypatch) == 0
+    assert seen == [(-1, "x", {"env.total_steps", "note"})]
+
+
+def test_run_cli_subclassed_command_adds_flags_and_constructor_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def serve_class(cls: Any) -> Any:
+        base: Any = StandInEnv.get_cli_serve_config_cls.__func__(cls)  # type: ignore[attr-defined]
+
+        class WithTeacher(base):  # type: ignore[misc]
+            teacher: str | None = None
+
+            def extra_arguments(self, yaml_config: Any) -> dict[str, Any]:
+                return {"teacher": self.teacher}
+
+        return WithTeacher
+
+    class Taught(StandInEnv):
+        built = []  # noqa: RUF012
+        get_cli_serve_config_cls = classmethod(serve_class)  # type: ignore[assignment]
+
+        def __init__(self, *args: Any, teacher: str | None = None, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.teacher = teacher
+
+    assert call(Taught, "serve --teacher t", monkeypatch) == 0
+    assert Taught.built[0].teacher == "t"  # type: ignore[attr-defined]

@@ -1,0 +1,56 @@
+"""Constructor conventions of existing environments: each gets what it accepts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.construction import accepted_arguments
+
+STANDARD = {"config": "c", "server_configs": "s", "slurm": True, "testing": False}
+
+
+def usual(config, server_configs, slurm=False, testing=False): ...
+def renamed(config, server_configs, slurm_job_id=None, testing=False): ...
+def with_teacher(
+    config, server_configs, teacher_server_configs=None, slurm=False, testing=False
+): ...
+def all_keywords(**kwargs): ...
+def all_words(*args, **kwargs): ...
+def some_keywords(config, server_configs, **kwargs): ...
+def own_third(config, server_configs, dataset=None): ...
+def own_third_and_keywords(config, server_configs, dataset=None, **kwargs): ...
+def required_names(env_config, servers, cluster, dry): ...
+def only_two(config, server_configs): ...
+
+
+@pytest.mark.parametrize(
+    ("constructor", "arguments"),
+    [
+        (usual, STANDARD),
+        (
+            renamed,
+            {"config": "c", "server_configs": "s", "slurm_job_id": True, "testing": False},
+        ),
+        (with_teacher, {**STANDARD, "teacher_server_configs": "t"}),
+        (all_keywords, {**STANDARD, "teacher_server_configs": "t"}),
+        (all_words, {**STANDARD, "teacher_server_configs": "t"}),
+        (some_keywords, {**STANDARD, "teacher_server_configs": "t"}),
+        (own_third, {"config": "c", "server_configs": "s"}),
+        (own_third_and_keywords, {**STANDARD, "teacher_server_configs": "t"}),
+        (required_names, {"env_config": "c", "servers": "s", "cluster": True, "dry": False}),
+        (only_two, {"config": "c", "server_configs": "s"}),
+    ],
+)
+def test_accepted_arguments_match_the_constructor(
+    constructor: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
+    parameters = inspect.signature(constructor).parameters
+
+    accepted = accepted_arguments(parameters, STANDARD, {"teacher_server_configs": "t"})
+
+    assert accepted == arguments
+    constructor(**accepted)
