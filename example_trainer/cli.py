@@ -1,0 +1,262 @@
+"""Command-line flags of the trainer, generated from the fields of `config`.
+
+`create_full_parser` serves `atropos-grpo`, `create_unified_parser` the launcher `atropos-grpo-run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from example_trainer import config as fields
+from example_trainer.config import TrainingConfig, default_device
+
+__all__ = [
+    "add_atropos_args",
+    "add_debug_args",
+    "add_distributed_args",
+    "add_grpo_args",
+    "add_lora_args",
+    "add_mode_args",
+    "add_model_args",
+    "add_training_args",
+    "add_vllm_args",
+    "add_wandb_args",
+    "config_from_args",
+    "create_base_parser",
+    "create_full_parser",
+    "create_unified_parser",
+    "describe_errors",
+    "parse_args",
+    "parse_layer_indices",
+]
+
+_FLAGS_BY_FIELD = {
+    "model_name": ("--model", "--model-name"),
+    "vllm_gpu_memory_utilization": ("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"),
+}
+_DEST_BY_FIELD = {"vllm_gpu_memory_utilization": "gpu_memory_utilization"}
+_FIELDS_WITHOUT_FLAG = {"single_copy"}
+
+
+class TrainerParser(argparse.ArgumentParser):
+    """A parser whose complaint about an unknown flag names the nearest known one."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse like argparse; on an unknown flag suggest the near name and exit with 2."""
+        given = list(sys.argv[1:] if args is None else args)
+        # Before argparse looks: a mistyped required flag should not be reported as missing.
+        unknown = [argument for argument in given if self._is_unknown_flag(argument)]
+        if unknown:
+            self.error("; ".join(self._explain(argument) for argument in unknown))
+        parsed, rest = self.parse_known_args(given, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line instead of the whole usage, exit with 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _is_unknown_flag(self, argument: str) -> bool:
+        flag = argument.split("=", 1)[0]
+        is_flag = flag.startswith("--") and len(flag) > 2 and " " not in flag
+        return is_flag and flag not in self._option_string_actions
+
+    def _explain(self, argument: str) -> str:
+        flag = argument.split("=", 1)[0]
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        return f"unrecognized argument {argument}{hint}"
+
+
+def parse_layer_indices(text: str) -> list[int] | None:
+    """Parse `0-3,28-31` into sorted, unique layer indices; empty text means all layers.
+
+    Raises:
+        argparse.ArgumentTypeError: a part is not an index or a rising `a-b` range.
+    """
+    indices: set[int] = set()
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not a layer index (0, 1, 2, ...) or a range such as 0-3"
+            )
+        low, high = int(first), int(last) if dash else int(first)
+        if high < low:
+            raise argparse.ArgumentTypeError(f"range {part!r} runs backwards; write {high}-{low}")
+        indices.update(range(low, high + 1))
+    return sorted(indices) or None
+
+
+def _device(text: str) -> str:
+    # argparse runs this on the default "auto" too, after --help has had its chance to exit.
+    return default_device() if text == "auto" else text
+
+
+def _optional(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    parse.__name__ = getattr(kind, "__name__", "value")  # argparse names the type in its errors
+    return parse
+
+
+def _value_options(name: str, field: FieldInfo) -> dict[str, Any]:
+    annotation = field.annotation
+    if name == "device":
+        return {"type": _device, "default": "auto"}
+    if name.endswith("_layer_indices"):
+        return {"type": parse_layer_indices}
+    optional = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    if optional:
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is Literal:
+        return {"choices": list(typing.get_args(annotation))}
+    if typing.get_origin(annotation) is list:
+        return {"nargs": "+", "type": typing.get_args(annotation)[0]}
+    if annotation is bool:
+        return {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
+    return {"type": _optional(annotation) if optional else annotation}  # type: ignore[arg-type]
+
+
+def _add_flags(parser: argparse.ArgumentParser, title: str, group: type[BaseModel]) -> None:
+    section = parser.add_argument_group(title)
+    for name, field in group.model_fields.items():
+        if name in _FIELDS_WITHOUT_FLAG:
+            continue
+        flags = _FLAGS_BY_FIELD.get(name, ("--" + name.replace("_", "-"),))
+        options: dict[str, Any] = {
+            "dest": _DEST_BY_FIELD.get(name, name),
+            "help": (field.description or "").replace("%", "%%"),
+        }
+        if field.is_required():
+            options["required"] = True
+        else:
+            options["default"] = field.default
+        section.add_argument(*flags, **{**options, **_value_options(name, field)})
+
+
+def add_model_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose the model."""
+    _add_flags(parser, "model", fields.ModelFields)
+
+
+def add_training_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the loop, the optimiser and the checkpoints."""
+    _add_flags(parser, "training", fields.TrainingFields)
+
+
+def add_grpo_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of advantages and loss."""
+    _add_flags(parser, "grpo", fields.GrpoFields)
+
+
+def add_vllm_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the inference engine."""
+    _add_flags(parser, "vllm", fields.VllmFields)
+
+
+def add_atropos_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the trajectory service."""
+    _add_flags(parser, "atropos", fields.AtroposFields)
+
+
+def add_wandb_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the metric logs."""
+    _add_flags(parser, "metrics", fields.WandbFields)
+
+
+def add_mode_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose how weights reach the engine."""
+    _add_flags(parser, "mode", fields.ModeFields)
+
+
+def add_lora_args(parser: argparse.ArgumentParser) -> None:
+    """Add the LoRA flags."""
+    _add_flags(parser, "lora", fields.LoraFields)
+
+
+def add_distributed_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of multi-process training."""
+    _add_flags(parser, "distributed", fields.DistributedFields)
+
+
+def add_debug_args(parser: argparse.ArgumentParser) -> None:
+    """Add the diagnostic flags."""
+    _add_flags(parser, "debug", fields.DebugFields)
+
+
+def create_base_parser(description: str) -> TrainerParser:
+    """Return a parser without flags that shows defaults in its help."""
+    return TrainerParser(
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def create_unified_parser() -> TrainerParser:
+    """Return the parser of the one-command launcher, without mode, LoRA and cluster flags."""
+    parser = create_base_parser("Launch a vLLM engine and train against it with GRPO.")
+    for add in (add_model_args, add_training_args, add_grpo_args, add_vllm_args, add_atropos_args):
+        add(parser)
+    add_wandb_args(parser)
+    add_debug_args(parser)
+    return parser
+
+
+def create_full_parser() -> TrainerParser:
+    """Return the parser with every flag."""
+    parser = create_base_parser("Train a language model with GRPO on an Atropos service.")
+    for add in (add_model_args, add_training_args, add_grpo_args, add_vllm_args, add_atropos_args):
+        add(parser)
+    for add in (add_wandb_args, add_mode_args, add_lora_args, add_distributed_args, add_debug_args):
+        add(parser)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the full set of flags, from `sys.argv` when `argv` is None."""
+    return create_full_parser().parse_args(argv)
+
+
+def config_from_args(args: argparse.Namespace, **overrides: Any) -> TrainingConfig:
+    """Build the config from parsed flags; fields without a flag keep their defaults.
+
+    Args:
+        args: What one of the parsers here returned.
+        **overrides: Values that win over the flags.
+
+    Raises:
+        pydantic.ValidationError: a value is out of bounds, or settings contradict each other.
+    """
+    given = vars(args)
+    values = {
+        name: given[dest]
+        for name in TrainingConfig.model_fields
+        if (dest := _DEST_BY_FIELD.get(name, name)) in given
+    }
+    return TrainingConfig(**{**values, **overrides})
+
+
+def describe_errors(error: ValidationError) -> str:
+    """Put a validation error into one line per flag, for the door to print."""
+    lines = []
+    for problem in error.errors():
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        flag = f"--{name.replace('_', '-')}: " if name else ""
+        message = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{flag}{message}" + (f" (got {problem['input']!r})" if name else ""))
+    return "; ".join(lines)

@@ -1,0 +1,304 @@
+"""Settings of one training run: every field with its type, default, bounds and meaning.
+
+The fields stand in groups, one class per group of command-line flags (`cli` generates the flags
+from them); `TrainingConfig` is their union and the only class the rest of the trainer sees.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+__all__ = ["BUILT_MODES", "TrainingConfig", "default_device"]
+
+BUILT_MODES = ("none", "in_place")
+"""Weight bridge modes this version has; the others of the contract refuse at start."""
+
+
+def default_device() -> str:
+    """Return `cuda` when torch sees a GPU, else `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class ModelFields(BaseModel):
+    """Which model is trained."""
+
+    model_name: str = Field(min_length=1, description="Hub name or local directory of the model.")
+    gradient_checkpointing: bool = Field(
+        default=True,
+        description="Recompute activations in the backward pass: less memory, more time.",
+    )
+    train_dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="Element type of the trained weights; auto: bfloat16 on CUDA, float32 on CPU. "
+        "float32 on CUDA keeps full-precision weights and runs the forward pass in bfloat16.",
+    )
+
+
+class TrainingFields(BaseModel):
+    """How long, how large and with which optimiser."""
+
+    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
+    training_steps: int = Field(default=10, ge=1, description="Optimiser steps of the whole run.")
+    batch_size: int = Field(
+        default=2, ge=1, description="Sequences per forward pass (micro-batch)."
+    )
+    seq_len: int = Field(
+        default=2048, ge=2, description="Longest trained sequence in tokens; cut there."
+    )
+    gradient_accumulation_steps: int = Field(
+        default=32,
+        ge=1,
+        description="Micro-batches per optimiser step; times batch_size is the batch.",
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear learning-rate warm-up.")
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+        default="adamw_8bit",
+        description="adamw_8bit falls back to adamw where bitsandbytes is missing.",
+    )
+    adafactor_scale_parameter: bool = Field(
+        default=False, description="Adafactor's scale_parameter."
+    )
+    adafactor_relative_step: bool = Field(default=False, description="Adafactor's relative_step.")
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay (AdamW).")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="Global gradient norm is clipped to this."
+    )
+    seed: int = Field(
+        default=0, ge=0, description="Seed of torch's and Python's random generators."
+    )
+    device: str = Field(
+        default_factory=default_device, description="Torch device; auto: cuda if available."
+    )
+    save_path: str = Field(
+        default="trained_model_checkpoints", description="Directory of checkpoints."
+    )
+    checkpoint_interval: int = Field(
+        default=3, ge=0, description="Steps between resumable checkpoints; 0: only the final model."
+    )
+    resume: bool = Field(
+        default=False, description="Continue from the newest step_<n> checkpoint under save_path."
+    )
+
+
+class GrpoFields(BaseModel):
+    """Advantages and the policy loss."""
+
+    clip_eps: float = Field(
+        default=0.2, gt=0, lt=1, description="Lower clip: ratios below 1 - this."
+    )
+    clip_eps_high: float | None = Field(
+        default=0.28, gt=0, description="Upper clip: ratios above 1 + this; none: same as clip_eps."
+    )
+    ratio_anchor: Literal["trainer", "inference"] = Field(
+        default="trainer",
+        description="Denominator of the clipped ratio: the trainer's own logprobs before the "
+        "step, or the inference engine's (then importance_cap must be none).",
+    )
+    importance_cap: float | None = Field(
+        default=2.0,
+        gt=0,
+        description="Cap of the per-token weight exp(trainer - inference logprob) that corrects "
+        "the sampler's mismatch; none: no correction.",
+    )
+    importance_floor: float | None = Field(
+        default=None,
+        ge=0,
+        description="With this set, tokens whose weight leaves [floor, cap] are dropped instead "
+        "of capped (IcePop).",
+    )
+    loss_reduction: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field(
+        default="token_mean",
+        description="Mean over all trained tokens of the batch, mean of sequence means, or sum "
+        "over sequences x loss_horizon.",
+    )
+    loss_horizon: int | None = Field(
+        default=None, ge=1, description="Tokens dr_grpo divides each sequence by; none: seq_len."
+    )
+    advantage_std: Literal["sample", "population", "none"] = Field(
+        default="population", description="Deviation a group's centred scores are divided by."
+    )
+    advantage_eps: float = Field(default=1e-8, ge=0, description="Added to that deviation.")
+    logprobs_mode: Literal["auto", "raw", "processed"] = Field(
+        default="auto",
+        description="Whether the engine's logprobs are after temperature scaling (processed); "
+        "only then are logits divided by the temperature. auto: ask the engine, else raw.",
+    )
+    unsupported_fields: Literal["refuse", "ignore"] = Field(
+        default="refuse",
+        description="What to do with a group field or override the loss cannot honour.",
+    )
+
+
+class VllmFields(BaseModel):
+    """The inference engine."""
+
+    vllm_host: str = Field(
+        default="127.0.0.1", description="Address of the engine; a launched one binds to it."
+    )
+    vllm_port: int = Field(default=9001, ge=1, le=65535, description="Port of the engine.")
+    vllm_gpu: int | None = Field(default=None, ge=0, description="GPU index for a launched engine.")
+    vllm_gpu_memory_utilization: float = Field(
+        default=0.45, gt=0, le=1, description="Share of GPU memory for a launched engine."
+    )
+    max_model_len: int = Field(
+        default=4096, ge=2, description="Context length of a launched engine."
+    )
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
+        default="bfloat16", description="Element type in the engine; bfloat16 means float32 on CPU."
+    )
+    vllm_restart_interval: int = Field(
+        default=3, ge=0, description="Steps between weight updates of the engine; 0: never."
+    )
+    vllm_start_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds a launched engine may take until it answers /health.",
+    )
+    vllm_args: str = Field(
+        default="",
+        description="More arguments for a launched engine: --vllm-args='--enforce-eager'.",
+    )
+    sync_pause_mode: Literal["keep", "wait", "abort"] = Field(
+        default="keep",
+        description="Requests running during an in-place update: frozen and continued under the "
+        "new weights, waited for, or aborted.",
+    )
+
+
+class AtroposFields(BaseModel):
+    """The trajectory service."""
+
+    atropos_url: str = Field(default="http://localhost:8000", description="Address of the service.")
+    service_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds to wait for an unreachable service before giving up.",
+    )
+
+
+class WandbFields(BaseModel):
+    """Where metrics go."""
+
+    use_wandb: bool = Field(default=False, description="Log to Weights & Biases too.")
+    wandb_project: str | None = Field(
+        default=None, description="Project; without one wandb stays off."
+    )
+    wandb_group: str | None = Field(default=None, description="Run group; random when missing.")
+    metrics_path: str | None = Field(
+        default=None, description="JSONL file of metrics; none: <save_path>/metrics.jsonl."
+    )
+
+
+class ModeFields(BaseModel):
+    """How new weights reach the engine."""
+
+    weight_bridge_mode: Literal["shared_vllm", "lora_only", "lora_restart", "none", "in_place"] = (
+        Field(
+            default="none",
+            description="none: restart an engine the trainer owns; in_place: the engine reloads "
+            "weights while it runs (the engine at vllm_port, else one is launched).",
+        )
+    )
+    vllm_config_path: str | None = Field(
+        default=None, description="Bridge file of shared_vllm (mode not built yet)."
+    )
+    train_layer_indices: list[int] | None = Field(
+        default=None, description="Train only these transformer blocks, e.g. 0-3,28-31."
+    )
+
+
+class LoraFields(BaseModel):
+    """LoRA adapters (modes not built yet)."""
+
+    lora_r: int = Field(default=16, ge=1, description="Rank.")
+    lora_alpha: int = Field(default=32, ge=1, description="Scale.")
+    lora_dropout: float = Field(default=0.05, ge=0, lt=1, description="Dropout on adapter inputs.")
+    lora_target_modules: list[str] | None = Field(
+        default=None, description="Module names that get adapters; none: q_proj and v_proj."
+    )
+    lora_layer_indices: list[int] | None = Field(
+        default=None, description="Blocks that get adapters, e.g. 0-3."
+    )
+
+
+class DistributedFields(BaseModel):
+    """Several trainer processes (not built yet: one process trains)."""
+
+    trainer_rank: int = Field(default=0, ge=0, description="Rank of this process.")
+    world_size: int = Field(default=1, ge=1, description="Number of trainer processes.")
+    init_method: str = Field(
+        default="env://", description="Rendezvous address of torch.distributed."
+    )
+    num_inference_nodes: int = Field(
+        default=0, ge=0, description="Inference hosts of a cluster run."
+    )
+
+
+class DebugFields(BaseModel):
+    """Diagnostics."""
+
+    debug_loading: bool = Field(default=False, description="Log every parameter while loading.")
+    benchmark: bool = Field(default=False, description="Log total time and memory at the end.")
+    log_dir: str = Field(default="./logs", description="Directory of a launched engine's log file.")
+    single_copy: bool = Field(
+        default=False, description="Share weights with the engine (not built yet)."
+    )
+
+
+class TrainingConfig(
+    DebugFields, DistributedFields, LoraFields, ModeFields, WandbFields, AtroposFields,
+    VllmFields, GrpoFields, TrainingFields, ModelFields,
+):  # fmt: skip
+    """Everything one run of the trainer can be told; frozen once made.
+
+    Example:
+        `TrainingConfig(model_name="Qwen/Qwen2.5-1.5B-Instruct", training_steps=20)`
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimiser step, the batch size told to the service."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def vllm_connect_host(self) -> str:
+        """Host under which the trainer reaches the engine."""
+        return "127.0.0.1" if self.vllm_host in ("0.0.0.0", "::") else self.vllm_host
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suggest_near_names(cls, values: Any) -> Any:
+        for name in values if isinstance(values, dict) else ():
+            if name not in cls.model_fields:
+                near = difflib.get_close_matches(name, cls.model_fields, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown trainer setting {name!r}{hint}")
+        return values
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _resolve_auto_device(cls, value: Any) -> Any:
+        return default_device() if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> TrainingConfig:
+        if self.ratio_anchor == "inference" and self.importance_cap is not None:
+            raise ValueError(
+                "ratio_anchor=inference already weighs each token by exp(trainer - inference "
+                "logprob); importance_cap would count that mismatch twice. Set it to none"
+            )
+        if self.importance_floor is not None and (
+            self.importance_cap is None or self.importance_floor >= self.importance_cap
+        ):
+            raise ValueError(
+                f"importance_floor={self.importance_floor} needs an importance_cap above it, "
+                f"not {self.importance_cap}"
+            )
+        return self

@@ -1,0 +1,63 @@
+"""What the two entry points share: logging, signals and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from atroposlib.errors import AtroposError, ConfigError
+from example_trainer.cli import describe_errors
+from example_trainer.config import TrainingConfig
+from example_trainer.weight_sync import require_built_mode
+
+__all__ = ["run_door"]
+
+logger = logging.getLogger("example_trainer")
+
+
+def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], TrainingConfig]) -> None:
+    """Make the config and train.
+
+    Exits with 2 when the settings are wrong, with 1 and the cause when training fails, with
+    128 + n after signal n. SIGINT and SIGTERM unwind the run, so every child ends first.
+    """
+    try:
+        config = make_config()
+        require_built_mode(config)
+    except ValidationError as error:
+        parser.error(describe_errors(error))
+    except ConfigError as error:
+        parser.error(str(error))
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per poll otherwise
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    # Heavy imports come after the flags were found to be right.
+    from example_trainer.trainers import train
+
+    try:
+        train(config)
+    except KeyboardInterrupt:
+        logger.info("interrupted")
+        sys.exit(128 + signal.SIGINT)
+    except AtroposError as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    except Exception:
+        logger.exception("training failed")
+        sys.exit(1)
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
+    # The second signal of an impatient sender must not interrupt the clean-up of the first.
+    signal.signal(number, signal.SIG_IGN)
+    logger.info("received %s, ending", signal.Signals(number).name)
+    sys.exit(128 + number)

@@ -1,0 +1,110 @@
+"""Replacing the weights of a running vLLM over its own HTTP routes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from atroposlib.errors import ConfigError, InferenceError
+
+__all__ = ["EngineControl"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineControl:
+    """Speaks to the development routes of one vLLM server.
+
+    Args:
+        base_url: Address without `/v1`.
+        timeout_s: Seconds one request may take; a large model reloads for minutes.
+    """
+
+    def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
+        self._base_url = base_url
+        # The engine is a neighbour: proxy settings of the environment do not concern it.
+        self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
+
+    def close(self) -> None:
+        """Close the connection; the engine runs on."""
+        self._http.close()
+
+    def require_in_place_updates(self) -> None:
+        """Check that the engine can reload its weights while it runs.
+
+        Raises:
+            ConfigError: it does not offer that; names what to do.
+        """
+        # Without a method the route refuses with 400 and changes nothing; 404 means no route.
+        status = self._send("POST", "/collective_rpc", json={}).status_code
+        if status != 400:
+            raise ConfigError(
+                f"the engine at {self._base_url} offers no in-place weight updates (POST "
+                f"/collective_rpc answered {status}); start vLLM with VLLM_SERVER_DEV_MODE=1 in "
+                "its environment, or use --weight-bridge-mode none to restart it instead"
+            )
+
+    def returns_processed_logprobs(self) -> bool:
+        """Say whether logprobs come after temperature and top-p; False when it does not tell."""
+        answer = self._send("GET", "/server_info", params={"config_format": "json"})
+        if answer.status_code != 200:
+            return False
+        try:
+            mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
+        except (KeyError, TypeError, ValueError):
+            return False
+        return str(mode).startswith("processed")
+
+    def reload_weights(self, directory: Path, *, pause_mode: str) -> None:
+        """Load the weights in `directory` into the running engine.
+
+        Generation pauses meanwhile. With `pause_mode` `keep`, requests under way continue under
+        the new weights; their key-value caches are dropped and computed again, so that no token
+        depends on both.
+
+        Args:
+            directory: A Hugging Face model directory the engine's host can read.
+            pause_mode: `keep`, `wait` or `abort`, what happens to running requests.
+
+        Raises:
+            InferenceError: a request failed; the engine is told to resume in any case.
+        """
+        self._require("/pause", params={"mode": pause_mode})
+        try:
+            request = {
+                "method": "reload_weights",
+                "kwargs": {"weights_path": str(directory.resolve())},
+            }
+            self._require("/collective_rpc", json=request)
+            reset = self._require("/reset_prefix_cache", params={"reset_running_requests": "true"})
+            if reset.content and reset.json().get("success") is False:
+                raise InferenceError(
+                    f"the engine at {self._base_url} kept its prefix cache after the weights "
+                    "changed; use --sync-pause-mode wait"
+                )
+        finally:
+            self._resume()
+
+    def _resume(self) -> None:
+        try:
+            self._require("/resume")
+        except InferenceError:
+            logger.exception("the engine may still be paused: POST %s/resume", self._base_url)
+            raise
+
+    def _require(self, path: str, **options: Any) -> httpx.Response:
+        answer = self._send("POST", path, **options)
+        if answer.status_code != 200:
+            raise InferenceError(
+                f"POST {self._base_url}{path} answered {answer.status_code}: {answer.text[:500]}"
+            )
+        return answer
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise InferenceError(f"{method} {self._base_url}{path} failed: {error!r}") from error

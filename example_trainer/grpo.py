@@ -1,0 +1,43 @@
+"""Entry point of the trainer: `atropos-grpo`, `python -m example_trainer.grpo`, or this file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # Run as a file: the package's parent goes where Python put the package's own folder, whose
+    # module names (`config`, `data`, ...) must not become importable at the top level.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from example_trainer.cli import config_from_args, create_full_parser
+from example_trainer.config import TrainingConfig
+from example_trainer.doors import run_door
+
+__all__ = ["first_example", "main"]
+
+
+def first_example() -> TrainingConfig:
+    """Return the run that `python example_trainer/grpo.py` without flags makes."""
+    return TrainingConfig(
+        model_name="Qwen/Qwen2.5-1.5B-Instruct",
+        training_steps=20,
+        vllm_restart_interval=3,
+        use_wandb=True,
+        wandb_project="grpo-trainer-example",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the flags say; exits 0 when done, 2 on wrong flags, 1 on failure."""
+    parser = create_full_parser()
+    run_door(parser, lambda: config_from_args(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    if __package__ in (None, "") and len(sys.argv) == 1:
+        print("no flags given: training the built-in example (see --help for the flags)")
+        run_door(create_full_parser(), first_example)
+    else:
+        main()

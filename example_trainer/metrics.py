@@ -1,0 +1,104 @@
+"""What the trainer logs per step, under which names, and how it looks in the terminal."""
+
+from __future__ import annotations
+
+import logging
+import random
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from atroposlib.envs.run_log import RunLog
+from example_trainer.batch import BatchSummary
+from example_trainer.config import TrainingConfig
+
+__all__ = ["StepTimes", "batch_metrics", "open_run_log", "step_line", "with_wandb_names"]
+
+logger = logging.getLogger(__name__)
+
+
+class StepTimes(NamedTuple):
+    """Where the seconds of one step went."""
+
+    fetch_s: float
+    """Waiting for the batch."""
+    compute_s: float
+    """Building tensors, forward, backward, optimiser."""
+    sync_s: float
+    """Saving and publishing weights."""
+
+    def metrics(self, *, num_input_tokens: int) -> dict[str, float]:
+        """Return the times, and the tokens per second of the computing part."""
+        return {
+            "train/step_time": sum(self),
+            "train/data_fetch_time": self.fetch_s,
+            "train/compute_time": self.compute_s,
+            "train/sync_time": self.sync_s,
+            "train/tokens_per_s": num_input_tokens / self.compute_s if self.compute_s else 0.0,
+        }
+
+
+def with_wandb_names(config: TrainingConfig) -> TrainingConfig:
+    """Return the config with wandb settings that can work.
+
+    Without a project wandb is switched off with a warning; a missing group becomes eight random
+    letters and digits.
+    """
+    if not config.use_wandb:
+        return config
+    if not config.wandb_project:
+        logger.warning("use_wandb needs wandb_project; going on with the local metrics file only")
+        return config.model_copy(update={"use_wandb": False})
+    if config.wandb_group:
+        return config
+    # Not the seeded generator: two runs with one seed must not share a group.
+    letters = random.SystemRandom().choices(string.ascii_letters + string.digits, k=8)
+    return config.model_copy(update={"wandb_group": "".join(letters)})
+
+
+def open_run_log(config: TrainingConfig) -> RunLog:
+    """Open the run's log: always a JSONL file, and wandb where the config asks for it."""
+    path = Path(config.metrics_path or Path(config.save_path) / "metrics.jsonl")
+    log = RunLog(use_wandb=config.use_wandb, metrics_path=path)
+    log.start(
+        project=config.wandb_project,
+        group=config.wandb_group,
+        name=None,
+        config=config.model_dump(),
+    )
+    return log
+
+
+def batch_metrics(summary: BatchSummary) -> dict[str, float]:
+    """Return what is known of a batch before the forward pass."""
+    return {
+        "train/reward_mean": summary.score_mean,
+        "train/reward_std": summary.score_std,
+        "train/num_groups": summary.num_groups,
+        "train/zero_advantage_groups_fraction": summary.num_silent_groups
+        / max(1, summary.num_groups),
+        "train/truncated_rows": summary.num_truncated_rows,
+        "train/rows_without_logprobs": summary.num_rows_without_logprobs,
+        "train/padding_fraction": summary.padding_fraction,
+    }
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """Return the one line the terminal shows for a step."""
+    loss = metrics["train/loss"]
+    parts = [
+        f"step {step}/{total}",
+        f"reward {metrics['train/reward_mean']:.3f}",
+        f"loss {loss:.6f}" if abs(loss) < 0.01 else f"loss {loss:.4f}",
+        f"grad {metrics['train/grad_norm']:.3f}",
+    ]
+    if "grpo/mean_ratio" in metrics:
+        parts.append(f"ratio {metrics['grpo/mean_ratio']:.3f}")
+        parts.append(f"outside clip {metrics['grpo/clipped_fraction']:.1%}")
+    parts.append(f"{metrics['train/tokens_per_s']:,.0f} tok/s")
+    parts.append(
+        f"fetch {metrics['train/data_fetch_time']:.2f} s, "
+        f"train {metrics['train/compute_time']:.2f} s, sync {metrics['train/sync_time']:.2f} s"
+    )
+    return " | ".join(parts)

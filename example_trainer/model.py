@@ -1,0 +1,96 @@
+"""Loading the model that is trained, and choosing which of its parameters are."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Collection
+from typing import Any
+
+from atroposlib.errors import ConfigError, MissingExtraError
+from example_trainer.config import TrainingConfig
+
+__all__ = ["freeze_other_layers", "load_model_and_tokenizer"]
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+
+
+def load_model_and_tokenizer(
+    config: TrainingConfig, single_copy: bool = False, *, source: str | None = None
+) -> tuple[Any, Any]:
+    """Load the model in training mode on its device, and its tokenizer.
+
+    Args:
+        config: Settings; `train_dtype`, `gradient_checkpointing` and `train_layer_indices` apply.
+        single_copy: Sharing weights with the engine; not built yet.
+        source: Directory to load instead of `config.model_name`, e.g. a checkpoint.
+
+    Raises:
+        ConfigError: `single_copy`, a layer index the model lacks, or weights that are not there.
+    """
+    if single_copy:
+        raise ConfigError("single_copy needs weight_bridge_mode=shared_vllm, not built yet")
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("torch", extra="trainer") from error
+    name = source or config.model_name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=_weights_dtype(config, torch),
+            attn_implementation=_attention(config.device),
+        )
+    except OSError as error:
+        raise ConfigError(f"model {name!r} cannot be loaded: {error}") from error
+    model.config.use_cache = False
+    model.to(config.device)
+    if config.train_layer_indices is not None:
+        freeze_other_layers(model, config.train_layer_indices)
+    if config.gradient_checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    if config.debug_loading:
+        for parameter_name, parameter in model.named_parameters():
+            logger.info("%s %s %s", parameter_name, tuple(parameter.shape), parameter.dtype)
+    return model, tokenizer
+
+
+def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
+    """Leave only the named transformer blocks trainable; all else is frozen.
+
+    Raises:
+        ConfigError: an index is out of range, or no parameter lies in a block.
+    """
+    text_config = model.config.get_text_config()
+    num_layers = text_config.num_hidden_layers
+    outside = sorted(index for index in layer_indices if not 0 <= index < num_layers)
+    if outside:
+        raise ConfigError(
+            f"train_layer_indices {outside} do not exist: the model has layers 0-{num_layers - 1}"
+        )
+    found = False
+    for name, parameter in model.named_parameters():
+        block = _BLOCK.search(name)
+        chosen = block is not None and int(block.group(1)) in layer_indices
+        parameter.requires_grad_(chosen)
+        found = found or chosen
+    if not found:
+        raise ConfigError("train_layer_indices match no parameter of this model")
+
+
+def _weights_dtype(config: TrainingConfig, torch: Any) -> Any:
+    if config.train_dtype == "auto":
+        return torch.bfloat16 if config.device.startswith("cuda") else torch.float32
+    return getattr(torch, config.train_dtype)
+
+
+def _attention(device: str) -> str:
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if has_flash and device.startswith("cuda") else "sdpa"

@@ -1,0 +1,122 @@
+"""Diagnostics of one optimiser step: sums over trained tokens, turned into metrics at the end.
+
+Every figure is a mean over the trained tokens of the whole batch, so it depends neither on
+padding nor on how the batch was split into micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+
+from atroposlib.scored_data import MASKED_LOGPROB
+from example_trainer.batch import Microbatch
+from example_trainer.loss import LossTerms, log_ratio_BT
+
+__all__ = ["StepStats"]
+
+
+class StepStats:
+    """Collects diagnostics micro-batch by micro-batch.
+
+    Attributes:
+        loss: Sum of the micro-batches' loss shares.
+    """
+
+    def __init__(
+        self, *, clip_low: float, clip_high: float, importance_cap: float | None = None
+    ) -> None:
+        self.loss = 0.0
+        self._bounds = (1.0 - clip_low, 1.0 + clip_high)
+        self._cap = importance_cap
+        self._sums: dict[str, float] = defaultdict(float)
+        self._largest_difference = 0.0
+
+    def add(
+        self, microbatch: Microbatch, trainer_logprobs_BT: torch.Tensor, terms: LossTerms
+    ) -> None:
+        """Add one micro-batch; takes detached logprobs and reduces all to plain numbers."""
+        self.loss += float(terms.loss.detach())
+        mask_BT = terms.mask_BT
+        trainer = trainer_logprobs_BT[mask_BT].double()
+        positive = microbatch.advantages_BT[mask_BT] > 0
+        self._count("tokens", trainer, one=True)
+        self._count("logprob", trainer)
+        self._count("logprob_squared", trainer**2)
+        self._count("positive_tokens", positive)
+        self._count("positive_logprob", trainer[positive])
+        self._count("negative_logprob", trainer[~positive])
+        self._count("weight", terms.weight_BT[mask_BT])
+        if self._cap is not None:
+            weight = terms.weight_BT[mask_BT]
+            self._count("truncated", (weight >= self._cap) | (weight == 0))
+        inference_BT = microbatch.inference_logprobs_BT
+        self._compare(trainer_logprobs_BT, inference_BT, mask_BT & (inference_BT != MASKED_LOGPROB))
+
+    def _compare(
+        self, trainer_BT: torch.Tensor, inference_BT: torch.Tensor, known_BT: torch.Tensor
+    ) -> None:
+        trainer, inference = trainer_BT[known_BT].double(), inference_BT[known_BT].double()
+        difference = trainer - inference
+        ratio = log_ratio_BT(trainer, inference).exp()
+        low, high = self._bounds
+        self._count("known", trainer, one=True)
+        self._count("inference", inference)
+        self._count("inference_squared", inference**2)
+        self._count("difference", difference)
+        self._count("difference_abs", difference.abs())
+        self._count("ratio", ratio)
+        self._count("outside", (ratio < low) | (ratio > high))
+        if difference.numel():
+            largest = float(difference.abs().max())
+            self._largest_difference = max(self._largest_difference, largest)
+
+    def _count(self, name: str, values: torch.Tensor, *, one: bool = False) -> None:
+        self._sums[name] += float(values.numel() if one else values.sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the step's metrics under their public names.
+
+        `grpo/mean_ratio`, `grpo/clipped_fraction` and `alignment/*` compare the trainer's
+        logprobs with the inference engine's; they are left out when no group carried any. The
+        entropy estimate is minus the mean logprob of the sampled tokens.
+        """
+        sums = self._sums
+        tokens = max(1.0, sums["tokens"])
+        negatives = sums["tokens"] - sums["positive_tokens"]
+        mean = sums["logprob"] / tokens
+        result = {
+            "train/loss": self.loss,
+            "train/trained_tokens": sums["tokens"],
+            "train/pos_logp": sums["positive_logprob"] / max(1.0, sums["positive_tokens"]),
+            "train/neg_logp": sums["negative_logprob"] / max(1.0, negatives),
+            "train/logp": mean,
+            "train/entropy_estimate": -mean,
+            "logprobs/training_mean": mean,
+            "logprobs/training_std": _deviation(sums["logprob_squared"] / tokens, mean),
+            "grpo/mean_importance_weight": sums["weight"] / tokens,
+            "alignment/missing_fraction": 1.0 - sums["known"] / tokens,
+        }
+        if self._cap is not None:
+            result["grpo/truncated_fraction"] = sums["truncated"] / tokens
+        return {**result, **self._alignment()} if sums["known"] else result
+
+    def _alignment(self) -> dict[str, float]:
+        known = self._sums["known"]
+        inference_mean = self._sums["inference"] / known
+        squares = self._sums["inference_squared"] / known
+        return {
+            "grpo/mean_ratio": self._sums["ratio"] / known,
+            "grpo/clipped_fraction": self._sums["outside"] / known,
+            "logprobs/inference_mean": inference_mean,
+            "logprobs/inference_std": _deviation(squares, inference_mean),
+            "alignment/diff_mean": self._sums["difference"] / known,
+            "alignment/diff_abs_mean": self._sums["difference_abs"] / known,
+            "alignment/diff_max": self._largest_difference,
+        }
+
+
+def _deviation(mean_of_squares: float, mean: float) -> float:
+    return math.sqrt(max(0.0, mean_of_squares - mean * mean))

@@ -1,0 +1,104 @@
+"""Whole runs: a config in, a trained model out, and nothing left running."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atroposlib.api.client import TrainerClient
+from example_trainer.api import TrajectoryFeed
+from example_trainer.checkpointing import find_latest_checkpoint, load_training_state
+from example_trainer.config import TrainingConfig
+from example_trainer.metrics import open_run_log, with_wandb_names
+from example_trainer.model import load_model_and_tokenizer
+from example_trainer.optimizer import create_optimizer
+from example_trainer.training import Trainer
+from example_trainer.weight_sync import WeightSync, make_weight_sync
+
+__all__ = ["train", "train_legacy"]
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: TrainingConfig) -> Path:
+    """Run one training from a config; returns the directory of the final model.
+
+    Waits for the service and for the engine. Whatever it started has ended when it returns or
+    raises.
+
+    Raises:
+        AtroposError: a setting is wrong, the engine died, the service refused or stayed away.
+    """
+    config = with_wandb_names(config)
+    _seed(config.seed)
+    with contextlib.ExitStack() as stack:
+        weight_sync = make_weight_sync(config)
+        stack.callback(weight_sync.close)
+        weight_sync.check_before_load()
+        checkpoint = find_latest_checkpoint(config.save_path) if config.resume else None
+        source = str(checkpoint or config.model_name)
+        model, tokenizer = load_model_and_tokenizer(config, source=source)
+        optimizer = create_optimizer(model, config)
+        steps_done = 0 if checkpoint is None else load_training_state(checkpoint, optimizer)
+        logger.info("starting after step %d from %s", steps_done, source)
+        run_log = open_run_log(config)
+        stack.callback(run_log.finish)
+        client = stack.enter_context(TrainerClient(config.atropos_url))
+        feed = TrajectoryFeed(client, config)
+        feed.connect()
+        feed.register(steps_done)
+        weight_sync.start(source)
+        trainer = Trainer(
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            optimizer=optimizer,
+            feed=feed,
+            weight_sync=weight_sync,
+            run_log=run_log,
+            steps_done=steps_done,
+            divide_by_temperature=_divides_by_temperature(config, weight_sync),
+        )
+        started = time.perf_counter()
+        final = trainer.run()
+        if config.benchmark:
+            run_log.log(
+                _benchmark_metrics(config, time.perf_counter() - started),
+                step=config.training_steps,
+            )
+        return final
+
+
+def train_legacy(config: TrainingConfig) -> Path:
+    """Run the mode `none`: the trainer owns the engine and restarts it on new weights."""
+    return train(config.model_copy(update={"weight_bridge_mode": "none"}))
+
+
+def _divides_by_temperature(config: TrainingConfig, weight_sync: WeightSync) -> bool:
+    if config.logprobs_mode == "auto":
+        return weight_sync.returns_processed_logprobs()
+    return config.logprobs_mode == "processed"
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _benchmark_metrics(config: TrainingConfig, total_s: float) -> dict[str, Any]:
+    metrics: dict[str, Any] = {
+        "benchmark/total_time_seconds": total_s,
+        "benchmark/total_time_minutes": total_s / 60.0,
+        "benchmark/mode": config.weight_bridge_mode,
+        "benchmark/total_steps": config.training_steps,
+        "benchmark/avg_step_time_seconds": total_s / config.training_steps,
+    }
+    if config.device.startswith("cuda"):
+        metrics["benchmark/peak_gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics

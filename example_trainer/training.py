@@ -1,0 +1,250 @@
+"""The training loop: fetch a batch, take one optimiser step, let the engine have the weights.
+
+service --groups--> feed --> batch --> loss --> optimiser --> checkpoint, weight sync --> engine
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from atroposlib.envs.run_log import RunLog
+from example_trainer.batch import Batch, build_batch
+from example_trainer.checkpointing import replace_directory, save_checkpoint
+from example_trainer.config import TrainingConfig
+from example_trainer.loss import BatchTotals, GrpoLoss, token_logprobs_BT
+from example_trainer.metrics import StepTimes, batch_metrics, step_line
+from example_trainer.optimizer import learning_rate_at
+from example_trainer.rows import RowRules
+from example_trainer.step_stats import StepStats
+from example_trainer.weight_sync import WeightSync, is_sync_due
+
+__all__ = ["GroupFeed", "Trainer", "make_loss"]
+
+logger = logging.getLogger(__name__)
+
+_SYNC_DIRECTORY = "sync_weights"
+_MISALIGNED_LOGPROB = 0.5
+_SUSPICIOUS_GAP = 2.0
+
+
+class GroupFeed(Protocol):
+    """Where batches come from."""
+
+    def next_groups(self, step: int) -> list[dict[str, Any]]:
+        """Wait for the batch of the optimiser step that follows `step` finished ones."""
+
+
+def make_loss(config: TrainingConfig) -> GrpoLoss:
+    """Return the loss object the config describes."""
+    return GrpoLoss(
+        clip_low=config.clip_eps,
+        clip_high=config.clip_eps if config.clip_eps_high is None else config.clip_eps_high,
+        anchor=config.ratio_anchor,
+        importance_cap=config.importance_cap,
+        importance_floor=config.importance_floor,
+        reduction=config.loss_reduction,
+        horizon=config.loss_horizon or config.seq_len,
+    )
+
+
+class Trainer:
+    """One run: the model, its optimiser and everything a step needs.
+
+    Args:
+        config: Settings.
+        model: A causal language model in training mode on `config.device`.
+        tokenizer: Saved beside the model, not used otherwise.
+        optimizer: Over the model's trainable parameters.
+        feed: Where batches come from.
+        weight_sync: How the engine gets new weights; started already.
+        run_log: Where metrics go.
+        steps_done: Optimiser steps of the run that is continued.
+        divide_by_temperature: Whether the engine's logprobs are after temperature scaling.
+        clock: Seconds for the time split.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        model: Any,
+        tokenizer: Any,
+        optimizer: Any,
+        feed: GroupFeed,
+        weight_sync: WeightSync,
+        run_log: RunLog,
+        steps_done: int = 0,
+        divide_by_temperature: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.steps_done = steps_done
+        self._tokenizer = tokenizer
+        self._optimizer = optimizer
+        self._feed = feed
+        self._weight_sync = weight_sync
+        self._run_log = run_log
+        self._divide_by_temperature = divide_by_temperature
+        self._clock = clock
+        self._loss = make_loss(config)
+        self._rules = RowRules(
+            seq_len=config.seq_len,
+            advantage_std=config.advantage_std,
+            advantage_eps=config.advantage_eps,
+            unsupported_fields=config.unsupported_fields,
+        )
+
+    def run(self) -> Path:
+        """Train until `training_steps` are done; returns the directory of the final model."""
+        while self.steps_done < self.config.training_steps:
+            self._weight_sync.check_alive()
+            self._run_step()
+        final = save_checkpoint(
+            self.model, self._tokenizer, self.config.save_path, self.steps_done, is_final=True
+        )
+        if self._is_sync_due(self.steps_done):
+            self._weight_sync.publish(final)
+        shutil.rmtree(Path(self.config.save_path) / _SYNC_DIRECTORY, ignore_errors=True)
+        logger.info("final model: %s", final)
+        return final
+
+    def _run_step(self) -> None:
+        started = self._clock()
+        groups = self._feed.next_groups(self.steps_done)
+        fetched = self._clock()
+        batch = build_batch(groups, self._rules, microbatch_size=self.config.batch_size)
+        self._weight_sync.before_step(sync_follows=self._is_sync_due(self.steps_done + 1))
+        metrics = self.train_on(batch)
+        self.steps_done += 1
+        computed = self._clock()
+        self._save_and_publish()
+        times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
+        metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
+        self._run_log.log(metrics, step=self.steps_done)
+        logger.info("%s", step_line(self.steps_done, self.config.training_steps, metrics))
+        _warn_about(batch, metrics)
+
+    def train_on(self, batch: Batch) -> dict[str, float]:
+        """Take one optimiser step on a batch; returns its metrics.
+
+        A step whose gradient is not finite is skipped and counted, so that one bad batch cannot
+        poison the weights.
+        """
+        learning_rate = learning_rate_at(self.steps_done, self.config)
+        for parameters in self._optimizer.param_groups:
+            # Adafactor with relative_step finds its own rate and holds None here.
+            if parameters["lr"] is not None:
+                parameters["lr"] = learning_rate
+        stats = StepStats(
+            clip_low=self._loss.clip_low,
+            clip_high=self._loss.clip_high,
+            importance_cap=self._loss.importance_cap,
+        )
+        self._backward(batch, stats)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        grad_norm = float(norm)
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return {
+            **stats.metrics(),
+            **batch_metrics(batch.summary),
+            **_memory_metrics(self.config.device),
+            "train/lr": learning_rate,
+            "train/grad_norm": grad_norm,
+            "train/skipped_steps": float(not is_finite),
+        }
+
+    def _backward(self, batch: Batch, stats: StepStats) -> None:
+        """Add the gradient of the batch to the parameters, one micro-batch at a time."""
+        totals = BatchTotals(batch.num_tokens, batch.num_sequences)
+        for cpu_microbatch in batch.microbatches:
+            microbatch = cpu_microbatch.to(self.config.device)
+            with self._autocast():
+                logits_BTV = self.model(input_ids=microbatch.tokens_BT).logits
+            trainer_logprobs_BT = token_logprobs_BT(
+                logits_BTV,
+                microbatch.labels_BT,
+                microbatch.temperatures_B if self._divide_by_temperature else None,
+            )
+            terms = self._loss(
+                trainer_logprobs_BT,
+                microbatch.labels_BT,
+                microbatch.advantages_BT,
+                microbatch.inference_logprobs_BT,
+                totals,
+            )
+            terms.loss.backward()
+            stats.add(microbatch, trainer_logprobs_BT.detach(), terms)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.device.startswith("cuda") and self.config.train_dtype == "float32":
+            autocast: contextlib.AbstractContextManager[Any] = torch.autocast(
+                "cuda", dtype=torch.bfloat16
+            )
+            return autocast
+        return contextlib.nullcontext()
+
+    def _is_sync_due(self, step: int) -> bool:
+        return is_sync_due(step, self.config, publishes_final=self._weight_sync.publishes_final)
+
+    def _save_and_publish(self) -> None:
+        """Write what is due after a step; the final model is `run`'s business."""
+        config, step = self.config, self.steps_done
+        is_last = step >= config.training_steps
+        saves = config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0
+        publishes = self._is_sync_due(step) and not is_last
+        weights: Path | None = None
+        if saves or (publishes and config.weight_bridge_mode == "none"):
+            weights = save_checkpoint(
+                self.model, self._tokenizer, config.save_path, step,
+                optimizer=self._optimizer if saves else None,
+            )  # fmt: skip
+        if publishes:
+            self._weight_sync.publish(weights or self._save_sync_weights())
+
+    def _save_sync_weights(self) -> Path:
+        """Write the bare model where only the engine will read it."""
+        return replace_directory(
+            Path(self.config.save_path) / _SYNC_DIRECTORY,
+            lambda directory: self.model.save_pretrained(directory, safe_serialization=True),
+        )
+
+
+def _memory_metrics(device: str) -> dict[str, float]:
+    if not device.startswith("cuda"):
+        return {}
+    return {
+        "train/gpu_memory_gb": torch.cuda.memory_allocated(device) / 2**30,
+        "train/gpu_memory_reserved_gb": torch.cuda.memory_reserved(device) / 2**30,
+    }
+
+
+def _warn_about(batch: Batch, metrics: Mapping[str, float]) -> None:
+    """Say what a person would act on."""
+    summary = batch.summary
+    if metrics["train/skipped_steps"]:
+        logger.warning("the gradient was not finite; this step left the weights as they were")
+    if summary.num_silent_groups == summary.num_groups:
+        logger.warning("every group's scores are equal: this batch carried no gradient")
+    if summary.num_truncated_rows:
+        logger.warning("%d sequences were cut to seq_len", summary.num_truncated_rows)
+    inference_mean = metrics.get("logprobs/inference_mean")
+    if inference_mean is None:
+        return
+    gap = abs(inference_mean - metrics["logprobs/training_mean"])
+    if inference_mean > _MISALIGNED_LOGPROB:
+        logger.warning("mean inference logprob %.2f: masks and logprobs disagree", inference_mean)
+    elif gap > _SUSPICIOUS_GAP:
+        logger.warning("trainer and engine logprobs differ by %.2f in the mean", gap)

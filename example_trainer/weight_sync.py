@@ -1,0 +1,206 @@
+"""How new weights reach the inference engine: one protocol, one object per strategy."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from atroposlib.errors import ConfigError, InferenceError
+from example_trainer.config import BUILT_MODES, TrainingConfig
+from example_trainer.engine_control import EngineControl
+from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
+
+__all__ = [
+    "InPlaceSync",
+    "RestartSync",
+    "WeightSync",
+    "is_sync_due",
+    "make_weight_sync",
+    "require_built_mode",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSync(Protocol):
+    """Keeps an engine serving, under weights that follow the trainer's.
+
+    Order of calls: `check_before_load`, `start`, then per step `before_step`, `publish` where due,
+    `check_alive`; `close` at the end, also after a failure at any point.
+    """
+
+    publishes_final: bool
+    """Whether the engine outlives the run and so wants the final weights too."""
+
+    def check_before_load(self) -> None:
+        """Fail early on what is wrong before the model is loaded."""
+
+    def start(self, model_path: str) -> None:
+        """Make sure an engine serves the model in `model_path`; returns once it is healthy."""
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Make room for the optimiser step, when weights are published right after it."""
+
+    def publish(self, weights: Path) -> None:
+        """Let the engine serve the weights in a model directory; returns once it does."""
+
+    def check_alive(self) -> None:
+        """Raise when an engine of ours has died."""
+
+    def returns_processed_logprobs(self) -> bool:
+        """Say whether the engine's logprobs are known to be after temperature scaling."""
+
+    def close(self) -> None:
+        """End what was started, close what was opened; harmless when repeated."""
+
+
+def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> bool:
+    """Say whether weights are published after the optimiser step number `step` (from 1).
+
+    Every `vllm_restart_interval` steps, 0 meaning never; after the last step only where somebody
+    goes on using the engine.
+    """
+    interval = config.vllm_restart_interval
+    if interval == 0:
+        return False
+    if step >= config.training_steps:
+        return publishes_final
+    return step % interval == 0
+
+
+def require_built_mode(config: TrainingConfig) -> None:
+    """Refuse the settings of the contract that this version has no code for.
+
+    Raises:
+        ConfigError: names the setting and what exists.
+    """
+    if config.weight_bridge_mode not in BUILT_MODES:
+        raise ConfigError(
+            f"weight_bridge_mode={config.weight_bridge_mode} is not built yet; use one of: "
+            + ", ".join(BUILT_MODES)
+        )
+    if config.world_size != 1 or config.trainer_rank != 0:
+        raise ConfigError(
+            f"trainer_rank={config.trainer_rank}, world_size={config.world_size}: several trainer "
+            "processes are not built yet; leave them at 0 and 1"
+        )
+    if config.single_copy:
+        raise ConfigError("single_copy needs weight_bridge_mode=shared_vllm, not built yet")
+
+
+def make_weight_sync(config: TrainingConfig) -> WeightSync:
+    """Return the strategy `config.weight_bridge_mode` names.
+
+    Raises:
+        ConfigError: that mode is not built yet.
+    """
+    require_built_mode(config)
+    return InPlaceSync(config) if config.weight_bridge_mode == "in_place" else RestartSync(config)
+
+
+class RestartSync:
+    """Owns an engine and restarts it on every new checkpoint.
+
+    Works with any vLLM and leaves the GPU to the optimiser step before a restart; costs the
+    engine's start-up time per update.
+    """
+
+    publishes_final = False
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._server = VllmServer(config, updatable=False)
+
+    def check_before_load(self) -> None:
+        """Fail when the port is taken."""
+        if is_port_in_use(self._config.vllm_port, self._config.vllm_connect_host):
+            raise InferenceError(
+                f"port {self._config.vllm_port} is taken, but weight_bridge_mode=none launches its "
+                "own engine there; stop that process, choose another --vllm-port, or use "
+                "--weight-bridge-mode in_place to update a vLLM that is already running"
+            )
+
+    def start(self, model_path: str) -> None:
+        """Launch the engine and wait until it is healthy."""
+        self._server.start(model_path)
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Stop the engine when it is restarted after the step anyway: frees its GPU memory."""
+        if sync_follows:
+            self._server.stop()
+
+    def publish(self, weights: Path) -> None:
+        """Restart the engine on the new weights."""
+        self._server.stop()
+        self._server.start(str(weights))
+
+    def check_alive(self) -> None:
+        """Raise when the engine has died."""
+        self._server.check_alive()
+
+    def returns_processed_logprobs(self) -> bool:
+        """Say what the engine was told at its launch."""
+        return self._config.logprobs_mode == "processed"
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._server.stop()
+
+
+class InPlaceSync:
+    """Lets a running engine reload its weights from disk; no restart, caches dropped.
+
+    Uses the engine that already answers at `vllm_port`, and leaves it running at the end;
+    launches and owns one when the port is free.
+    """
+
+    publishes_final = True
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._server = VllmServer(config, updatable=True)
+        self._control = EngineControl(f"http://{config.vllm_connect_host}:{config.vllm_port}")
+        self._is_external = False
+
+    def check_before_load(self) -> None:
+        """Find out whose engine will be used, and whether it can do this."""
+        port, host = self._config.vllm_port, self._config.vllm_connect_host
+        if not is_port_in_use(port, host):
+            return
+        if not check_vllm_health(port, host):
+            raise InferenceError(
+                f"port {port} is taken, but nothing there answers GET /health with 200; stop that "
+                "process, wait for the engine to be ready, or choose another --vllm-port"
+            )
+        self._control.require_in_place_updates()
+        self._is_external = True
+
+    def start(self, model_path: str) -> None:
+        """Launch an engine unless one is there; bring one that is there to `model_path`."""
+        if not self._is_external:
+            self._server.start(model_path)
+            self._control.require_in_place_updates()
+        elif model_path != self._config.model_name:
+            logger.info("loading %s into the running engine", model_path)
+            self.publish(Path(model_path))
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Nothing to do: the engine keeps generating during the step."""
+
+    def publish(self, weights: Path) -> None:
+        """Reload the weights in the running engine."""
+        self._control.reload_weights(weights, pause_mode=self._config.sync_pause_mode)
+
+    def check_alive(self) -> None:
+        """Raise when an engine this trainer launched has died."""
+        self._server.check_alive()
+
+    def returns_processed_logprobs(self) -> bool:
+        """Ask the engine."""
+        return self._control.returns_processed_logprobs()
+
+    def close(self) -> None:
+        """Stop the engine if it is ours; an external one runs on."""
+        self._server.stop()
+        self._control.close()

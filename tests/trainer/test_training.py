@@ -1,0 +1,231 @@
+"""The loop on scripted groups: the preferred token rises, splits do not matter, faults are met."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from atroposlib.envs.run_log import RunLog
+from example_trainer.batch import build_batch
+from example_trainer.loss import token_logprobs_BT
+from example_trainer.optimizer import create_optimizer
+from example_trainer.rows import RowRules
+from example_trainer.training import Trainer
+from tests.trainer.tiny import SavedTokenizer, group, tiny_config, tiny_llama
+
+PREFERRED, REJECTED = 7, 8
+
+
+class ScriptedFeed:
+    """Hands out the same groups for every step."""
+
+    def __init__(self, groups):
+        self._groups = groups
+        self.steps = []
+
+    def next_groups(self, step):
+        self.steps.append(step)
+        return self._groups
+
+
+class RecordingSync:
+    """Writes down when the engine would have got which weights."""
+
+    publishes_final = True
+
+    def __init__(self):
+        self.published = []
+        self.made_room = []
+
+    def check_before_load(self):
+        pass
+
+    def start(self, model_path):
+        pass
+
+    def before_step(self, *, sync_follows):
+        self.made_room.append(sync_follows)
+
+    def publish(self, weights: Path):
+        assert (weights / "model.safetensors").is_file()
+        self.published.append(weights.name)
+
+    def check_alive(self):
+        pass
+
+    def returns_processed_logprobs(self):
+        return False
+
+    def close(self):
+        pass
+
+
+def make_trainer(tmp_path, *, groups=None, model=None, **settings):
+    config = tiny_config(tmp_path, **settings)
+    model = model or tiny_llama()
+    return Trainer(
+        config,
+        model=model,
+        tokenizer=SavedTokenizer(),
+        optimizer=create_optimizer(model, config),
+        feed=ScriptedFeed(groups or [group([[PREFERRED], [REJECTED]] * 2, [1.0, 0.0] * 2)]),
+        weight_sync=RecordingSync(),
+        run_log=RunLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
+        divide_by_temperature=settings.get("logprobs_mode") == "processed",
+    )
+
+
+def probability(model, token):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1].softmax(-1)[token].item()
+
+
+def test_run_raises_the_preferred_token_and_lowers_the_rejected_one(tmp_path):
+    trainer = make_trainer(tmp_path, training_steps=8)
+    before = probability(trainer.model, PREFERRED), probability(trainer.model, REJECTED)
+
+    final = trainer.run()
+
+    assert probability(trainer.model, PREFERRED) > 2 * before[0]
+    assert probability(trainer.model, REJECTED) < before[1]
+    assert (final / "model.safetensors").is_file()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[0]["train/reward_mean"] == 0.5
+
+
+def test_run_publishes_at_the_interval_and_at_the_end(tmp_path):
+    trainer = make_trainer(tmp_path, training_steps=5, vllm_restart_interval=2)
+
+    trainer.run()
+
+    sync = trainer._weight_sync
+    assert sync.published == ["sync_weights", "sync_weights", "final_model"]
+    assert sync.made_room == [False, True, False, True, True]
+    assert not (tmp_path / "saves" / "sync_weights").exists()
+
+
+def test_run_with_interval_0_never_publishes(tmp_path):
+    trainer = make_trainer(tmp_path, training_steps=2, vllm_restart_interval=0)
+
+    trainer.run()
+
+    assert trainer._weight_sync.published == []
+
+
+def test_run_saves_resumable_checkpoints_and_publishes_the_same_directory(tmp_path):
+    trainer = make_trainer(
+        tmp_path, training_steps=3, checkpoint_interval=2, vllm_restart_interval=2
+    )
+
+    trainer.run()
+
+    assert trainer._weight_sync.published == ["step_2", "final_model"]
+    assert (tmp_path / "saves" / "step_2" / "trainer_state.json").is_file()
+
+
+def gradient_of(tmp_path, groups, *, batch_size, seed=0):
+    """The gradient one batch leaves before the optimiser, in double precision."""
+    model = tiny_llama(seed=seed, dtype=torch.float64)
+    trainer = make_trainer(tmp_path, model=model, batch_size=batch_size)
+    gradients = {}
+
+    class Stop(Exception):
+        pass
+
+    def capture(*_args, **_kwargs):
+        gradients.update({name: p.grad.clone() for name, p in model.named_parameters()})
+        raise Stop
+
+    trainer._optimizer.step = capture
+    trainer.config = trainer.config.model_copy(update={"max_grad_norm": 1e9})
+    with pytest.raises(Stop):
+        trainer.train_on(build_batch(groups, RowRules(seq_len=128), microbatch_size=batch_size))
+    return gradients
+
+
+def mixed_groups():
+    return [
+        group([[7, 8, 9], [4]], [1.0, 0.0], logprob=-3.0),
+        group([[5] * 70, [6, 6]], [0.2, 0.9], logprob=-3.5),
+    ]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_gradient_does_not_depend_on_the_microbatch_split_nor_on_padding(tmp_path, batch_size):
+    whole = gradient_of(tmp_path, mixed_groups(), batch_size=4)
+
+    split = gradient_of(tmp_path, mixed_groups(), batch_size=batch_size)
+
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, atol=1e-10, rtol=0)
+
+
+def test_gradient_of_the_loop_equals_one_written_out_by_hand(tmp_path):
+    groups = [group([[PREFERRED, 9], [REJECTED]], [1.0, 0.0])]
+
+    gradient = gradient_of(tmp_path, groups, batch_size=2)
+
+    # Advantages +1 and -1, three trained tokens: loss = -(l7 + l9 - l8) / 3.
+    model = tiny_llama(dtype=torch.float64)
+    first = model(input_ids=torch.tensor([[1, 2, 3, PREFERRED]])).logits.log_softmax(-1)[0]
+    second = model(input_ids=torch.tensor([[1, 2, 3]])).logits.log_softmax(-1)[0]
+    loss = -(first[2, PREFERRED] + first[3, 9] - second[2, REJECTED]) / 3
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradient[name], parameter.grad, atol=1e-7, rtol=0)
+
+
+def engine_logprobs(model, completion, *, temperature):
+    """What an engine would report for a completion of the prompt 1 2 3."""
+    tokens = torch.tensor([[1, 2, 3, *completion]])
+    labels = torch.tensor([[-100, -100, *completion]])
+    with torch.no_grad():
+        logits = model(input_ids=tokens[:, :-1]).logits
+    row = token_logprobs_BT(logits, labels, torch.tensor([temperature]))[0, 2:]
+    return [1.0, 1.0, 1.0, *row.tolist()]
+
+
+@pytest.mark.parametrize(("mode", "temperature"), [("raw", 1.0), ("processed", 0.5)])
+def test_step_on_policy_finds_no_mismatch_when_temperature_follows_the_engine(
+    tmp_path, mode, temperature
+):
+    model = tiny_llama()
+    trainer = make_trainer(tmp_path, model=model, logprobs_mode=mode)
+    sampled = group([[7, 9], [8]], [1.0, 0.0], generation_params={"temperature": 0.5})
+    sampled["inference_logprobs"] = [
+        engine_logprobs(model, completion, temperature=temperature) for completion in ([7, 9], [8])
+    ]
+
+    metrics = trainer.train_on(build_batch([sampled], RowRules(seq_len=64), microbatch_size=2))
+
+    assert metrics["alignment/diff_abs_mean"] < 1e-5
+    assert metrics["grpo/mean_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["alignment/missing_fraction"] == 0.0
+
+
+def test_step_whose_gradient_is_not_finite_leaves_the_weights(tmp_path):
+    trainer = make_trainer(tmp_path)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    broken = build_batch([group([[7], [8]], [1.0, 0.0])], RowRules(seq_len=64), microbatch_size=2)
+    broken.microbatches[0].advantages_BT[:] = float("nan")
+
+    metrics = trainer.train_on(broken)
+
+    assert metrics["train/skipped_steps"] == 1.0
+    for old, new in zip(before, trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_step_on_a_batch_without_trained_tokens_is_harmless(tmp_path):
+    trainer = make_trainer(tmp_path)
+    masked = {"tokens": [[1, 2]], "masks": [[-100, -100]], "scores": [1.0]}
+
+    metrics = trainer.train_on(build_batch([masked], RowRules(seq_len=64), microbatch_size=2))
+
+    assert metrics["train/loss"] == 0.0
+    assert metrics["train/grad_norm"] == 0.0
+    assert metrics["train/skipped_steps"] == 0.0
