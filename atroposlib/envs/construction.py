@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from atroposlib.envs.server_handling.config import APIServerConfig, ServerManage
 from atroposlib.envs.server_handling.resolve import ServerConfigs
 
 __all__ = ["build_environment"]
+
+logger = logging.getLogger(__name__)
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -21,7 +24,8 @@ def build_environment(
     """Construct an environment from the settings of a run.
 
     One bare server config goes in as a list of one. Constructors that name `slurm` otherwise, such
-    as `slurm_job_id`, get it under their own name; what a constructor has no place for is left out.
+    as `slurm_job_id`, get it under their own name; what a constructor has no place for is left out,
+    with a warning when somebody asked for it.
 
     Args:
         env_cls: The environment's class.
@@ -67,6 +71,8 @@ def accepted_arguments(
             accepted[in_place] = value
         elif takes_any:
             accepted[name] = value
+        elif value:
+            logger.warning("the constructor has no place for %s=%r", name, value)
     accepted.update({key: value for key, value in extra.items() if takes_any or key in named})
     return accepted
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.config_layers import Defaults, Settings, layer_settings
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
+from atroposlib.envs.settings_text import shown_settings
 from atroposlib.utils.cli import UsageError
 
 
@@ -212,6 +213,15 @@ def test_layer_settings_masked_secret_counts_as_not_given() -> None:
     settings = layer_settings("evaluate", defaults, {"openai": [{"api_key": "***"}]}, {})
 
     assert settings.servers[0].api_key == "real"  # type: ignore[index]
+
+
+def test_shown_settings_as_a_yaml_file_give_the_same_settings() -> None:
+    flags = {"env.table": {"a": 1}, "openai.timeout": 3, "max_n_completions": 2, "testing": True}
+    settings = layered(flags=flags, dataset_path="here")
+
+    repeated = layered(yaml=shown_settings(settings), dataset_path="elsewhere")
+
+    assert repeated[:3] == settings[:3]
 
 
 def test_layer_settings_flags_of_a_baseline_are_used_under_every_command() -> None:
