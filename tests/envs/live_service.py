@@ -1,0 +1,87 @@
+"""The real trajectory service on a loopback port, and a scripted trainer for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import uvicorn
+
+from atroposlib.api.client import TrajectoryApiClient
+from atroposlib.api.server import create_app
+
+REGISTRATION = {
+    "wandb_group": "",
+    "wandb_project": "",
+    "batch_size": 4,
+    "max_token_len": 64,
+    "checkpoint_dir": "",
+    "save_checkpoint_interval": 0,
+    "starting_step": 0,
+    "num_steps": 3,
+}
+
+
+class LiveService:
+    """The service in a thread; may be stopped and started again, which forgets its run."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        config = uvicorn.Config(
+            create_app(),
+            host="127.0.0.1",
+            port=self.port,
+            log_level="error",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not self._server.started:
+            assert time.monotonic() < deadline, "the service did not start"
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(10)
+            self._server = self._thread = None
+
+
+class ScriptedTrainer:
+    """Registers and takes batches; keeps what it got."""
+
+    def __init__(self, url: str, **registration: Any) -> None:
+        self.client = TrajectoryApiClient(url)
+        self.registration = {**REGISTRATION, **registration}
+        self.groups: list[dict[str, Any]] = []
+        self.steps = 0
+
+    async def register(self) -> None:
+        await self.client.register_trainer(**self.registration)
+        await self.client.batch()  # a trainer has started once it asked for a batch
+
+    async def train(self, num_steps: int, *, pace_s: float = 0.0) -> None:
+        """Take batches until so many came."""
+        while self.steps < num_steps:
+            batch = await self.client.batch()
+            if batch is None:
+                await asyncio.sleep(0.005)
+                continue
+            self.steps += 1
+            self.groups += batch
+            await asyncio.sleep(pace_s)
+
+    async def __aenter__(self) -> ScriptedTrainer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()

@@ -1,0 +1,250 @@
+"""`process` and `evaluate`, and environments written for the first version of the library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs import env_offline
+from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
+from tests.envs.small_environment import SmallEnv, small_config
+
+MakeEnv = Callable[..., Any]
+
+
+async def process(env: Any, *, groups: int, group_size: int = 2) -> None:
+    env.process_mode = True
+    env.n_groups_to_process = groups
+    env.group_size_to_process = group_size
+    await env.process_manager()
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_process_writes_groups_page_and_metrics(make_env: MakeEnv, tmp_path: Path) -> None:
+    env = make_env(
+        data_path_to_save_groups="groups.jsonl", include_messages=True, metrics_path="m.jsonl"
+    )
+
+    await process(env, groups=3, group_size=4)
+
+    written = records(tmp_path / "groups.jsonl")
+    assert [len(group["tokens"]) for group in written] == [4, 4, 4]
+    assert written[0]["messages"][0] == [{"role": "user", "content": "ABC"}]
+    assert "ABC" in (tmp_path / "groups.html").read_text()
+    assert [record["step"] for record in records(tmp_path / "m.jsonl")] == [0, 1, 2]
+    assert env.events == ["setup", "close"]
+
+
+async def test_process_without_items_left_ends(make_env: MakeEnv, tmp_path: Path) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl")
+    env.most_items = 2
+
+    await process(env, groups=10)
+
+    assert len(records(tmp_path / "groups.jsonl")) == 2
+
+
+async def test_process_dropped_group_counts_as_done(make_env: MakeEnv, tmp_path: Path) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl", group_size=1)
+    env.collect_trajectory = _same_score
+
+    await process(env, groups=2)
+
+    assert env.drop_counts == {"scores_equal": 2}
+    assert records(tmp_path / "groups.jsonl") == []
+
+
+async def _same_score(item: Any) -> tuple[Any, list[Any]]:
+    return {"tokens": [65], "masks": [65], "scores": 0.0}, []
+
+
+class EmptyEnv(SmallEnv):
+    async def collect_trajectories(self, item: Any) -> Any:
+        return None, []
+
+
+async def test_process_nothing_but_empty_groups_stops_with_a_message(
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_offline, "MAX_EMPTY_GROUPS_IN_A_ROW", 5)
+    env = make_env(EmptyEnv)
+
+    with pytest.raises(RuntimeError, match=r"5 items in a row gave no data.*EmptyEnv"):
+        await process(env, groups=1)
+
+    assert env.events == ["setup", "close"]
+
+
+async def test_process_exception_ends_the_run_but_keeps_what_is_done(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl")
+
+    async def fail_on_second(item: int) -> None:
+        if item == 2:
+            raise ValueError("reward")
+
+    env.before_rollout = fail_on_second
+
+    with pytest.raises(ValueError, match="reward"):
+        await process(env, groups=3)
+
+    assert len(records(tmp_path / "groups.jsonl")) == 1
+    assert (tmp_path / "groups.html").exists()
+
+
+class MayEraEnv(BaseEnv):
+    """Written for version 0.1: scores in `postprocess_histories`, plain `wandb_log`."""
+
+    name = "may_era"
+
+    def __init__(self, config: Any, server_configs: Any, slurm_job_id: Any = False) -> None:
+        super().__init__(config, server_configs, slurm_job_id, False)
+        self.logged: list[dict[str, Any]] = []
+
+    async def setup(self) -> None:
+        await super().setup()
+        self.iter = 0
+
+    async def get_next_item(self) -> Any:
+        self.iter += 1
+        return (frozenset({("role", "user")}), "answer")
+
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        self.iter += 1
+        return [{"role": "assistant", "content": f"reply {self.iter}"}], []
+
+    async def postprocess_histories(self, trajectories: list[Any]) -> Any:
+        return [
+            None,
+            {
+                "tokens": [self.tokenizer.encode(chat[0]["content"]) for chat in trajectories],
+                "masks": [self.tokenizer.encode(chat[0]["content"]) for chat in trajectories],
+                "scores": [float(i) for i, _ in enumerate(trajectories)],
+                "item_ids": "extra",
+            },
+        ]
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return {"accuracy": 0.5}
+
+    async def wandb_log(self, metrics: dict[str, Any], step: int = 0) -> None:
+        self.logged.append(metrics)
+        await super().wandb_log(metrics)
+
+
+async def test_process_environment_of_version_01_works(make_env: MakeEnv, tmp_path: Path) -> None:
+    env = make_env(MayEraEnv, data_path_to_save_groups="groups.jsonl")
+
+    await process(env, groups=2, group_size=3)
+
+    written = records(tmp_path / "groups.jsonl")
+    assert [group["scores"] for group in written] == [[0.0, 1.0, 2.0]] * 2
+    assert written[0]["item_ids"] == "extra"
+    assert len(env.logged) == 2
+
+
+class PlainHooksEnv(SmallEnv):
+    """Hooks written as plain functions, which the first versions failed to await."""
+
+    def setup(self) -> None:  # type: ignore[override]
+        self.events.append("plain setup")
+
+    def get_next_item(self) -> int:  # type: ignore[override]
+        return 1
+
+    def postprocess_histories(self, trajectories: Any) -> Any:  # type: ignore[override]
+        return trajectories
+
+    def evaluate(self) -> None:  # type: ignore[override]
+        self.num_evaluations += 1
+
+    def close(self) -> None:  # type: ignore[override]
+        self.events.append("plain close")
+
+
+async def test_process_and_evaluate_plain_functions_as_hooks(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    env = make_env(PlainHooksEnv, data_path_to_save_groups="groups.jsonl")
+
+    await process(env, groups=1)
+    await env._run_evaluate()
+
+    assert len(records(tmp_path / "groups.jsonl")) == 1
+    assert env.num_evaluations == 1
+    assert env.events == ["plain setup", "plain close"] * 2
+
+
+class EvaluatedEnv(SmallEnv):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        await self.evaluate_log({"eval/percent_correct": 0.5}, samples=[{"score": 1}])
+        await self.wandb_log({"eval/percent_correct": 0.5})
+
+
+async def test_evaluate_writes_results_and_metrics(make_env: MakeEnv, tmp_path: Path) -> None:
+    env = make_env(EvaluatedEnv, data_dir_to_save_evals="evals", max_token_length=77)
+
+    await env._run_evaluate()
+
+    result = json.loads((tmp_path / "evals" / "metrics.json").read_text())
+    assert result["results"]["atropos|small_eval|0"] == {"eval/percent_correct": 0.5}
+    assert result["config_general"]["model_name"] == "m"
+    assert result["config_general"]["generation_parameters"] == {"max_new_tokens": 77}
+    assert records(tmp_path / "evals" / "samples.jsonl") == [{"score": 1}]
+    logged = records(tmp_path / "logs" / "small" / "metrics.jsonl")
+    assert logged[0]["eval/percent_correct"] == 0.5
+
+
+async def test_evaluate_without_a_folder_only_warns(
+    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await make_env(EvaluatedEnv)._run_evaluate()
+
+    assert "data_dir_to_save_evals" in caplog.text
+
+
+def test_constructor_bare_server_config_is_that_one_server(make_env: MakeEnv) -> None:
+    config = make_env().config
+    server = APIServerConfig(model_name="one", base_url="http://127.0.0.1:9/v1", api_key="x")
+
+    env = SmallEnv(config, server, False, False)
+
+    assert env.server_configs == [server]
+    assert [s.config.base_url for s in env.server.servers] == ["http://127.0.0.1:9/v1"]
+    assert str(env.client.base_url) == "http://127.0.0.1:9/v1/"
+
+
+def test_constructor_baseline_lists_the_servers_it_found(make_env: MakeEnv) -> None:
+    config = make_env().config
+
+    env = SmallEnv(config=config, server_configs=ServerBaseline(), slurm=False, testing=False)
+
+    assert env.server_configs == [server.config for server in env.server.servers]
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(-1, 8), (3, 3)])
+def test_constructor_worker_maximum(make_env: MakeEnv, asked: int, expected: int) -> None:
+    assert make_env(max_num_workers=asked).max_num_workers == expected
+
+
+def test_config_default_pair_is_config_and_baseline() -> None:
+    config, servers = BaseEnv.config_init()
+
+    assert config.group_size == 4
+    assert isinstance(servers, ServerBaseline)
+
+
+async def test_handle_env_unknown_uuid_gives_none(make_env: MakeEnv) -> None:
+    assert await make_env().handle_env("unheard of") is None
+
+
+def test_small_config_keeps_unknown_settings() -> None:
+    assert small_config(dataset_path="x").dataset_path == "x"  # type: ignore[attr-defined]

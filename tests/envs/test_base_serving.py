@@ -1,0 +1,414 @@
+"""Serving against the real service in process, with a scripted trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.api.client import TrajectoryApiClient
+from tests.envs.live_service import LiveService, ScriptedTrainer
+from tests.envs.small_environment import SmallEnv
+
+MakeEnv = Callable[..., Any]
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    """Wait until something holds."""
+
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110 - what is waited for knows nothing of the test
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), timeout_s)
+
+
+async def serve_until(env: SmallEnv, body: Awaitable[Any], timeout_s: float = 20.0) -> None:
+    """Run the environment while something else happens, then cancel it as a signal would."""
+    serving = asyncio.create_task(env.env_manager())
+    acting = asyncio.ensure_future(body)
+    try:
+        await asyncio.wait(
+            {serving, acting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if serving.done():
+            serving.result()
+        assert acting.done(), "the environment ended first, or time is up"
+        acting.result()
+    finally:
+        for task in (serving, acting):
+            task.cancel()
+        await asyncio.wait({serving, acting})
+
+
+async def test_serve_runs_until_the_trainer_is_done(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url + "/")
+    before = asyncio.all_tasks()
+
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(trainer.train(3), 20)
+        await asyncio.wait_for(serving, 20)
+
+    assert env.curr_step == 3
+    assert env.config.total_steps == 3
+    assert (env.config.batch_size, env.max_token_len) == (4, 64)
+    assert len(trainer.groups) == 6
+    assert all(group["scores"] == [0.0, 1.0] for group in trainer.groups)
+    assert {group["env_id"] for group in trainer.groups} == {0}
+    assert env.events == ["setup", "close"]
+    assert asyncio.all_tasks() <= before  # nothing new; collected clients may still end
+
+
+async def test_serve_started_before_service_and_trainer_waits_for_both(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make_env(rollout_server_url=service.url)
+    serving = asyncio.create_task(env.env_manager())
+    await until(lambda: "not available" in caplog.text)
+
+    service.start()
+    await until(lambda: "waiting for the trainer to start" in caplog.text)
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        await asyncio.wait_for(trainer.train(3), 20)
+        await asyncio.wait_for(serving, 20)
+
+    assert caplog.text.count("waiting for the trainer to start") == 1
+    assert env.wandb_prepend == "small_0"
+
+
+async def test_serve_service_reset_registers_again_and_goes_on(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url)
+
+    async def act() -> None:
+        async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+            await trainer.register()
+            await trainer.train(2)
+        service.stop()
+        service.start()
+        async with ScriptedTrainer(service.url, num_steps=1000, starting_step=7) as trainer:
+            await trainer.register()
+            await trainer.train(2)
+            await until(lambda: env.curr_step == 9)
+
+    await serve_until(env, act())
+
+    assert "does not know us any more" in caplog.text
+    assert env.num_cancelled <= 4  # only by the shutdown at the end
+
+
+async def test_serve_rollout_raising_is_counted_and_the_run_goes_on(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url)
+
+    async def fail_odd_items(item: int) -> None:
+        if item % 2:
+            raise ValueError(f"no answer in item {item}")
+
+    env.before_rollout = fail_odd_items
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        await serve_until(env, trainer.train(3))
+
+    assert env.failure_counts["ValueError"] >= 1
+    assert len(trainer.groups) == 6
+
+
+class RaisingReward(SmallEnv):
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        if self.num_items < 8:
+            raise ZeroDivisionError("reward")
+        return trajectories
+
+
+async def test_serve_reward_raising_is_counted_and_the_run_goes_on(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(RaisingReward, rollout_server_url=service.url)
+
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        await serve_until(env, trainer.train(3))
+
+    assert env.failure_counts["ZeroDivisionError"] >= 1
+
+
+async def test_serve_time_outs_are_counted_and_the_run_goes_on(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, worker_timeout=0.05)
+
+    async def hang_on_third(item: int) -> None:
+        if item == 3:
+            await asyncio.Event().wait()
+
+    env.before_rollout = hang_on_third
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+
+        async def act() -> None:
+            await until(lambda: env.failure_counts["worker_timeout"])
+            await trainer.train(3)
+
+        await serve_until(env, act())
+
+
+async def test_serve_full_queue_starts_none_and_cancels_none(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, max_batches_offpolicy=2, max_num_workers=64)
+
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+
+        async def act() -> None:
+            # 2 batches of 4 sequences are 4 groups of 2, and not one more
+            await until(lambda: env.session is not None and env.session.num_groups_sent == 4)
+            await asyncio.sleep(0.1)
+            assert env.num_items == 4
+            await trainer.train(1)
+            await until(lambda: env.session.num_groups_sent == 6)
+            await asyncio.sleep(0.1)
+            assert env.num_items == 6
+            assert env.num_cancelled == 0
+
+        await serve_until(env, act())
+
+
+async def test_serve_step_jump_evaluates_and_saves_once(
+    service: LiveService, make_env: MakeEnv, tmp_path: Path
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, steps_per_eval=2)
+    saved: list[int] = []
+    env.save_checkpoint = saved.append
+
+    async with ScriptedTrainer(
+        service.url, num_steps=1000, save_checkpoint_interval=2, checkpoint_dir=str(tmp_path)
+    ) as trainer:
+        await trainer.register()
+
+        async def act() -> None:
+            await until(lambda: env.status_dict is not None)
+            refresh, env.get_status = env.get_status, lambda: asyncio.sleep(0)  # looks away
+            await trainer.train(3)  # step 0 to 3
+            env.get_status = refresh
+            await until(lambda: env.curr_step == 3)
+            await asyncio.sleep(0.05)
+
+        await serve_until(env, act())
+
+    assert env.num_evaluations == 1
+    assert saved == [2]
+
+
+class LongEvaluation(SmallEnv):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        await super().evaluate()
+        self.over = asyncio.Event()
+        await self.over.wait()
+
+
+@pytest.mark.parametrize(("handling", "goes_on"), [("STOP_TRAIN", False), ("NONE", True)])
+async def test_serve_during_an_evaluation(
+    service: LiveService, make_env: MakeEnv, handling: str, goes_on: bool
+) -> None:
+    service.start()
+    env = make_env(
+        LongEvaluation,
+        rollout_server_url=service.url,
+        steps_per_eval=1,
+        eval_handling=handling,
+        max_batches_offpolicy=0,  # the queue is never full
+    )
+
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+
+        async def act() -> None:
+            await trainer.train(1)
+            await until(lambda: env.num_evaluations == 1)
+            num_items = env.num_items
+            if goes_on:
+                await until(lambda: env.num_items > num_items + 4)
+                return
+            await asyncio.sleep(0.1)
+            assert env.num_items == num_items
+            env.over.set()
+            await until(lambda: env.num_items > num_items)
+
+        await serve_until(env, act())
+
+
+async def test_serve_cancelled_ends_everything_and_disconnects(
+    service: LiveService, make_env: MakeEnv, tmp_path: Path
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, data_path_to_save_groups="groups.jsonl")
+    before = asyncio.all_tasks()
+    hanging = asyncio.Event()
+
+    async def hang(item: int) -> None:
+        if item > 2:
+            hanging.set()
+            await asyncio.Event().wait()
+
+    env.before_rollout = hang
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(hanging.wait(), 10)
+        await until(lambda: env.session.num_groups_sent == 2)
+        serving.cancel()
+        await asyncio.wait({serving})
+        # A disconnected environment no longer counts in the sum of weights.
+        status = await trainer.client.status_env(0)
+
+    assert serving.cancelled()
+    assert status["env_weight"] == pytest.approx(0.01)
+    assert env.events == ["setup", "close"]
+    assert env.workers == set()
+    assert env.num_cancelled > 0
+    assert asyncio.all_tasks() <= before  # nothing new; collected clients may still end
+    lines = (tmp_path / "groups.jsonl").read_text().splitlines()
+    assert [json.loads(line)["scores"] for line in lines] == [[0.0, 1.0]] * 2
+
+
+async def test_serve_logs_metrics_with_prefix_drops_and_failures(
+    service: LiveService, make_env: MakeEnv, tmp_path: Path
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, metrics_path="metrics.jsonl")
+    env.drop_counts["scores_equal"] = 3
+    env.failure_counts["ValueError"] = 2
+
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+        await serve_until(env, trainer.train(4, pace_s=0.05))
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert records[-1]["small_0_drops/scores_equal"] == 3
+    assert records[-1]["small_0_failures/ValueError"] == 2
+    assert records[-1]["small_0_train/completion_lengths"] == 2.0
+    assert records[-1]["small_0_train/rollouts"]["rows"][0] == ["ABC", 0.0]
+
+
+async def test_serve_refused_group_is_counted_with_the_services_words(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url)
+
+    async def act() -> None:
+        await until(lambda: env.session is not None and env.session.is_registered)
+        group = {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}
+        await env.handle_send_to_api({**group, "messages": [[{"content": "no role"}], []]})
+
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+        await serve_until(env, act())
+
+    assert env.drop_counts["refused_by_service"] == 1
+    assert "422" in caplog.text
+    assert "role" in caplog.text
+
+
+async def test_register_negative_weight_never_updates_the_servers(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, inference_weight=-1)
+    updates: list[float] = []
+    env.server.update_weight = updates.append
+
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        await serve_until(env, trainer.train(3))
+
+    assert updates == []
+
+
+async def test_register_group_larger_than_batch_names_both(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, group_size=8)
+
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        with pytest.raises(ValueError, match="group_size is 8 but the trainer's batch_size is 4"):
+            await env.env_manager()
+
+
+async def test_register_without_any_number_of_steps_says_what_to_set(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url)
+
+    async with ScriptedTrainer(service.url, num_steps=-1) as trainer:
+        await trainer.register()
+        with pytest.raises(ValueError, match=r"set --env\.total_steps"):
+            await env.env_manager()
+
+
+async def test_register_late_restores_the_checkpoint(
+    service: LiveService, make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.start()
+    folder = tmp_path / "env_checkpoints" / "small_4"
+    folder.mkdir(parents=True)
+    (folder / "step-5.json").write_text('{"num_items": 40, "unheard_of": 1}')
+    env = make_env(rollout_server_url=service.url)
+
+    async with ScriptedTrainer(
+        service.url, starting_step=6, checkpoint_dir=str(tmp_path), num_steps=1000
+    ) as trainer:
+        await trainer.register()
+        await serve_until(env, until(lambda: env.num_items > 40))
+
+    assert "unheard_of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wandb_name", "class_name", "expected"),
+    [("mine", "small", "mine_0"), (None, "small", "small_0"), (None, None, "SmallEnv_0")],
+)
+async def test_register_name_falls_back(
+    service: LiveService,
+    make_env: MakeEnv,
+    wandb_name: str | None,
+    class_name: str | None,
+    expected: str,
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, wandb_name=wandb_name)
+    env.name = class_name
+
+    async with (
+        ScriptedTrainer(service.url) as trainer,
+        TrajectoryApiClient(service.url),
+    ):
+        await trainer.register()
+        await env.register_env()
+        await env.session.leave(timeout_s=1)
+
+    assert env.wandb_prepend == expected
