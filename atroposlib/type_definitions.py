@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from openai.types.chat import ChatCompletionContentPartParam
 from typing_extensions import TypedDict
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionContentPartParam
+else:
+    # A content part is a mapping at run time; the openai package takes a second to import.
+    ChatCompletionContentPartParam = dict[str, Any]
 
 __all__ = [
     "UUID",
