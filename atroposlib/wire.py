@@ -89,7 +89,7 @@ _WireGroup: Any = msgspec.defstruct(
 )
 _OPAQUE_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.dtype == "json" and f.name != "env_id")
 _FLOAT_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.dtype == "float")
-_LOOSE_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.shape.startswith("G") and not f.required)
+_LOOSE_FIELDS = tuple(f for f in GROUP_FIELDS if f.shape.startswith("G") and not f.required)
 _group_decoder = msgspec.json.Decoder(_WireGroup, strict=False)
 _groups_decoder = msgspec.json.Decoder(list[_WireGroup], strict=False)
 
@@ -166,7 +166,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 def _canonical(group: Any, path: tuple[int, ...]) -> DecodedGroup:
     fields = {field.name: getattr(group, field.name) for field in GROUP_FIELDS}
     try:
-        _check_opaque(fields)
+        fields |= _read_opaque(fields)
         check_group(fields)
         _check_finite(fields)
     except WireError as error:
@@ -183,17 +183,21 @@ def _canonical(group: Any, path: tuple[int, ...]) -> DecodedGroup:
     )
 
 
-def _check_opaque(fields: Mapping[str, Any]) -> None:
+def _read_opaque(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode the opaque fields that are there, to check them; their bytes stay as they came."""
+    values: dict[str, Any] = {}
     for name in _OPAQUE_FIELDS:
         raw = fields[name]
+        values[name] = None
         if raw is _NULL:
             continue
         try:
-            value = msgspec.json.decode(raw)
+            values[name] = value = msgspec.json.decode(raw)
         except (msgspec.DecodeError, RecursionError) as error:
             raise WireError(f"{name}: {error}", kind="value_error", path=(name,)) from error
         if value is not None:
             _check_opaque_value(name, value)
+    return values
 
 
 def _check_opaque_value(name: str, value: Any) -> None:
@@ -247,15 +251,17 @@ def _is_finite(value: float | list[Any]) -> bool:
 
 def _is_loose(fields: Mapping[str, Any]) -> bool:
     tokens = fields["tokens"]
-    for name in _LOOSE_FIELDS:
-        rows = fields[name]
-        if not isinstance(rows, list):
+    for field in _LOOSE_FIELDS:
+        rows = fields[field.name]
+        if not rows or not isinstance(rows, list):
             continue
         if len(rows) != len(tokens):
             return True
-        for row, ids in zip(rows, tokens, strict=True):
-            if isinstance(row, list) and len(row) != len(ids):
-                return True
+        if field.dtype != "json" and any(
+            isinstance(row, list) and len(row) != len(ids)
+            for row, ids in zip(rows, tokens, strict=True)
+        ):
+            return True
     return False
 
 

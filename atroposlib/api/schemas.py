@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 __all__ = ["EnvIdentifier", "Info", "RegisterEnv", "Registration", "ScoredData", "Status"]
 
+
+def _require_encodable(text: str) -> str:
+    """Refuse lone surrogates: JSON can spell them, but no answer could carry them."""
+    text.encode("utf-8")  # UnicodeEncodeError is a ValueError, so it becomes a 422
+    return text
+
+
+Text = Annotated[str, AfterValidator(_require_encodable)]
 # Wider integers are accepted by Python alone; other clients could not read them back.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
@@ -15,13 +23,13 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 class Registration(BaseModel):
     """A trainer starts a run."""
 
-    wandb_group: str = Field(description="Run group handed to environments.")
-    wandb_project: str = Field(description="Project handed to environments.")
+    wandb_group: Text = Field(description="Run group handed to environments.")
+    wandb_project: Text = Field(description="Project handed to environments.")
     batch_size: Int64 = Field(ge=1, description="Sequences per batch.")
     max_token_len: Int64 = Field(
         description="Sequences this long or longer are dropped by environments; 0 or less: none."
     )
-    checkpoint_dir: str = Field(description="Shared directory for checkpoints.")
+    checkpoint_dir: Text = Field(description="Shared directory for checkpoints.")
     save_checkpoint_interval: Int64 = Field(description="Steps between environment checkpoints.")
     starting_step: Int64 = Field(description="Step the run starts or resumes at.")
     num_steps: Int64 = Field(description="Steps the run is planned to take.")
@@ -34,7 +42,7 @@ class RegisterEnv(BaseModel):
     """An environment joins a run."""
 
     max_token_length: Int64 = Field(description="Longest trajectory, in tokens.")
-    desired_name: str = Field(description="Name; the service appends a running number.")
+    desired_name: Text = Field(description="Name; the service appends a running number.")
     weight: float = Field(allow_inf_nan=False, description="Relative share of inference capacity.")
     group_size: Int64 | None = Field(
         default=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 
 __all__ = ["main"]
@@ -15,29 +16,48 @@ _SHUTDOWN_S = 3
 def main() -> None:
     """Serve until SIGINT or SIGTERM; a port that is taken ends it with code 1."""
     args = _parser().parse_args()
+    try:
+        _serve(args.host, args.port, reload=args.reload)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        print(
+            f"run-api: cannot serve on {args.host}:{args.port}; the line above says why. "
+            "If another process uses the port, stop it or choose another with --port.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+def _serve(host: str, port: int, *, reload: bool) -> None:
     import uvicorn
 
-    print(_start_message(args.host, args.port), flush=True)
-    try:
-        uvicorn.run(
-            _APP,
-            host=args.host,
-            port=args.port,
-            reload=args.reload,
-            # One line per request says nothing to an operator and fills a pipe nobody reads.
-            access_log=False,
-            log_level="warning",
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-        )
-    except SystemExit as stop:
-        if stop.code:
-            print(
-                f"run-api: cannot serve on {args.host}:{args.port}; the line above says why. "
-                "If another process uses the port, stop it or choose another with --port.",
-                file=sys.stderr,
-            )
-            sys.exit(1)
-        raise
+    class AnnouncingServer(uvicorn.Server):
+        """Says where it listens once it does, with the port it was given for port 0."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            bound_port = self.servers[0].sockets[0].getsockname()[1]
+            print(_start_message(host, bound_port), flush=True)
+
+    config = uvicorn.Config(
+        _APP,
+        host=host,
+        port=port,
+        reload=reload,
+        # One line per request says nothing to an operator and fills a pipe nobody reads.
+        access_log=False,
+        log_level="warning",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+    if config.should_reload:
+        from uvicorn.supervisors import ChangeReload
+
+        sock = config.bind_socket()
+        print(_start_message(host, port), flush=True)
+        ChangeReload(config, target=uvicorn.Server(config).run, sockets=[sock]).run()
+    else:
+        AnnouncingServer(config).run()
 
 
 def _parser() -> argparse.ArgumentParser:

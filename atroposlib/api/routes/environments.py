@@ -94,7 +94,8 @@ async def scored_data_list(request: Request, run: Run) -> Response | dict[str, A
     return answer
 
 
-@router.api_route("/status-env", methods=["GET", "POST"])
+@router.get("/status-env")
+@router.post("/status-env", operation_id="post_status_env")
 async def get_status_env(
     run: Run,
     identifier: Annotated[EnvIdentifier | None, Body()] = None,

@@ -1,0 +1,154 @@
+"""The codecs of a group, without a service."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from atroposlib.errors import GroupError
+from atroposlib.scored_data import GROUP_FIELDS
+from atroposlib.wire import (
+    WireError,
+    decode_group,
+    decode_groups,
+    encode_batch,
+    encode_group,
+    encode_groups,
+)
+
+GROUP = {
+    "tokens": [[1, 2, 3], [4]],
+    "masks": [[-100, 2, 3], [4]],
+    "scores": [1.0, -0.1],
+    "inference_logprobs": [[1.0, -0.30000000000000004, -2.5], [-0.1]],
+    "messages": [[{"role": "user", "content": "ü🙂", "reward": None}], []],
+    "env_id": 3,
+}
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def test_payload_has_every_field_in_table_order():
+    payload = encode_group(GROUP)
+
+    assert list(json.loads(payload)) == [field.name for field in GROUP_FIELDS]
+
+
+def test_decode_group_describes_what_it_read():
+    decoded = decode_group(encode_group(GROUP))
+
+    assert (decoded.num_sequences, decoded.num_tokens, decoded.env_id) == (2, 4, 3)
+    assert decoded.is_loose is False
+
+
+def test_decode_group_gives_back_the_canonical_payload():
+    payload = encode_group(GROUP)
+
+    assert json.loads(decode_group(payload).payload) == json.loads(payload)
+    assert decode_group(decode_group(payload).payload).payload == decode_group(payload).payload
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), FINITE)), min_size=1, max_size=4
+    )
+)
+def test_round_trip_keeps_every_digit(rows):
+    group = {
+        "tokens": [[token for token, _ in row] for row in rows],
+        "masks": [[token for token, _ in row] for row in rows],
+        "scores": [float(len(row)) for row in rows],
+        "advantages": [[number for _, number in row] for row in rows],
+    }
+
+    delivered = json.loads(decode_group(encode_group(group)).payload)
+
+    assert {key: delivered[key] for key in group} == group
+
+
+def test_decode_converts_laxly_into_canonical_numbers():
+    body = b'{"tokens":[["1",2.0]],"masks":[[1,2]],"scores":["0.5"],"ref_logprobs":[[0,-1]]}'
+
+    group = json.loads(decode_group(body).payload)
+
+    assert group["tokens"] == [[1, 2]]
+    assert group["scores"] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("advantages", [[1.0], [2.0]]),
+        ("overrides", [{}]),
+        ("ref_logprobs", [[0.0, 0.0, 0.0]]),
+    ],
+)
+def test_optional_fields_that_do_not_line_up_are_loose(field, value):
+    assert decode_group(json.dumps({**GROUP, field: value}).encode()).is_loose is True
+
+
+def test_flat_advantages_are_not_loose():
+    body = json.dumps({**GROUP, "advantages": [0.5, 1]}).encode()
+
+    assert decode_group(body).is_loose is False
+    assert json.loads(decode_group(body).payload)["advantages"] == [0.5, 1.0]
+
+
+def test_decode_groups_names_the_position_of_the_malformed_group():
+    body = json.dumps([GROUP, {**GROUP, "scores": [1.0]}]).encode()
+
+    with pytest.raises(WireError, match="scores: 1 entries, tokens has 2") as caught:
+        decode_groups(body)
+
+    assert caught.value.path == (1, "scores")
+
+
+def test_decode_type_error_names_the_path():
+    with pytest.raises(WireError, match=r"tokens\[0\]\[1\]: Expected int, got str") as caught:
+        decode_group(b'{"tokens":[[1,"x"]],"masks":[[1,1]],"scores":[1]}')
+
+    assert caught.value.path == ("tokens", 0, 1)
+
+
+def test_encode_groups_is_what_decode_groups_reads():
+    assert [d.num_tokens for d in decode_groups(encode_groups([GROUP, GROUP]))] == [4, 4]
+
+
+def test_encode_batch_splices_payloads():
+    payloads = [encode_group(GROUP), encode_group(GROUP)]
+
+    assert json.loads(encode_batch(payloads)) == {"batch": [json.loads(p) for p in payloads]}
+    assert json.loads(encode_batch([])) == {"batch": []}
+
+
+def test_encode_group_converts_numpy_and_models():
+    class Message(BaseModel):
+        role: str
+        content: str
+
+    group = {
+        "tokens": [np.array([1, 2])],
+        "masks": [np.array([-100, 2])],
+        "scores": [np.float64(0.5)],
+        "messages": [[Message(role="user", content="hi")]],
+    }
+
+    written = json.loads(encode_group(group))
+
+    assert written["tokens"] == [[1, 2]]
+    assert written["scores"] == [0.5]
+    assert written["messages"] == [[{"role": "user", "content": "hi"}]]
+
+
+def test_encode_group_names_the_field_it_cannot_write():
+    with pytest.raises(GroupError, match="images: cannot be written as JSON: a value of type"):
+        encode_group({**GROUP, "images": object})
+
+
+def test_encode_group_refuses_a_malformed_group():
+    with pytest.raises(GroupError, match=r"masks\[0\]: 1 entries, tokens\[0\] has 3"):
+        encode_group({**GROUP, "masks": [[1], [4]]})
