@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.openai_compatible import WrongChoiceCountError
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.errors import ConfigError
+from tests.fakes import ScriptedEngine
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+async def test_chat_and_completion_return_the_engines_texts(
+    engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    server = make_server(engine)
+
+    chat = await server.chat_completion(messages=MESSAGES, n=2)
+    text = await server.completion(prompt="hi")
+
+    assert [choice.message.content for choice in chat.choices] == ["one", "two"]
+    assert text.choices[0].text == "three"
+    assert engine.requests[0].body["model"] == "scripted"
+    assert engine.requests[0].body["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "prompt"),
+    [("chat_completion", {"messages": MESSAGES}), ("completion", {"prompt": "hi"})],
+)
+async def test_server_that_ignores_n_is_asked_once_per_choice(
+    method: str, prompt: dict[str, Any], make_server: Callable[..., OpenAIServer]
+) -> None:
+    async with ScriptedEngine(["a"], honours_n=False) as engine:
+        server = make_server(engine)
+        call = getattr(server, method)
+
+        with pytest.warns(UserWarning, match="ignores n"):
+            first = await call(**prompt, n=4)
+        assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+        assert server.config.n_kwarg_is_ignored
+        assert len(engine.requests) == 4
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            second = await call(**prompt, n=3)
+        assert [choice.index for choice in second.choices] == [0, 1, 2]
+        assert len(engine.requests) == 7
+
+        await call(**prompt)
+        assert len(engine.requests) == 8
+
+
+async def test_server_that_honours_n_is_asked_once(
+    engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    server = make_server(engine)
+
+    answer = await server.chat_completion(messages=MESSAGES, n=4)
+
+    assert len(answer.choices) == 4
+    assert not server.config.n_kwarg_is_ignored
+    assert len(engine.requests) == 1
+
+
+async def test_other_wrong_counts_are_an_error(
+    engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    server = make_server(engine)
+
+    async def create_two(**_: Any) -> Any:
+        return await server.openai.chat.completions.create(model="m", messages=MESSAGES, n=2)
+
+    with pytest.raises(WrongChoiceCountError, match="answered 2 choices, expected 5"):
+        await server._with_n_choices(create_two, {"n": 5})
+
+
+async def test_request_without_messages_or_prompt_is_a_programming_error(
+    engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    server = make_server(engine)
+
+    with pytest.raises(AssertionError, match="messages"):
+        await server.chat_completion(prompt="hi")
+    with pytest.raises(AssertionError, match="prompt"):
+        await server.completion(messages=MESSAGES)
+    assert engine.requests == []
+
+
+async def test_tokens_are_refused_with_the_remedy(
+    engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    with pytest.raises(NotImplementedError, match="server_type vllm"):
+        await make_server(engine).tokens_and_logprobs_completion(prompt="hi")
+
+
+def test_missing_key_names_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_ADMIN_KEY", raising=False)
+
+    with pytest.raises(ConfigError, match=r"set api_key, or OPENAI_API_KEY, or base_url"):
+        OpenAIServer(APIServerConfig())
+
+
+def test_empty_defaults_use_the_clients_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+
+    server = OpenAIServer(APIServerConfig())
+
+    assert server.openai.api_key == "from-environment"
+    assert str(server.openai.base_url) == "https://api.openai.com/v1/"
+
+
+async def test_key_is_sent_as_a_bearer_token(
+    engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    server = make_server(engine, api_key="sk-1")
+
+    await server.completion(prompt="hi")
+
+    assert engine.requests[0].headers["Authorization"] == "Bearer sk-1"

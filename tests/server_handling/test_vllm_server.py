@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from atroposlib.envs.server_handling.engine_http import root_of
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import ConfigError
+from tests.fakes import CharTokenizer, Fault, ScriptedEngine, logprob_of
+
+MakeServer = Callable[..., VLLMServer]
+
+# `hi` with bos, and the reply `ok` with its eos.
+PROMPT_IDS = [1, 104, 105]
+REPLY_IDS = [111, 107, 2]
+REPLY_LOGPROBS = [logprob_of(token, t) for t, token in enumerate(REPLY_IDS)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"returns_token_ids": True, "offers_generate": False},
+        {"returns_token_ids": True, "offers_generate": True},
+        {"returns_token_ids": False, "offers_generate": True},
+    ],
+)
+async def test_tokens_are_the_engines_whatever_route_it_offers(
+    options: dict[str, bool], make_server: MakeServer
+) -> None:
+    async with ScriptedEngine(["ok"], **options) as engine:
+        server = make_server(engine, VLLMServer)
+
+        answer = await server.tokens_and_logprobs_completion(prompt="hi", n=2, max_tokens=9)
+
+        assert answer == (PROMPT_IDS, [REPLY_IDS] * 2, [REPLY_LOGPROBS] * 2, ["stop"] * 2)
+
+
+async def test_route_is_looked_for_once_by_many_requests(make_server: MakeServer) -> None:
+    async with ScriptedEngine(["ok"], returns_token_ids=False, offers_generate=True) as engine:
+        server = make_server(engine, VLLMServer)
+
+        await asyncio.gather(
+            *(server.tokens_and_logprobs_completion(prompt="hi") for _ in range(10))
+        )
+
+        assert engine.count("/v1/completions") == 1
+        assert engine.count("/generate") == 11
+
+
+async def test_search_for_the_route_survives_a_passing_fault(make_server: MakeServer) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        server = make_server(engine, VLLMServer)
+        engine.fail_next(Fault(status=500))
+
+        _, ids, _, _ = await server.tokens_and_logprobs_completion(prompt="hi")
+
+        assert ids == [REPLY_IDS]
+
+
+async def test_server_without_any_token_route_is_refused_with_the_remedy(
+    make_server: MakeServer,
+) -> None:
+    async with ScriptedEngine(["ok"], returns_token_ids=False) as engine:
+        server = make_server(engine, VLLMServer)
+
+        with pytest.raises(ConfigError, match="no token_ids; and it has no /generate"):
+            await server.tokens_and_logprobs_completion(prompt="hi")
+
+        assert engine.count("/v1/completions") == 1
+
+
+async def test_input_ids_are_sent_as_they_are(make_server: MakeServer) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        server = make_server(engine, VLLMServer)
+
+        prompt_ids, *_ = await server.tokens_and_logprobs_completion(
+            prompt="ignored", input_ids=[9, 9, 8], stop=["x"], top_p=0.5, max_new_tokens=4
+        )
+
+        body = engine.requests[-1].body
+        assert prompt_ids == body["prompt"] == [9, 9, 8]
+        assert (body["stop"], body["top_p"], body["max_tokens"]) == (["x"], 0.5, 4)
+
+
+async def test_prompt_with_its_own_bos_gets_no_second_one(make_server: MakeServer) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        server = make_server(engine, VLLMServer)
+
+        prompt_ids, *_ = await server.tokens_and_logprobs_completion(prompt="<s>hi")
+
+        assert prompt_ids == PROMPT_IDS
+
+
+async def test_request_without_prompt_is_a_programming_error(
+    engine: ScriptedEngine, make_server: MakeServer
+) -> None:
+    with pytest.raises(AssertionError, match="neither prompt nor input_ids"):
+        await make_server(engine, VLLMServer).tokens_and_logprobs_completion(max_tokens=1)
+
+
+@pytest.mark.parametrize("offers_generate", [False, True])
+@pytest.mark.parametrize(
+    ("request_kwargs", "width"),
+    [({"top_k": 0}, 1), ({}, 1), ({"top_k": 3}, 3), ({"top_logprobs": 2}, 2)],
+)
+async def test_prompt_logprobs_come_per_position_with_the_width_asked_for(
+    offers_generate: bool, request_kwargs: dict[str, int], width: int, make_server: MakeServer
+) -> None:
+    async with ScriptedEngine(
+        ["ok"], returns_token_ids=not offers_generate, offers_generate=offers_generate
+    ) as engine:
+        server = make_server(engine, VLLMServer)
+
+        rows = await server.get_logprobs(input_ids=[5, 6, 7], **request_kwargs)
+
+        assert rows["prompt_tokens"] == [5, 6, 7]
+        assert [len(ids) for ids in rows["prompt_topk_token_ids"]] == [0, width, width]
+        assert [len(values) for values in rows["prompt_topk_logprobs"]] == [0, width, width]
+        assert rows["prompt_topk_token_ids"][1][0] == 6
+        assert rows["prompt_topk_logprobs"][1][0] == logprob_of(6, 1)
+        body = engine.requests[-1].body
+        assert (body["n"], body["temperature"], body["max_tokens"]) == (1, 0.0, 1)
+
+
+async def test_text_prompts_for_logprobs_are_encoded(make_server: MakeServer) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        rows = await make_server(engine, VLLMServer).get_logprobs(prompt="<s>hi", top_k=1)
+
+        assert rows["prompt_tokens"] == PROMPT_IDS
+
+
+@pytest.mark.parametrize(
+    ("base_url", "root"),
+    [
+        ("http://host:1/v1", "http://host:1"),
+        ("http://host:1/v1/", "http://host:1"),
+        ("http://host:1", "http://host:1"),
+        ("http://v1.host/v1x", "http://v1.host/v1x"),
+        ("http://host/v1/models/v1", "http://host/v1/models"),
+    ],
+)
+def test_only_a_trailing_v1_is_taken_off(base_url: str, root: str) -> None:
+    assert root_of(base_url) == root
+
+
+async def test_vllm_is_not_an_openai_server(
+    engine: ScriptedEngine, make_server: MakeServer
+) -> None:
+    assert not isinstance(make_server(engine, VLLMServer), OpenAIServer)
+
+
+def test_tokenizer_is_loaded_by_name_when_first_needed(
+    engine: ScriptedEngine, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def from_pretrained(name: str) -> CharTokenizer:
+        loaded.append(name)
+        return CharTokenizer()
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
+    server = make_server(engine, VLLMServer, tokenizer_name="org/tokenizer")
+    server._tokenizer = None
+    assert loaded == []
+
+    assert server.tokenizer is server.tokenizer
+
+    assert loaded == ["org/tokenizer"]
