@@ -20,6 +20,7 @@ from atroposlib.type_definitions import Message
 
 __all__ = [
     "UNMASKED_ROLES",
+    "render_chat_ids",
     "tokenize_for_trainer",
     "tokenize_for_trainer_dpo",
     "tokenize_for_trainer_multistep",
@@ -120,10 +121,10 @@ def _tokenize(
 ) -> dict[str, Any]:
     if isinstance(include_messages, str):
         finish_reason = finish_reason or include_messages
-    tokens = _render(tokenizer, chat)
+    tokens = render_chat_ids(tokenizer, chat)
     masks = [IGNORE_INDEX] * len(tokens)
     for i in trained:
-        prefix = _render(tokenizer, chat[:i], add_generation_prompt=True)
+        prefix = render_chat_ids(tokenizer, chat[:i], add_generation_prompt=True)
         if tokens[: len(prefix)] != prefix:
             logger.warning(
                 "the chat template renders the first %d messages differently when message %d "
@@ -132,7 +133,7 @@ def _tokenize(
                 i,
             )
         # The last message reaches to the end, closing tokens of the template included.
-        end = len(tokens) if i == len(chat) - 1 else len(_render(tokenizer, chat[: i + 1]))
+        end = len(tokens) if i == len(chat) - 1 else len(render_chat_ids(tokenizer, chat[: i + 1]))
         masks[len(prefix) : end] = tokens[len(prefix) : end]
     if finish_reason == "length" and tokens and tokens[-1] == tokenizer.eos_token_id:
         tokens.pop()
@@ -145,10 +146,16 @@ def _tokenize(
     return row
 
 
-def _render(
+def render_chat_ids(
     tokenizer: ChatTokenizer, chat: Chat, *, add_generation_prompt: bool = False
 ) -> list[int]:
-    """Return plain ids from transformers 4 and 5, and from tokenizers with fewer options."""
+    """Return the ids of a chat as a plain list, with transformers 4 and 5 and other tokenizers.
+
+    Args:
+        tokenizer: one with a chat template; it may know fewer options than transformers'.
+        chat: messages.
+        add_generation_prompt: open a reply at the end.
+    """
     options: dict[str, Any] = {"tokenize": True, "add_generation_prompt": add_generation_prompt}
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     if any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters):

@@ -1,0 +1,21 @@
+"""The linear penalty on long completions, for groups in which everything is right."""
+
+from __future__ import annotations
+
+__all__ = ["length_factor"]
+
+
+def length_factor(num_tokens: int, *, max_tokens: int, free_fraction: float) -> float:
+    """Return what a score is multiplied by because of its length.
+
+    1 up to `free_fraction` of the limit, from there linearly down to 0 at the limit.
+
+    Args:
+        num_tokens: L, prompt included.
+        max_tokens: the limit, at least 1.
+        free_fraction: in [0, 1); the part of the limit that costs nothing.
+    """
+    free = free_fraction * max_tokens
+    if num_tokens <= free:
+        return 1.0
+    return 1.0 - min((num_tokens - free) / (max_tokens - free), 1.0)

@@ -1,0 +1,73 @@
+"""Reading a data set from files on disk, with no hub and no cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.errors import ConfigError
+
+__all__ = ["find_split", "read_records"]
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def find_split(folder: Path, names: Sequence[str]) -> Path:
+    """Return the file of a split: `<name>.jsonl`, `.json` or `.parquet`, or `<name>-*` of those.
+
+    Args:
+        folder: where to look.
+        names: names the split may have, the first match wins.
+
+    Raises:
+        ConfigError: there is no such file; the message lists what was looked for.
+    """
+    for name in names:
+        for suffix in SUFFIXES:
+            found = sorted([*folder.glob(f"{name}{suffix}"), *folder.glob(f"{name}-*{suffix}")])
+            if found:
+                return found[0]
+    wanted = ", ".join(f"{name}{suffix}" for name in names for suffix in SUFFIXES)
+    raise ConfigError(f"no data in {folder}: expected one of {wanted}")
+
+
+def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a JSON Lines, JSON or Parquet file, cut to some columns.
+
+    Args:
+        path: the file; a `.json` file holds one list of objects.
+        columns: every row must have them.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, empty or lacks a column; the message says
+            which columns are expected.
+    """
+    expected = f"expected rows with the columns {', '.join(columns)}"
+    if not path.is_file():
+        raise ConfigError(f"no data file {path}; {expected}")
+    try:
+        rows = _read(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); {expected}") from error
+    if not rows:
+        raise ConfigError(f"{path} holds no rows; {expected}")
+    for number, row in enumerate(rows):
+        missing = [c for c in columns if not isinstance(row, dict) or row.get(c) is None]
+        if missing:
+            raise ConfigError(f"{path}: row {number} has no {', '.join(missing)}; {expected}")
+    return [{column: row[column] for column in columns} for row in rows]
+
+
+def _read(path: Path) -> list[Any]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        return rows
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        loaded = json.loads(text)
+        return loaded if isinstance(loaded, list) else [loaded]
+    return [json.loads(line) for line in text.splitlines() if line.strip()]

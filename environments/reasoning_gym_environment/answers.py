@@ -1,0 +1,115 @@
+"""From a completion to the text that may be handed to a scorer: extraction and safety.
+
+Several scorers of the reasoning-gym package run the answer as Python, by `eval` or by sympy's
+`parse_expr`. A completion is not trusted to be run: such a scorer sees an answer only when its
+syntax tree holds nothing but literals, names, arithmetic and, for sympy, well-known functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+__all__ = ["extract_answer", "is_safe_answer"]
+
+EVALUATED_BY_PYTHON = frozenset(["binary_matrix", "n_queens", "spiral_matrix", "string_insertion"])
+EVALUATED_BY_SYMPY = frozenset(
+    [
+        "countdown",
+        "intermediate_integration",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+    ]
+)
+MATH_FUNCTIONS = frozenset(["Abs", "Rational", "exp", "ln", "log", "sqrt"]) | frozenset(
+    ["acos", "asin", "atan", "cos", "cosh", "cot", "csc", "sec", "sin", "sinh", "tan", "tanh"]
+)
+LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Name, ast.Load)
+ARITHMETIC_NODES = (
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.Pow,
+    ast.USub,
+    ast.UAdd,
+)
+MAX_EXPRESSION_CHARACTERS = 2_000
+MAX_EXPONENT = 1_000
+
+THINK_BLOCK = re.compile(r"<think>.*?</think>", re.DOTALL)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def extract_answer(completion: str) -> str | None:
+    """Return the one answer a completion gives, or None.
+
+    Text inside `<think>` does not count; a chat template may have opened it in the prompt, and a
+    block that is never closed reaches to the end. Several answers are none.
+    """
+    text = THINK_BLOCK.sub("", completion)
+    text = text.rsplit("</think>", 1)[-1].split("<think>", 1)[0]
+    if text.count("<answer>") != 1:
+        return None
+    match = ANSWER.search(text)
+    if match is None:
+        return None
+    return match[1].strip() or None
+
+
+def is_safe_answer(answer: str, task: str) -> bool:
+    """Return whether a task's scorer may be given an answer, knowing that it may run it.
+
+    Args:
+        answer: from `extract_answer`.
+        task: task name in the package.
+    """
+    if task not in EVALUATED_BY_PYTHON | EVALUATED_BY_SYMPY:
+        return True
+    if len(answer) > MAX_EXPRESSION_CHARACTERS:
+        return False
+    try:
+        tree = ast.parse(answer.strip(), mode="eval")
+    except SyntaxError:
+        # `eval` fails on it as well, after which those scorers compare texts.
+        return task in EVALUATED_BY_PYTHON
+    except (ValueError, RecursionError, MemoryError):
+        return False
+    if task in EVALUATED_BY_SYMPY:
+        return _is_arithmetic(tree)
+    return all(isinstance(node, LITERAL_NODES) for node in ast.walk(tree))
+
+
+def _is_arithmetic(tree: ast.Expression) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            named = isinstance(node.func, ast.Name) and node.func.id in MATH_FUNCTIONS
+            if not named or node.keywords:
+                return False
+        elif isinstance(node, ast.Constant):
+            # sympy runs texts as well; complex and boolean constants are no answers.
+            if type(node.value) not in (int, float):
+                return False
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            if not _is_small_exponent(node.right):
+                return False
+        elif not isinstance(node, LITERAL_NODES + ARITHMETIC_NODES):
+            return False
+    return True
+
+
+def _is_small_exponent(exponent: ast.expr) -> bool:
+    """Keep `9**9**9` from being computed."""
+    for node in ast.walk(exponent):
+        if isinstance(node, ast.Pow):
+            return False
+        if isinstance(node, ast.Constant) and not (
+            isinstance(node.value, int | float) and abs(node.value) <= MAX_EXPONENT
+        ):
+            return False
+    return True
