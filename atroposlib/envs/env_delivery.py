@@ -88,7 +88,9 @@ class DeliveringEnv(ReportingEnv):
     async def _admit(self, group: Any, item: Item | None, *, limit_length: bool) -> bool:
         """Check and record one group; tell whether it goes on."""
         _make_plain(group)
-        admission = check_signal(
+        # In threads, here and below: reading a long group takes longer than others can wait.
+        admission = await asyncio.to_thread(
+            check_signal,
             group,
             group_size=self.config.group_size,
             scores_must_differ=self.config.ensure_scores_are_not_same,
@@ -96,7 +98,8 @@ class DeliveringEnv(ReportingEnv):
         if admission.is_accepted:
             for name in DEFAULTED_FIELDS:
                 group.setdefault(name, None)
-            self.completion_lengths.extend(completion_lengths(group["masks"]))
+            lengths = await asyncio.to_thread(completion_lengths, group["masks"])
+            self.completion_lengths.extend(lengths)
             if limit_length:
                 admission = check_lengths(group["tokens"], max_token_len=self.max_token_len)
         if not admission.is_accepted:
@@ -114,7 +117,6 @@ class DeliveringEnv(ReportingEnv):
         if self.jsonl_writer is None:
             return True
         try:
-            # In a thread: encoding a long group takes longer than other rollouts can wait.
             await asyncio.to_thread(self.jsonl_writer.write, group)
         except GroupError as error:
             self._drop(Admission("not_encodable", str(error)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import string
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,12 @@ def dated_run_name(stem: str, *, now: float) -> str:
     """Return `<stem>-<YYYY-MM-DD>-<six random letters>`."""
     letters = "".join(random.choices(string.ascii_lowercase, k=6))
     return f"{stem}-{time.strftime('%Y-%m-%d', time.localtime(now))}-{letters}"
+
+
+def _run_opened_elsewhere() -> Any:
+    """The run an environment opened by calling `wandb.init` itself, or None."""
+    wandb = sys.modules.get("wandb")
+    return None if wandb is None else wandb.run
 
 
 class ReportingEnv(EnvHooks):
@@ -135,6 +142,8 @@ class ReportingEnv(EnvHooks):
         metrics = {f"{prefix}{key}": value for key, value in metrics.items()}
         for i, server in enumerate(self.server.servers):
             metrics.update(await settle(server.wandb_metrics({}, f"server_{i}")) or {})
+        if self.config.use_wandb and self.wandb_run is None:
+            self.wandb_run = _run_opened_elsewhere()
         self.run_log.log(metrics, step=self.curr_step)
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:

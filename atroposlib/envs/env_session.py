@@ -82,6 +82,7 @@ class EnvSession:
         self.env_id: int | None = None
         self.num_groups_sent = 0
         self._retry_s = retry_s
+        self._told: set[str] = set()
         self._is_registered = asyncio.Event()
 
     @property
@@ -101,7 +102,6 @@ class EnvSession:
         Raises:
             TrajectoryApiError: the service refuses for good.
         """
-        told: str | None = None
         while True:
             pause_s = self._retry_s
             try:
@@ -109,19 +109,23 @@ class EnvSession:
             except TrajectoryApiError as error:
                 if not is_outage(error):
                     raise
-                reason = f"the trajectory service is not available ({error}); waiting for it"
                 pause_s = max(pause_s, error.retry_after_s or 0.0)
-                key = f"outage {error.status}"
+                what = f"the trajectory service is not available ({error}); waiting for it"
+                self._tell(f"status {error.status}", what)
             else:
                 if answer is not None:
-                    if told is not None:
-                        logger.info("going on: the service has answered")
+                    if self._told:
+                        logger.info("the trajectory service has answered; going on")
+                    self._told.clear()
                     return answer
-                reason, key = f"waiting for {waiting_for}", "no answer"
-            if told != key:
-                logger.warning("%s", reason)
-                told = key
+                self._tell(waiting_for, f"waiting for {waiting_for}")
             await asyncio.sleep(pause_s)
+
+    def _tell(self, reason: str, message: str) -> None:
+        """Log a reason to wait once, however many requests wait for it."""
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.warning("%s", message)
 
     def enter(self, env_id: int) -> None:
         """Take note of a registration; sends that waited for it go on."""

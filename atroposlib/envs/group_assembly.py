@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -39,14 +40,15 @@ async def gather_rollouts(
         [G] results, and all backlog items in rollout order.
 
     Raises:
-        Exception: the first one a rollout raised; further ones are logged.
+        Exception: the first one a rollout raised; more than one are counted in the log.
     """
     outcomes = await asyncio.gather(
         *(collect(item) for _ in range(group_size)), return_exceptions=True
     )
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    for error in errors[1:]:
-        logger.warning("another rollout of the same group failed: %r", error)
+    if len(errors) > 1:
+        names = Counter(type(error).__name__ for error in errors)
+        logger.warning("%d rollouts of one group failed: %s", len(errors), dict(names))
     if errors:
         if isinstance(errors[0], asyncio.CancelledError):
             # Passed on as it is, it would look as if this whole group had been cancelled.

@@ -104,9 +104,9 @@ class RolloutScheduler:
                 task.result()
 
     async def _keep_fresh(self, refresh: Callable[[], Awaitable[bool]], interval_s: float) -> None:
-        """Refresh until the run is over; requests within a tenth of the interval are merged."""
+        """Refresh until the run is over; requests within half an interval are merged."""
         loop = asyncio.get_running_loop()
-        merge_s = interval_s / 10
+        merge_s = interval_s / 2
         while True:
             await asyncio.sleep(merge_s)
             # Not `wait_for`: before Python 3.12 it can swallow a cancellation.

@@ -219,6 +219,26 @@ async def test_serve_step_jump_evaluates_and_saves_once(
     assert saved == [2]
 
 
+class BrokenDataset(SmallEnv):
+    async def get_next_item(self) -> Any:
+        raise OSError("data set is gone")
+
+
+async def test_serve_next_item_raising_ends_the_run_in_order(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(BrokenDataset, rollout_server_url=service.url)
+
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        with pytest.raises(OSError, match="data set is gone"):
+            await asyncio.wait_for(env.env_manager(), 10)
+
+    assert env.events == ["setup", "close"]
+    assert not env.session.is_registered
+
+
 class LongEvaluation(SmallEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         await super().evaluate()
@@ -226,7 +246,9 @@ class LongEvaluation(SmallEnv):
         await self.over.wait()
 
 
-@pytest.mark.parametrize(("handling", "goes_on"), [("STOP_TRAIN", False), ("NONE", True)])
+@pytest.mark.parametrize(
+    ("handling", "goes_on"), [("STOP_TRAIN", False), ("LIMIT_TRAIN", True), ("NONE", True)]
+)
 async def test_serve_during_an_evaluation(
     service: LiveService, make_env: MakeEnv, handling: str, goes_on: bool
 ) -> None:
