@@ -12,7 +12,6 @@ decoded to 64-bit values and written in their shortest exact form, opaque fields
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -21,6 +20,7 @@ import msgspec
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, GroupField, check_group
+from atroposlib.wire_checks import check_finite, check_opaque, is_loose
 
 __all__ = [
     "BODY_NOT_TEXT",
@@ -88,8 +88,6 @@ _WireGroup: Any = msgspec.defstruct(
     "WireGroup", [_struct_field(field) for field in GROUP_FIELDS], kw_only=True, gc=False
 )
 _OPAQUE_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.dtype == "json" and f.name != "env_id")
-_FLOAT_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.dtype == "float")
-_LOOSE_FIELDS = tuple(f for f in GROUP_FIELDS if f.shape.startswith("G") and not f.required)
 _group_decoder = msgspec.json.Decoder(_WireGroup, strict=False)
 _groups_decoder = msgspec.json.Decoder(list[_WireGroup], strict=False)
 
@@ -168,7 +166,7 @@ def _canonical(group: Any, path: tuple[int, ...]) -> DecodedGroup:
     try:
         fields |= _read_opaque(fields)
         check_group(fields)
-        _check_finite(fields)
+        check_finite(fields)
     except WireError as error:
         raise WireError(str(error), kind=error.kind, path=path + error.path) from error
     except GroupError as error:
@@ -179,7 +177,7 @@ def _canonical(group: Any, path: tuple[int, ...]) -> DecodedGroup:
         num_sequences=len(group.tokens),
         num_tokens=sum(map(len, group.tokens)),
         env_id=group.env_id,
-        is_loose=_is_loose(fields),
+        is_loose=is_loose(fields),
     )
 
 
@@ -196,73 +194,8 @@ def _read_opaque(fields: Mapping[str, Any]) -> dict[str, Any]:
         except (msgspec.DecodeError, RecursionError) as error:
             raise WireError(f"{name}: {error}", kind="value_error", path=(name,)) from error
         if value is not None:
-            _check_opaque_value(name, value)
+            check_opaque(name, value)
     return values
-
-
-def _check_opaque_value(name: str, value: Any) -> None:
-    """Check the outer shape of a field whose content is the business of others."""
-    if name == "messages":
-        _check_messages(value)
-    elif name in ("generation_params", "group_overrides"):
-        if not isinstance(value, dict):
-            raise GroupError(f"{name}: expected an object or null")
-    elif name == "overrides":
-        if not isinstance(value, list):
-            raise GroupError(f"{name}: expected a list of objects or null")
-        for i, override in enumerate(value):
-            if not isinstance(override, dict):
-                raise GroupError(f"{name}[{i}]: expected an object")
-
-
-def _check_messages(value: Any) -> None:
-    if not isinstance(value, list):
-        raise GroupError("messages: expected a list with one list of messages per trajectory")
-    for i, conversation in enumerate(value):
-        # Plain strings are the older form of a conversation; they are stored as given.
-        if isinstance(conversation, str):
-            continue
-        if not isinstance(conversation, list):
-            raise GroupError(f"messages[{i}]: expected a list of messages")
-        for j, message in enumerate(conversation):
-            if isinstance(message, str):
-                continue
-            if not isinstance(message, dict) or not message.keys() >= {"role", "content"}:
-                raise GroupError(
-                    f"messages[{i}][{j}]: role and content are required in every message"
-                )
-
-
-def _check_finite(fields: Mapping[str, Any]) -> None:
-    """Refuse `"nan"` and `"inf"` strings, which lax number conversion lets through."""
-    for name in _FLOAT_FIELDS:
-        for i, row in enumerate(fields[name] or ()):
-            if not _is_finite(row):
-                raise GroupError(f"{name}[{i}]: holds a number that is not finite")
-
-
-def _is_finite(value: float | list[Any]) -> bool:
-    if not isinstance(value, list):
-        return math.isfinite(value)
-    if value and isinstance(value[0], list):
-        return all(map(_is_finite, value))
-    return all(map(math.isfinite, value))
-
-
-def _is_loose(fields: Mapping[str, Any]) -> bool:
-    tokens = fields["tokens"]
-    for field in _LOOSE_FIELDS:
-        rows = fields[field.name]
-        if not rows or not isinstance(rows, list):
-            continue
-        if len(rows) != len(tokens):
-            return True
-        if field.dtype != "json" and any(
-            isinstance(row, list) and len(row) != len(ids)
-            for row, ids in zip(rows, tokens, strict=True)
-        ):
-            return True
-    return False
 
 
 def _from_validation(error: msgspec.ValidationError) -> WireError:

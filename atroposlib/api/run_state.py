@@ -93,26 +93,10 @@ class RunState:
             self.registration = registration
             self.step = registration.starting_step
         else:
-            self._refuse_other_settings(self.registration, registration)
+            _refuse(self.registration.differences(registration))
         trainer_id = uuid4().int
         self.trainer_ids.append(trainer_id)
         return trainer_id
-
-    def _refuse_other_settings(self, current: Registration, asked: Registration) -> None:
-        differences = [
-            f"{name} is {getattr(current, name)!r}, this request says {getattr(asked, name)!r}"
-            for name in Registration.model_fields
-            if name not in ("starting_step", "replace")
-            and getattr(current, name) != getattr(asked, name)
-        ]
-        if differences:
-            message = (
-                f"a trainer is already registered with other settings: {'; '.join(differences)}; "
-                "send the same settings to join its run, `replace: true` to change them, "
-                "or GET /reset_data to start anew"
-            )
-            logger.warning("refused a registration: %s", message)
-            raise RegistrationConflictError(message)
 
     def register_env(self, request: RegisterEnv) -> EnvRecord | None:
         """Add an environment to the run; None while there is no trainer asking for batches."""
@@ -264,3 +248,15 @@ class RunState:
         self.latest_payload = None
         self._last_stall = ""
         await self.store.clear()
+
+
+def _refuse(differences: Sequence[str]) -> None:
+    if not differences:
+        return
+    message = (
+        f"a trainer is already registered with other settings: {'; '.join(differences)}; "
+        "send the same settings to join its run, `replace: true` to change them, "
+        "or GET /reset_data to start anew"
+    )
+    logger.warning("refused a registration: %s", message)
+    raise RegistrationConflictError(message)

@@ -37,6 +37,15 @@ class Registration(BaseModel):
         default=False, description="Replace the settings of a run that is registered already."
     )
 
+    def differences(self, asked: Registration) -> list[str]:
+        """Name the settings in which another registration would change the run."""
+        return [
+            f"{name} is {getattr(self, name)!r}, this request says {getattr(asked, name)!r}"
+            for name in Registration.model_fields
+            if name not in ("starting_step", "replace")
+            and getattr(self, name) != getattr(asked, name)
+        ]
+
 
 class RegisterEnv(BaseModel):
     """An environment joins a run."""
