@@ -14,7 +14,7 @@ import zlib
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["GZipRequestMiddleware", "GZipResponseMiddleware"]
@@ -100,11 +100,12 @@ class GZipRequestMiddleware:
                 await asyncio.to_thread(inflater.feed, piece)
         return inflater.finish()
 
-    def _too_large(self) -> PlainTextResponse:
-        return PlainTextResponse(
-            f"Request body larger than {self.max_body_bytes} bytes; post fewer groups at a time",
-            413,
-        )
+    def _too_large(self) -> JSONResponse:
+        return JSONResponse({"detail": _too_large_message(self.max_body_bytes)}, 413)
+
+
+def _too_large_message(max_body_bytes: int) -> str:
+    return f"request body larger than {max_body_bytes} bytes; post fewer groups at a time"
 
 
 class _Inflater:
@@ -150,7 +151,7 @@ def _capped(receive: Receive, max_body_bytes: int) -> Receive:
         message = await receive()
         room -= len(message.get("body", b""))
         if room < 0:
-            raise HTTPException(413, f"Request body larger than {max_body_bytes} bytes")
+            raise HTTPException(413, _too_large_message(max_body_bytes))
         return message
 
     return capped

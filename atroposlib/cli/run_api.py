@@ -67,11 +67,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on")
     parser.add_argument(
         "--reload", action="store_true", help="restart, losing the run, when a source file changes"
     )
     return parser
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is not between 0 and 65535 (0: any free port)")
+    return port
 
 
 def _start_message(host: str, port: int) -> str:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import pytest
 
+from atroposlib.cli.run_api import main
 from tests.api.helpers import REGISTRATION, make_group
 
 START = [sys.executable, "-m", "atroposlib.cli.run_api"]
@@ -87,3 +89,14 @@ def test_run_api_help_names_every_flag_with_its_default():
 
     for text in ("--host", "127.0.0.1", "--port", "8000", "--reload"):
         assert text in result.stdout
+
+
+@pytest.mark.parametrize("port", ["70000", "-1", "eighty"])
+def test_run_api_port_out_of_range_is_a_usage_error(monkeypatch, capsys, port):
+    monkeypatch.setattr(sys, "argv", ["run-api", f"--port={port}"])
+
+    with pytest.raises(SystemExit) as stop:
+        main()
+
+    assert stop.value.code == 2
+    assert "argument --port" in capsys.readouterr().err

@@ -113,6 +113,9 @@ def test_bodies_above_the_cap_are_413():
     ]
 
     assert [answer.status_code for answer in answers] == [413, 413, 413, 413, 422]
+    assert {str(answer.json()["detail"]) for answer in answers[:4]} == {
+        "request body larger than 1000 bytes; post fewer groups at a time"
+    }
 
 
 def test_any_origin_may_call(service):
