@@ -12,7 +12,7 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.errors import ConfigError
 from tests.fakes import ScriptedEngine
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 async def test_chat_and_completion_return_the_engines_texts(

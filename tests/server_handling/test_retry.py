@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
-import httpx
 import openai
 import pytest
 from tenacity import RetryError
@@ -26,8 +27,8 @@ def engine_error(status: int, message: str = "no", wait_s: float | None = None) 
 
 
 def client_error(status: int, headers: dict[str, str] | None = None) -> openai.APIStatusError:
-    request = httpx.Request("POST", "http://127.0.0.1/v1/chat/completions")
-    response = httpx.Response(status, headers=headers, request=request)
+    # Which HTTP library the client builds on differs between its versions.
+    response: Any = SimpleNamespace(status_code=status, headers=headers or {}, request=None)
     return openai.APIStatusError("no", response=response, body=None)
 
 

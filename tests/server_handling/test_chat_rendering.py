@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.chat_rendering import render_messages
+from tests.fakes import CharTokenizer
+
+USER = {"role": "user", "content": "hi"}
+THOUGHT = {"role": "assistant", "content": "<think>why</think>ok"}
+
+
+class StrictTokenizer:
+    """Accepts only the keyword names every tokenizer has."""
+
+    def __init__(self) -> None:
+        self.generation_prompts: list[bool] = []
+
+    def apply_chat_template(
+        self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = False
+    ) -> str:
+        self.generation_prompts.append(add_generation_prompt)
+        return "|".join(message["content"] for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "opens_a_reply"),
+    [([USER], True), ([USER, THOUGHT], False), ([], True)],
+)
+def test_reply_is_opened_unless_the_assistant_spoke_last(
+    messages: list[dict[str, str]], opens_a_reply: bool
+) -> None:
+    tokenizer = StrictTokenizer()
+
+    render_messages(tokenizer, messages)
+
+    assert tokenizer.generation_prompts == [opens_a_reply]
+
+
+def test_thinking_survives_a_template_that_drops_it() -> None:
+    tokenizer = CharTokenizer(strips_thinking=True)
+
+    kept = render_messages(tokenizer, [USER, THOUGHT, USER])
+    stripped = render_messages(tokenizer, [USER, THOUGHT, USER], keep_thinking=False)
+
+    assert "[assistant]<think>why</think>ok</s>" in kept
+    assert "[assistant]ok</s>" in stripped
+
+
+def test_messages_are_not_changed_and_user_tags_stay() -> None:
+    messages = [{"role": "user", "content": "what is <think>?"}, dict(THOUGHT)]
+
+    text = render_messages(CharTokenizer(), messages)
+
+    assert "what is <think>?" in text
+    assert messages[1] == THOUGHT
+
+
+def test_tools_are_shown_only_when_given() -> None:
+    assert render_messages(CharTokenizer(), [USER], tools=[{}, {}]).startswith("[tools]2")
+    assert render_messages(CharTokenizer(), [USER]) == "[user]hi</s>\n[assistant]"
+
+
+def test_content_that_is_not_text_passes() -> None:
+    call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
+
+    assert render_messages(CharTokenizer(), [call]) == "[assistant]</s>\n"
+
+
+@pytest.mark.parametrize("tokenizer", [None, object()])
+def test_without_a_template_messages_become_lines(tokenizer: object) -> None:
+    assert render_messages(tokenizer, [USER, USER]) == "user: hi\nuser: hi"
