@@ -62,7 +62,7 @@ def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> list[Any]:
     if path.suffix == ".parquet":
-        import pyarrow.parquet
+        import pyarrow.parquet  # type: ignore[import-untyped]
 
         rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
         return rows

@@ -26,6 +26,7 @@ __all__ = [
     "DEFAULT_SYSTEM_PROMPT",
     "TaskItem",
     "eval_items",
+    "extract_answer",
     "prompt_messages",
     "score_completion",
     "task_names",

@@ -1,0 +1,337 @@
+"""GSM8K: grade-school word problems, one turn, right or wrong.
+
+    problem -> [system, user] -> G completions -> boxed answer against the gold one -> +1 or -1
+
+Run `python environments/gsm8k_server.py serve --help`, or try it without a hub:
+
+    python environments/gsm8k_server.py process --env.dataset_path environments/data/gsm8k_sample
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
+from atroposlib.envs.single_turn import (
+    Rollout,
+    build_group,
+    completion_budget,
+    sample_rollouts,
+)
+from atroposlib.utils.length_penalty import length_factor
+from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
+from atroposlib.utils.score_pool import ScorePool
+
+__all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer", "group_scores", "load_splits"]
+
+logger = logging.getLogger(__name__)
+
+MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
+COLUMNS = ("question", "answer")
+SHUFFLE_SEED = 42
+LOCAL_TEST_FRACTION = 0.1
+FREE_LENGTH_FRACTION = 0.5
+MIN_TRAINED_TOKENS = 10
+"""Shorter completions carry nothing worth learning; they stay in the group but are muted."""
+
+SYSTEM_PROMPT = (
+    "You are an AI that thinks deeply and may reason at great length before it answers. Put your "
+    "reasoning inside <think> </think> tags, work through the problem in small steps and check "
+    "them, then give the solution after the closing tag.\n\n"
+    "You have at most {max_tokens} tokens for reasoning and solution together; use fewer where "
+    "fewer are enough.\n\n"
+    "State the final answer once, as a plain number, in the form \\boxed{{number}}."
+)
+
+
+class Problem(TypedDict):
+    """One row of the data set."""
+
+    question: str
+    answer: str
+    """Worked solution; the number behind the last `#` is the gold answer."""
+
+
+class GSM8kEnvConfig(BaseEnvConfig):
+    """Where the problems come from and how completions are drawn and checked."""
+
+    dataset_path: str | None = Field(
+        None,
+        description="JSONL or Parquet file, or folder with train and test files, with the columns "
+        "question and answer; None loads GSM8K from the hub.",
+    )
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
+    eval_temperature: float = Field(0.0, ge=0, description="Sampling temperature of evaluations.")
+    num_score_workers: int = Field(
+        2, ge=0, description="Processes that check answers; 0 checks in threads, without a limit."
+    )
+    score_timeout_s: float = Field(
+        10.0, gt=0, description="Seconds one answer may take to check; beyond that it is wrong."
+    )
+
+
+def gold_answer(answer: str) -> str:
+    """Return the number behind the last `#` of a worked solution, without thousands commas."""
+    return answer.rsplit("#", 1)[-1].strip().replace(",", "")
+
+
+def prompt_messages(question: str, *, max_tokens: int) -> list[dict[str, str]]:
+    """Return the messages that pose a problem and name the token budget."""
+    return [
+        {"role": "system", "content": SYSTEM_PROMPT.format(max_tokens=max_tokens)},
+        {"role": "user", "content": question},
+    ]
+
+
+def score_answer(completion: str, gold: str) -> float | None:
+    """Score one completion: 1.0 right, -1.0 wrong, None when the gold answer is unreadable.
+
+    Args:
+        completion: everything the policy wrote; only what follows the thinking counts.
+        gold: from `gold_answer`.
+    """
+    verdict = check_math_answer(completion, gold)
+    if not verdict.is_gold_readable:
+        return None
+    return 1.0 if verdict.is_correct else -1.0
+
+
+def group_scores(
+    scores: Sequence[float], lengths: Sequence[int], *, max_tokens: int
+) -> list[float]:
+    """Return the scores of a group; one in which all are right is ranked by length.
+
+    Args:
+        scores: [G] 1.0 or -1.0.
+        lengths: [G] tokens of each trajectory, prompt included.
+        max_tokens: the length that earns nothing; half of it is free.
+    """
+    if any(score != 1.0 for score in scores):
+        return list(scores)
+    return [
+        length_factor(length, max_tokens=max_tokens, free_fraction=FREE_LENGTH_FRACTION)
+        for length in lengths
+    ]
+
+
+def load_splits(dataset_path: str | None) -> tuple[list[Problem], list[Problem]]:
+    """Return the training and the test problems, each shuffled with a fixed seed.
+
+    Args:
+        dataset_path: a folder with files of both splits; one file, a tenth of which becomes the
+            test split; None loads `gsm8k` from the hub.
+
+    Raises:
+        ConfigError: files or columns are missing; the message says which are expected.
+    """
+    if dataset_path is None:
+        import datasets
+
+        splits = [datasets.load_dataset("gsm8k", "main", split=s) for s in ("train", "test")]
+        train, test = ([dict(row) for row in s.shuffle(seed=SHUFFLE_SEED)] for s in splits)
+        return train, test  # type: ignore[return-value]
+    path = Path(dataset_path)
+    if path.is_dir():
+        names = (("train",), ("test", "validation", "valid", "val"))
+        train, test = (read_records(find_split(path, split), COLUMNS) for split in names)
+        random.Random(SHUFFLE_SEED).shuffle(train)
+        random.Random(SHUFFLE_SEED).shuffle(test)
+    else:
+        rows = read_records(path, COLUMNS)
+        random.Random(SHUFFLE_SEED).shuffle(rows)
+        num_test = max(1, round(LOCAL_TEST_FRACTION * len(rows)))
+        # A single row serves as both: there is nothing to hold out.
+        train, test = rows[num_test:] or rows, rows[:num_test]
+    return train, test  # type: ignore[return-value]
+
+
+class GSM8kEnv(BaseEnv):
+    """Word problems with a numeric answer.
+
+    Attributes:
+        iter: problems handed out so far; kept in checkpoints.
+        percent_correct_buffer: 1.0 or 0.0 for every rollout since the last log.
+    """
+
+    name = "gsm8k"
+    env_config_cls = GSM8kEnvConfig
+    config: GSM8kEnvConfig
+
+    def __init__(
+        self,
+        config: GSM8kEnvConfig,
+        server_configs: Any,
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self.iter = 0
+        self.train: list[Problem] = []
+        self.test: list[Problem] = []
+        self.percent_correct_buffer: list[float] = []
+        self.eval_metrics: list[tuple[str, float]] = []
+        self.score_pool = ScorePool(
+            num_workers=config.num_score_workers, timeout_s=config.score_timeout_s
+        )
+
+    @classmethod
+    def config_init(cls) -> tuple[GSM8kEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        env_config = GSM8kEnvConfig(
+            tokenizer_name=MODEL,
+            group_size=8,
+            total_steps=1000,
+            batch_size=12,
+            steps_per_eval=100,
+            max_token_length=2048,
+            wandb_name="gsm8k",
+        )
+        server_config = APIServerConfig(
+            model_name=MODEL,
+            base_url="http://localhost:9001/v1",
+            api_key="x",
+            server_type="vllm",
+            num_requests_for_eval=256,
+        )
+        return env_config, server_config
+
+    async def setup(self) -> None:
+        """Load both splits."""
+        self.train, self.test = await asyncio.to_thread(load_splits, self.config.dataset_path)
+        logger.info("%d training and %d test problems", len(self.train), len(self.test))
+
+    async def get_next_item(self) -> Problem:
+        """Return the next training problem, from the start again after the last."""
+        problem = self.train[self.iter % len(self.train)]
+        self.iter += 1
+        return problem
+
+    async def collect_trajectories(
+        self, item: Problem
+    ) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """Wait for one group of completions of a problem and its scores."""
+        messages, budget = self._prompt(item)
+        if budget < 1:
+            logger.warning("a problem leaves no room in max_token_length; skipped")
+            return None, []
+        rollouts = await sample_rollouts(
+            self.server,
+            self.tokenizer,
+            messages,
+            group_size=self.config.group_size,
+            max_tokens=budget,
+            temperature=self.config.temperature,
+        )
+        return await self.score(item, messages, rollouts), []
+
+    async def score(
+        self, item: Problem, messages: Sequence[Mapping[str, str]], rollouts: Sequence[Rollout]
+    ) -> ScoredDataGroup | None:
+        """Turn rollouts into a group; None when the gold answer cannot be read."""
+        verdicts = await self._check([r.completion for r in rollouts], item)
+        if not rollouts or not all(verdict.is_gold_readable for verdict in verdicts):
+            return None
+        self.percent_correct_buffer += [float(verdict.is_correct) for verdict in verdicts]
+        return build_group(
+            messages,
+            rollouts,
+            group_scores(
+                [1.0 if verdict.is_correct else -1.0 for verdict in verdicts],
+                [len(rollout.tokens) for rollout in rollouts],
+                max_tokens=self.config.max_token_length,
+            ),
+            is_muted=[r.num_completion_tokens < MIN_TRAINED_TOKENS for r in rollouts],
+            generation_params={"temperature": self.config.temperature},
+            include_messages=self.config.include_messages,
+        )
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Measure the accuracy on the test split."""
+        start_time = time.time()
+        samples = await asyncio.gather(*(self.evaluate_problem(p) for p in self.test))
+        accuracy = sum(sample["score"] for sample in samples) / len(samples)
+        self.eval_metrics.append(("eval/percent_correct", accuracy))
+        logger.info("eval/percent_correct: %.4f of %d problems", accuracy, len(samples))
+        await self.evaluate_log(
+            metrics={"eval/percent_correct": accuracy},
+            samples=samples,
+            start_time=start_time,
+            end_time=time.time(),
+            generation_parameters={
+                "temperature": self.config.eval_temperature,
+                "max_tokens": self.config.max_token_length,
+            },
+        )
+
+    async def evaluate_problem(self, problem: Problem) -> dict[str, Any]:
+        """Wait for one answer to a test problem; returns its record."""
+        messages, budget = self._prompt(problem)
+        answer = await self.server.chat_completion(
+            messages=messages,
+            n=1,
+            max_tokens=budget,
+            temperature=self.config.eval_temperature,
+            split="eval",
+        )
+        choice = answer.choices[0]
+        completion = choice.message.content or ""
+        [verdict] = await self._check([completion], problem)
+        return {
+            "messages": [*messages, {"role": "assistant", "content": completion}],
+            "question": problem["question"],
+            "gold_answer": gold_answer(problem["answer"]),
+            "gold_parsed": verdict.gold_parsed,
+            "model_parsed": verdict.answer_parsed,
+            "score": int(verdict.is_correct),
+            "correct": verdict.is_correct,
+            "finish_reason": choice.finish_reason,
+            "response_after_think": answer_text(completion),
+        }
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add the accuracy since the last log and finished evaluations."""
+        metrics = {} if wandb_metrics is None else wandb_metrics
+        if self.percent_correct_buffer:
+            metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(
+                self.percent_correct_buffer
+            )
+        metrics["train/score_timeouts"] = self.score_pool.num_timeouts
+        metrics.update(self.eval_metrics)
+        self.percent_correct_buffer, self.eval_metrics = [], []
+        await super().wandb_log(metrics)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position in the training split."""
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+
+    async def close(self) -> None:
+        """End the scoring processes."""
+        self.score_pool.close()
+        await super().close()
+
+    def _prompt(self, problem: Problem) -> tuple[list[dict[str, str]], int]:
+        limit = self.config.max_token_length
+        messages = prompt_messages(problem["question"], max_tokens=limit)
+        return messages, completion_budget(self.tokenizer, messages, max_token_length=limit)
+
+    async def _check(self, completions: Sequence[str], problem: Problem) -> list[MathVerdict]:
+        gold = gold_answer(problem["answer"])
+        unfinished = MathVerdict(False, True, gold, "")
+        checks = (
+            self.score_pool.run(check_math_answer, completion, gold, on_timeout=unfinished)
+            for completion in completions
+        )
+        return await asyncio.gather(*checks)
+
+
+if __name__ == "__main__":
+    GSM8kEnv.cli()
