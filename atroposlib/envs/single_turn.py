@@ -14,6 +14,8 @@ from atroposlib.utils.tokenize_for_trainer import render_chat_ids
 
 __all__ = ["Rollout", "build_group", "completion_budget", "sample_rollouts"]
 
+RESERVED_TOKENS = 2
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -46,11 +48,11 @@ def completion_budget(
 ) -> int:
     """Return how many tokens a completion may have; below 1 the prompt leaves no room.
 
-    One token less than what is left: a trajectory that fills the limit to the last token is
-    refused as too long, and its whole group with it.
+    `RESERVED_TOKENS` stay free: a trajectory that fills the limit to the last token is refused as
+    too long, its whole group with it, and some engines put a start token before the prompt.
     """
     prompt = render_chat_ids(tokenizer, messages, add_generation_prompt=True)
-    return max_token_length - len(prompt) - 1
+    return max_token_length - len(prompt) - RESERVED_TOKENS
 
 
 async def sample_rollouts(

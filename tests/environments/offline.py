@@ -1,0 +1,48 @@
+"""Running an environment against the scripted engine, without a hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv
+from tests.fakes import CharTokenizer, ScriptedEngine
+
+__all__ = ["PROBED", "make_env", "read_groups", "run_process"]
+
+PROBED = "ok"
+"""First reply of a list: it answers the client's look for a route that gives token ids."""
+
+
+def make_env(
+    env_cls: type[BaseEnv],
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    **settings: Any,
+) -> Any:
+    """An environment with a character tokenizer and one server, the engine."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: CharTokenizer())
+    config, server_config = env_cls.config_init()
+    chosen = {"use_wandb": False, "num_score_workers": 0, "max_token_length": 4000, **settings}
+    config = config.model_copy(update=chosen)
+    server: APIServerConfig = server_config.model_copy(
+        update={"base_url": engine.base_url, "model_name": "scripted", "health_check": False}
+    )
+    return env_cls(config=config, server_configs=server)
+
+
+async def run_process(env: Any, *, num_groups: int, group_size: int) -> None:
+    """What the `process` command does with an environment."""
+    env.process_mode = True
+    env.n_groups_to_process = num_groups
+    env.group_size_to_process = group_size
+    await env.process_manager()
+
+
+def read_groups(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
