@@ -27,6 +27,7 @@ from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_offline import OfflineEnv
+from atroposlib.envs.evaluation_runner import EvaluationRunner
 from atroposlib.envs.group_writer import GroupWriter
 from atroposlib.envs.rollout_scheduler import RolloutScheduler
 from atroposlib.envs.run_log import RunLog
@@ -209,14 +210,17 @@ class BaseEnv(OfflineEnv):
         self.checkpoint_interval = -1
 
     def _init_serving(self) -> None:
-        self.scheduler = RolloutScheduler(
+        self.rollout_scheduler = RolloutScheduler(
             # Looked up at each call, so that instances may replace their hooks.
             run_rollout=lambda item_uuid: self.handle_env(item_uuid),
             next_item=lambda: settle(self.get_next_item()),
             count_failure=self.count_failure,
         )
+        self.evaluation_runner = EvaluationRunner(
+            on_end=self.rollout_scheduler.wake, count_failure=self.count_failure
+        )
         self.eval_workers: set[Any] = set()
-        self.session = None
+        self.service_session = None
         self.env_id = None
         self.status_dict = None
         self.items_sent_this_step = 0

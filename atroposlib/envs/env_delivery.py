@@ -43,12 +43,12 @@ class DeliveringEnv(ReportingEnv):
     """The delivering half of an environment.
 
     Attributes:
-        session: connection to the service while serving, otherwise None.
+        service_session: connection to the service while serving, otherwise None.
         jsonl_writer: where admitted groups are saved, or None.
         items_sent_this_step: groups sent since metrics were last logged.
     """
 
-    session: EnvSession | None
+    service_session: EnvSession | None
     jsonl_writer: GroupWriter | None
     items_sent_this_step: int
 
@@ -77,7 +77,7 @@ class DeliveringEnv(ReportingEnv):
             group
             for group in groups
             if group is not None
-            and await self._admit(group, item, limit_length=abort_on_any_max_length_exceeded)
+            and await self._admit_group(group, item, limit_length=abort_on_any_max_length_exceeded)
         ]
         if do_send_to_api and admitted:
             self.items_sent_this_step += len(admitted)
@@ -85,7 +85,7 @@ class DeliveringEnv(ReportingEnv):
                 admitted if isinstance(scored_data, list) else admitted[0]
             )
 
-    async def _admit(self, group: Any, item: Item | None, *, limit_length: bool) -> bool:
+    async def _admit_group(self, group: Any, item: Item | None, *, limit_length: bool) -> bool:
         """Check and record one group; tell whether it goes on."""
         _make_plain(group)
         # In threads, here and below: reading a long group takes longer than others can wait.
@@ -103,7 +103,7 @@ class DeliveringEnv(ReportingEnv):
             if limit_length:
                 admission = check_lengths(group["tokens"], max_token_len=self.max_token_len)
         if not admission.is_accepted:
-            self._drop(admission)
+            self._drop_group(admission)
             return False
         if self.config.include_messages and not group.get("messages"):
             group["messages"] = [
@@ -111,19 +111,19 @@ class DeliveringEnv(ReportingEnv):
                 for tokens in group["tokens"]
             ]
         await settle(self.add_rollouts_for_wandb(group, item))
-        return await self._save(group)
+        return await self._save_group(group)
 
-    async def _save(self, group: ScoredDataGroup) -> bool:
+    async def _save_group(self, group: ScoredDataGroup) -> bool:
         if self.jsonl_writer is None:
             return True
         try:
             await asyncio.to_thread(self.jsonl_writer.write, group)
         except GroupError as error:
-            self._drop(Admission("not_encodable", str(error)))
+            self._drop_group(Admission("not_encodable", str(error)))
             return False
         return True
 
-    def _drop(self, admission: Admission, *, num_groups: int = 1) -> None:
+    def _drop_group(self, admission: Admission, *, num_groups: int = 1) -> None:
         self.drop_counts[str(admission.reason)] += num_groups
         logger.warning("group dropped (%s): %s", admission.reason, admission.detail)
 
@@ -131,15 +131,15 @@ class DeliveringEnv(ReportingEnv):
         self, scored_data: ScoredDataGroup | list[ScoredDataGroup]
     ) -> None:
         """Send one group, or several in one request; a refusal is logged and counted."""
-        if self.session is None:
+        if self.service_session is None:
             raise RuntimeError("groups can only be sent while serving; there is no registration")
         num_groups = len(scored_data) if isinstance(scored_data, list) else 1
         try:
-            await self.session.send(scored_data)
+            await self.service_session.send(scored_data)
         except TrajectoryApiError as error:
-            self._drop(Admission("refused_by_service", str(error)), num_groups=num_groups)
+            self._drop_group(Admission("refused_by_service", str(error)), num_groups=num_groups)
         except (GroupError, TypeError) as error:
-            self._drop(Admission("not_encodable", str(error)), num_groups=num_groups)
+            self._drop_group(Admission("not_encodable", str(error)), num_groups=num_groups)
 
 
 def _make_plain(group: Any) -> None:

@@ -14,31 +14,14 @@ from typing import Any
 
 from atroposlib.envs import checkpoint, eval_log
 from atroposlib.envs.env_hooks import EnvHooks, settle
+from atroposlib.envs.metric_summaries import completion_length_metrics, duration_metrics
 from atroposlib.envs.run_log import RunLog
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
-from atroposlib.utils.metrics import get_std_min_max_avg
 
-__all__ = ["ReportingEnv", "completion_length_metrics", "dated_run_name"]
+__all__ = ["ReportingEnv", "dated_run_name"]
 
 logger = logging.getLogger(__name__)
-
-
-def completion_length_metrics(lengths: Sequence[int], *, max_token_len: int) -> dict[str, Any]:
-    """Summarise completion lengths.
-
-    Args:
-        lengths: one count of trained tokens per trajectory.
-        max_token_len: the trainer's limit; `_p95` is the fraction of lengths above 95% of it.
-    """
-    if not lengths:
-        return {}
-    metrics: dict[str, Any] = {}
-    get_std_min_max_avg("train/completion_lengths", lengths, metrics)
-    metrics["train/completion_lengths"] = metrics.pop("train/completion_lengths_mean")
-    num_long = sum(1 for length in lengths if length > 0.95 * max_token_len)
-    metrics["train/completion_lengths_p95"] = num_long / len(lengths)
-    return metrics
 
 
 def dated_run_name(stem: str, *, now: float) -> str:
@@ -173,10 +156,6 @@ class ReportingEnv(EnvHooks):
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
         """Add durations of rollouts and of the loop; a buffer counts with two or more values."""
-        counts = {
-            "succeeded_task_duration": "train/items_sent_to_api",
-            "failed_task_duration": "train/items_rejected",
-        }
         buffers: dict[str, list[Any]] = {
             "task_duration": self.task_duration,
             "succeeded_task_duration": self.succeeded_task_duration,
@@ -185,12 +164,9 @@ class ReportingEnv(EnvHooks):
             "workers_added_per_attempt": self.workers_added_list,
         }
         for name, values in buffers.items():
-            if len(values) <= 1:
-                continue
-            get_std_min_max_avg(f"train_perf/{name}", values, metrics_dict)
-            if name in counts:
-                metrics_dict[counts[name]] = len(values)
-            values.clear()
+            if len(values) > 1:
+                metrics_dict.update(duration_metrics(name, values))
+                values.clear()
         self.task_successful.clear()
         return metrics_dict
 

@@ -44,15 +44,15 @@ class OfflineEnv(ServingEnv):
             RuntimeError: `collect_trajectories` keeps giving nothing.
         """
         async with AsyncExitStack() as ending:  # runs from the last line to the first
-            ending.callback(self._write_page)
+            ending.callback(self._write_group_page)
             ending.callback(self._close_records)
-            ending.push_async_callback(self._call_close)
+            ending.push_async_callback(self._run_close_hook)
             await settle(self.setup())
             self._start_local_run()
             self.curr_step = 0
-            await self._process_groups()
+            await self._process_all_groups()
 
-    async def _process_groups(self) -> None:
+    async def _process_all_groups(self) -> None:
         num_empty = 0
         while self.curr_step < self.n_groups_to_process:
             item = await settle(self.get_next_item())
@@ -78,9 +78,9 @@ class OfflineEnv(ServingEnv):
             )
             await settle(self.wandb_log({}))
             self.curr_step += 1
-            self._report_progress(collected, duration_s=time.monotonic() - started_at)
+            self._report_processed_groups(collected, duration_s=time.monotonic() - started_at)
 
-    def _report_progress(self, collected: Any, *, duration_s: float) -> None:
+    def _report_processed_groups(self, collected: Any, *, duration_s: float) -> None:
         groups = collected if isinstance(collected, list) else [collected]
         scores = [s for group in groups if group is not None for s in group.get("scores") or []]
         logger.info(
@@ -92,7 +92,7 @@ class OfflineEnv(ServingEnv):
             duration_s,
         )
 
-    def _write_page(self) -> None:
+    def _write_group_page(self) -> None:
         if self.jsonl_writer is not None:
             from atroposlib.frontend.jsonl2html import generate_html
 
@@ -102,7 +102,7 @@ class OfflineEnv(ServingEnv):
         """Set up and evaluate once, without a service."""
         async with AsyncExitStack() as ending:  # runs from the last line to the first
             ending.callback(self._close_records)
-            ending.push_async_callback(self._call_close)
+            ending.push_async_callback(self._run_close_hook)
             await settle(self.setup())
             self._start_local_run()
             await settle(self.evaluate())

@@ -10,6 +10,7 @@ import logging
 import time
 from typing import Any
 
+from atroposlib.envs.capacity import CapacityLimits, QueueStatus, derived_batch_size
 from atroposlib.envs.env_delivery import DeliveringEnv
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_metrics import dated_run_name
@@ -51,9 +52,9 @@ class RegisteredEnv(DeliveringEnv):
         return EnvSession(client, retry_s=self.retry_interval_s)
 
     def _joined_session(self) -> EnvSession:
-        if self.session is None:
-            self.session = self._open_session()
-        return self.session
+        if self.service_session is None:
+            self.service_session = self._open_session()
+        return self.service_session
 
     async def setup_wandb(self) -> None:
         """Open the Weights & Biases run under the trainer's project, once the trainer named it.
@@ -147,17 +148,18 @@ class RegisteredEnv(DeliveringEnv):
 
         async def status() -> dict[str, Any] | None:
             nonlocal groups_in_status
-            groups_in_status = session.num_groups_sent
-            try:
-                if session.env_id is not None:
-                    return await session.client.status_env(session.env_id)
-            except TrajectoryApiError as error:
-                if error.status not in UNKNOWN_ENV_STATUSES:
-                    raise
-                logger.warning("the service does not know us any more (%s)", error)
-            session.forget_registration()
-            await settle(self.register_env())
-            await settle(self.get_server_info())
+            for _ in range(2):  # the second time under a new registration
+                groups_in_status = session.num_groups_sent
+                try:
+                    if session.env_id is not None:
+                        return await session.client.status_env(session.env_id)
+                except TrajectoryApiError as error:
+                    if error.status not in UNKNOWN_ENV_STATUSES:
+                        raise
+                    logger.warning("the service does not know us any more (%s)", error)
+                session.forget_registration()
+                await settle(self.register_env())
+                await settle(self.get_server_info())
             return None
 
         self.status_dict = await session.ask(status, waiting_for="the status of the queue")
@@ -170,3 +172,29 @@ class RegisteredEnv(DeliveringEnv):
         if self.config.max_num_workers != -1:
             return self.config.max_num_workers
         return self.config.max_num_workers_per_node * len(self.server.servers)
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of each batch this environment may fill, -1 when unknown."""
+        if self.status_dict is None:
+            return self.config.batch_size
+        return derived_batch_size(
+            batch_size=self.config.batch_size,
+            unallocated_fraction=self.status_dict.get("unallocated_fraction", 1.0),
+            min_batch_allocation=self.config.min_batch_allocation,
+        )
+
+    def _queue_status(self) -> QueueStatus:
+        reply = self.status_dict or {"current_step": self.curr_step, "queue_size": 0}
+        unreported = self._joined_session().num_groups_sent - self._groups_in_status
+        return QueueStatus.from_reply(reply, unreported_groups=unreported)
+
+    def _capacity_limits(self) -> CapacityLimits:
+        return CapacityLimits(
+            group_size=self.config.group_size,
+            batch_size=self.config.batch_size,
+            max_batches_offpolicy=self.config.max_batches_offpolicy,
+            max_workers=self.max_num_workers,
+            total_steps=self.config.total_steps,
+            min_batch_allocation=self.config.min_batch_allocation,
+        )

@@ -15,10 +15,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from atroposlib.envs.capacity import (
-    CapacityLimits,
-    QueueStatus,
     crossed_boundary,
-    derived_batch_size,
     failure_pause_s,
     is_queue_full,
     is_run_finished,
@@ -27,6 +24,7 @@ from atroposlib.envs.capacity import (
 from atroposlib.envs.config import EvalHandlingEnum
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_registration import RegisteredEnv
+from atroposlib.envs.evaluation_runner import EvaluationRunner
 from atroposlib.envs.group_assembly import as_pair
 from atroposlib.envs.rollout_scheduler import RolloutScheduler
 
@@ -35,17 +33,18 @@ __all__ = ["ServingEnv"]
 logger = logging.getLogger(__name__)
 
 
-class SchedulerAttribute:
-    """An attribute of the environment that lives in its scheduler."""
+class PartAttribute:
+    """An attribute of the environment that lives in one of its parts."""
 
-    def __init__(self, scheduler_name: str) -> None:
-        self._scheduler_name = scheduler_name
+    def __init__(self, part: str, name: str) -> None:
+        self._part = part
+        self._name = name
 
     def __get__(self, env: ServingEnv | None, owner: type[ServingEnv]) -> Any:
-        return self if env is None else getattr(env.scheduler, self._scheduler_name)
+        return self if env is None else getattr(getattr(env, self._part), self._name)
 
     def __set__(self, env: ServingEnv, value: Any) -> None:
-        setattr(env.scheduler, self._scheduler_name, value)
+        setattr(getattr(env, self._part), self._name, value)
 
 
 class ServingEnv(RegisteredEnv):
@@ -54,19 +53,21 @@ class ServingEnv(RegisteredEnv):
     Attributes:
         status_interval_s: seconds between two looks at the service's queue.
         shutdown_grace_s: seconds a finished group may take to be sent when the run ends.
-        scheduler: owner of the rollout tasks.
+        rollout_scheduler: owner of the rollout tasks.
+        evaluation_runner: owner of the evaluation task.
     """
 
     status_interval_s = 0.2
     shutdown_grace_s = 10.0
 
-    workers = SchedulerAttribute("workers")
-    backlog = SchedulerAttribute("backlog")
-    running_items = SchedulerAttribute("running_items")
-    eval_runner = SchedulerAttribute("evaluation")
-    last_completed_item = SchedulerAttribute("last_completed_item")
+    workers = PartAttribute("rollout_scheduler", "workers")
+    backlog = PartAttribute("rollout_scheduler", "backlog")
+    running_items = PartAttribute("rollout_scheduler", "running_items")
+    eval_runner = PartAttribute("evaluation_runner", "task")
+    last_completed_item = PartAttribute("rollout_scheduler", "last_completed_item")
 
-    scheduler: RolloutScheduler
+    rollout_scheduler: RolloutScheduler
+    evaluation_runner: EvaluationRunner
     last_loop_time: float | None
     _failures_in_a_row: int
 
@@ -76,24 +77,31 @@ class ServingEnv(RegisteredEnv):
         Waits for the service and the trainer. Cancelling is safe and the way to stop early:
         rollouts end, `close` is called, the service is told, logs are closed.
         """
-        self.session = self._open_session()
+        self.service_session = self._open_session()
         async with AsyncExitStack() as ending:  # runs from the last line to the first
             ending.callback(self._close_records)
-            ending.push_async_callback(self.session.leave, timeout_s=self.shutdown_grace_s)
-            ending.push_async_callback(self._call_close)
-            ending.push_async_callback(self.scheduler.shut_down, grace_s=self.shutdown_grace_s)
+            ending.push_async_callback(self.service_session.leave, timeout_s=self.shutdown_grace_s)
+            ending.push_async_callback(self._run_close_hook)
+            ending.push_async_callback(
+                self.rollout_scheduler.shut_down, grace_s=self.shutdown_grace_s
+            )
+            ending.push_async_callback(
+                self.evaluation_runner.shut_down, grace_s=self.shutdown_grace_s
+            )
             await settle(self.setup())
             await self.setup_wandb()
             await settle(self.register_env())
             await settle(self.get_server_info())
-            await self.scheduler.run(
-                refresh=self._refresh, fill=self._fill, interval_s=self.status_interval_s
+            await self.rollout_scheduler.run(
+                refresh=self._refresh_status,
+                fill=self._fill_workers,
+                interval_s=self.status_interval_s,
             )
             logger.info("the trainer has done its %d steps", self.config.total_steps)
-            await self.scheduler.finish_evaluation()
+            await self.evaluation_runner.finish()
 
-    async def _call_close(self) -> None:
-        await self._tolerate(self.close(), "close")
+    async def _run_close_hook(self) -> None:
+        await self._run_tolerated(self.close(), "close")
 
     def _close_records(self) -> None:
         self.run_log.finish()
@@ -106,7 +114,7 @@ class ServingEnv(RegisteredEnv):
             dict(self.failure_counts) or "none",
         )
 
-    async def _tolerate(self, result: Any, hook: str) -> None:
+    async def _run_tolerated(self, result: Any, hook: str) -> None:
         """Await a hook without which the run can go on; count and log when it fails."""
         try:
             await settle(result)
@@ -114,18 +122,7 @@ class ServingEnv(RegisteredEnv):
             self.count_failure(type(error).__name__)
             logger.exception("%s failed", hook)
 
-    @property
-    def derived_batch_size(self) -> int:
-        """Sequences of each batch this environment may fill, -1 when unknown."""
-        if self.status_dict is None:
-            return self.config.batch_size
-        return derived_batch_size(
-            batch_size=self.config.batch_size,
-            unallocated_fraction=self.status_dict.get("unallocated_fraction", 1.0),
-            min_batch_allocation=self.config.min_batch_allocation,
-        )
-
-    async def _refresh(self) -> bool:
+    async def _refresh_status(self) -> bool:
         """Look at the service once; tell whether the run goes on."""
         now = time.time()
         if self.last_loop_time is not None:
@@ -146,21 +143,34 @@ class ServingEnv(RegisteredEnv):
             old_step=self.curr_step, new_step=new_step, interval=self.config.steps_per_eval
         )
         if evaluation_step is not None:
-            self.scheduler.start_evaluation(
-                lambda: settle(self.evaluate()),
-                stop_rollouts=self.config.eval_handling == EvalHandlingEnum.STOP_TRAIN,
-            )
+            self._start_evaluation()
         checkpoint_step = crossed_boundary(
             old_step=self.curr_step, new_step=new_step, interval=self.checkpoint_interval
         )
         if checkpoint_step is not None:
-            await self._tolerate(_called(self.save_checkpoint, checkpoint_step), "save_checkpoint")
+            await self._run_tolerated(
+                _called(self.save_checkpoint, checkpoint_step), "save_checkpoint"
+            )
         self.curr_step = new_step
+        logger.info(
+            "trainer step %d of %d; %d groups queued, %d rollouts running",
+            new_step,
+            self.config.total_steps,
+            self._queue_status().queue_groups,
+            len(self.running_items),
+        )
         if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
             self.items_sent_this_step = 0
-            await self._tolerate(_called(self.wandb_log, {}), "wandb_log")
+            await self._run_tolerated(_called(self.wandb_log, {}), "wandb_log")
 
-    async def _fill(self) -> None:
+    def _start_evaluation(self) -> None:
+        if not self.evaluation_runner.start(lambda: settle(self.evaluate())):
+            return
+        if self.config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
+            num_items = self.rollout_scheduler.set_running_aside()
+            logger.info("evaluating; %d running rollouts are set aside", num_items)
+
+    async def _fill_workers(self) -> None:
         """Start what may start, slowly while every rollout fails."""
         pause_s = failure_pause_s(self._failures_in_a_row)
         if pause_s > 0:
@@ -170,10 +180,10 @@ class ServingEnv(RegisteredEnv):
                 pause_s,
             )
             await asyncio.sleep(pause_s)
-        if len(self.workers) < self.max_num_workers and not self._is_held_back():
+        if len(self.workers) < self.max_num_workers and not self._are_starts_held_back():
             await settle(self.add_train_workers())
 
-    def _is_held_back(self) -> bool:
+    def _are_starts_held_back(self) -> bool:
         return not self._joined_session().is_registered or is_queue_full(
             self._queue_status(), self._capacity_limits()
         )
@@ -183,33 +193,18 @@ class ServingEnv(RegisteredEnv):
         limit = self._worker_limit()
         if self.curr_step > 0 or self.workers:
             self.workers_added_list.append(limit - len(self.workers))
-        await self.scheduler.fill(self._worker_limit, timeout_s=self.config.worker_timeout)
+        await self.rollout_scheduler.fill(self._worker_limit, timeout_s=self.config.worker_timeout)
 
     def _worker_limit(self) -> int:
-        if self._is_held_back():
+        if self._are_starts_held_back():
             return 0
         ratios = {
             EvalHandlingEnum.STOP_TRAIN: 0.0,
             EvalHandlingEnum.LIMIT_TRAIN: self.config.eval_limit_ratio,
             EvalHandlingEnum.NONE: 1.0,
         }
-        ratio = ratios[self.config.eval_handling] if self.scheduler.is_evaluating else 1.0
+        ratio = ratios[self.config.eval_handling] if self.evaluation_runner.is_running else 1.0
         return worker_limit(self._queue_status(), self._capacity_limits(), evaluation_ratio=ratio)
-
-    def _queue_status(self) -> QueueStatus:
-        reply = self.status_dict or {"current_step": self.curr_step, "queue_size": 0}
-        unreported = self._joined_session().num_groups_sent - self._groups_in_status
-        return QueueStatus.from_reply(reply, unreported_groups=unreported)
-
-    def _capacity_limits(self) -> CapacityLimits:
-        return CapacityLimits(
-            group_size=self.config.group_size,
-            batch_size=self.config.batch_size,
-            max_batches_offpolicy=self.config.max_batches_offpolicy,
-            max_workers=self.max_num_workers,
-            total_steps=self.config.total_steps,
-            min_batch_allocation=self.config.min_batch_allocation,
-        )
 
     async def handle_env(self, item_uuid: str) -> Any:
         """Roll out, score and send one item; the body of every worker.
@@ -223,7 +218,7 @@ class ServingEnv(RegisteredEnv):
         record = self.running_items.get(item_uuid)
         if record is None:
             return None
-        scored = await self._collect(record["item"])
+        scored = await self._collect_scored_groups(record["item"])
         self.running_items.pop(item_uuid, None)
         duration_s = time.time() - record["start_time"]
         self.task_duration.append(duration_s)
@@ -233,12 +228,14 @@ class ServingEnv(RegisteredEnv):
         else:
             self.succeeded_task_duration.append(duration_s)
         if scored:
-            await self._tolerate(self.handle_send_to_api(scored, record["item"]), "sending a group")
-            self.scheduler.request_refresh()
+            await self._run_tolerated(
+                self.handle_send_to_api(scored, record["item"]), "sending a group"
+            )
+            self.rollout_scheduler.request_refresh()
         await settle(self.cleanup())
         return scored
 
-    async def _collect(self, item: Any) -> Any:
+    async def _collect_scored_groups(self, item: Any) -> Any:
         """Collect and postprocess one item; None when that fails."""
         try:
             collected, backlog = as_pair(await settle(self.collect_trajectories(item)))

@@ -9,7 +9,7 @@ they are never hashed, copied or compared.
 
 Invariants:
     - An item is in one place: the backlog, `running_items`, or handed to its rollout for good.
-    - Every task it creates is in `workers`, in `_ending` or is `evaluation`; `shut_down` ends all.
+    - Every task it creates is in `workers` or in `_ending`; `shut_down` ends all.
     - A running rollout is cancelled for three reasons only: its time is up, an evaluation stops
       training, or the run ends. Never because the queue filled.
 """
@@ -43,7 +43,6 @@ class RolloutScheduler:
         workers: tasks of the rollouts.
         backlog: items to roll out before new ones; a stack.
         running_items: uuid to `{"item", "worker", "start_time"}`.
-        evaluation: task of the latest evaluation, None before the first.
         last_completed_item: what the latest successful rollout returned.
     """
 
@@ -58,7 +57,6 @@ class RolloutScheduler:
         self.workers: set[asyncio.Task[Any]] = set()
         self.backlog: list[Any] = []  # items may be anything
         self.running_items: dict[str, dict[str, Any]] = {}
-        self.evaluation: asyncio.Task[Any] | None = None
         self.last_completed_item: Any = None
         self._run_rollout = run_rollout
         self._next_item = next_item
@@ -67,11 +65,6 @@ class RolloutScheduler:
         self._ending: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._refresh_wanted = asyncio.Event()
-
-    @property
-    def is_evaluating(self) -> bool:
-        """Whether an evaluation is running."""
-        return self.evaluation is not None and not self.evaluation.done()
 
     async def run(
         self,
@@ -85,7 +78,7 @@ class RolloutScheduler:
         Args:
             refresh: fetches the service's status and acts on a new step; False ends the run.
                 Called every `interval_s` and after `request_refresh`, in a task of its own.
-            fill: starts what may start. Called after every refresh, rollout and evaluation.
+            fill: starts what may start. Called after every refresh, rollout and `wake`.
             interval_s: seconds between two refreshes.
 
         Cancelling is safe; `shut_down` ends what is still running. Exceptions of both functions
@@ -125,6 +118,10 @@ class RolloutScheduler:
             self._changed.clear()  # before filling: a change during it must not be missed
             await fill()
             await self._changed.wait()
+
+    def wake(self) -> None:
+        """Have `run` fill again: something else than a rollout made room."""
+        self._changed.set()
 
     def request_refresh(self) -> None:
         """Ask for the service's status soon; something was sent."""
@@ -211,39 +208,8 @@ class RolloutScheduler:
         self.backlog.extend(items)
         return len(items)
 
-    def start_evaluation(
-        self, evaluate: Callable[[], Awaitable[Any]], *, stop_rollouts: bool
-    ) -> bool:
-        """Start an evaluation unless one is running; tell whether it was started.
-
-        Args:
-            evaluate: the evaluation.
-            stop_rollouts: set the running rollouts aside first.
-        """
-        if self.is_evaluating:
-            logger.warning("the previous evaluation is still running; this one is skipped")
-            return False
-        if stop_rollouts:
-            num_items = self.set_running_aside()
-            logger.info("training rollouts stop for the evaluation; %d set aside", num_items)
-        self.evaluation = asyncio.create_task(self._evaluate(evaluate))
-        self.evaluation.add_done_callback(lambda _: self._changed.set())
-        return True
-
-    async def _evaluate(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
-        try:
-            await evaluate()
-        except Exception as error:  # a failed evaluation is counted, training goes on
-            self._count_failure(type(error).__name__)
-            logger.exception("the evaluation failed")
-
-    async def finish_evaluation(self) -> None:
-        """Wait for the running evaluation, if there is one."""
-        if self.evaluation is not None:
-            await asyncio.wait({self.evaluation})
-
     async def shut_down(self, *, grace_s: float) -> None:
-        """End everything: rollouts and evaluation at once, deliveries within the grace period.
+        """End everything: rollouts at once, deliveries within the grace period.
 
         Args:
             grace_s: seconds for rollouts that already send their group. What does not obey a
@@ -254,10 +220,7 @@ class RolloutScheduler:
         if self.workers:
             logger.info("waiting up to %g s for %d groups being sent", grace_s, len(self.workers))
             await asyncio.wait(set(self.workers), timeout=grace_s)
-        rest = {*self.workers, *self._ending}
-        if self.evaluation is not None:
-            rest.add(self.evaluation)
-        stuck = await _cancel_all(rest, timeout_s=grace_s)
+        stuck = await _cancel_all({*self.workers, *self._ending}, timeout_s=grace_s)
         for task in stuck:
             logger.error("a task ignores its cancellation: %s", task)
 

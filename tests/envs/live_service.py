@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
@@ -85,3 +86,31 @@ class ScriptedTrainer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.close()
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    """Wait until something holds."""
+
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110 - what is waited for knows nothing of the test
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), timeout_s)
+
+
+async def serve_until(env: Any, body: Awaitable[Any], timeout_s: float = 20.0) -> None:
+    """Run the environment while something else happens, then cancel it as a signal would."""
+    serving = asyncio.create_task(env.env_manager())
+    acting = asyncio.ensure_future(body)
+    try:
+        await asyncio.wait(
+            {serving, acting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if serving.done():
+            serving.result()
+        assert acting.done(), "the environment ended first, or time is up"
+        acting.result()
+    finally:
+        for task in (serving, acting):
+            task.cancel()
+        await asyncio.wait({serving, acting})

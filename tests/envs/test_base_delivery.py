@@ -41,14 +41,14 @@ def group(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def env(make_env: MakeEnv) -> Any:
     environment = make_env()
-    environment.session = RecordingSession()
+    environment.service_session = RecordingSession()
     return environment
 
 
 async def test_send_one_group_posts_an_object(env: Any) -> None:
     await env.handle_send_to_api(group(), "item")
 
-    (sent,) = env.session.sent
+    (sent,) = env.service_session.sent
     assert sent["scores"] == [1.0, 0.0]
     assert sent["ref_logprobs"] is sent["overrides"] is sent["group_overrides"] is None
     assert env.items_sent_this_step == 1
@@ -59,8 +59,8 @@ async def test_send_one_group_posts_an_object(env: Any) -> None:
 async def test_send_list_posts_one_list_without_nones_and_drops(env: Any) -> None:
     await env.handle_send_to_api([group(), None, group(scores=[1.0, 1.0])])
 
-    assert [len(sent) for sent in env.session.sent] == [1]
-    assert isinstance(env.session.sent[0], list)
+    assert [len(sent) for sent in env.service_session.sent] == [1]
+    assert isinstance(env.service_session.sent[0], list)
     assert env.drop_counts == {"scores_equal": 1}
 
 
@@ -70,7 +70,7 @@ async def test_send_twice_the_same_group_works(env: Any) -> None:
     await env.handle_send_to_api(once)
     await env.handle_send_to_api(once)
 
-    assert len(env.session.sent) == 2
+    assert len(env.service_session.sent) == 2
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_send_drops_and_counts(
 ) -> None:
     await env.handle_send_to_api(candidate)
 
-    assert env.session.sent == []
+    assert env.service_session.sent == []
     assert env.items_sent_this_step == 0
     assert env.drop_counts == {reason: 1}
     assert f"group dropped ({reason})" in caplog.text
@@ -100,13 +100,13 @@ async def test_send_too_long_is_dropped_unless_told_otherwise(env: Any) -> None:
     await env.handle_send_to_api(group(), abort_on_any_max_length_exceeded=False)
 
     assert env.drop_counts == {"too_long": 1}
-    assert len(env.session.sent) == 1
+    assert len(env.service_session.sent) == 1
 
 
 async def test_send_numpy_arrays_become_lists(env: Any) -> None:
     await env.handle_send_to_api(group(scores=np.array([1.0, 0.0], dtype=np.float32)))
 
-    assert env.session.sent[0]["scores"] == [1.0, 0.0]
+    assert env.service_session.sent[0]["scores"] == [1.0, 0.0]
 
 
 async def test_send_adds_messages_when_asked(env: Any) -> None:
@@ -115,17 +115,17 @@ async def test_send_adds_messages_when_asked(env: Any) -> None:
     await env.handle_send_to_api(group())
     await env.handle_send_to_api(group(messages=[["own"], ["own"]]))
 
-    assert env.session.sent[0]["messages"] == [
+    assert env.service_session.sent[0]["messages"] == [
         [{"role": "user", "content": "AB"}],
         [{"role": "user", "content": "ACD"}],
     ]
-    assert env.session.sent[1]["messages"] == [["own"], ["own"]]
+    assert env.service_session.sent[1]["messages"] == [["own"], ["own"]]
 
 
 async def test_send_refusal_is_logged_with_the_services_words(
     env: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    env.session = RecordingSession(TrajectoryApiError("422: scores[0] is text", status=422))
+    env.service_session = RecordingSession(TrajectoryApiError("422: scores[0] is text", status=422))
 
     await env.handle_send_to_api([group(), group()])
 

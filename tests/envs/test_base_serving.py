@@ -4,45 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.api.client import TrajectoryApiClient
-from tests.envs.live_service import LiveService, ScriptedTrainer
+from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
 from tests.envs.small_environment import SmallEnv
 
 MakeEnv = Callable[..., Any]
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Wait until something holds."""
-
-    async def poll() -> None:
-        while not condition():  # noqa: ASYNC110 - what is waited for knows nothing of the test
-            await asyncio.sleep(0.002)
-
-    await asyncio.wait_for(poll(), timeout_s)
-
-
-async def serve_until(env: SmallEnv, body: Awaitable[Any], timeout_s: float = 20.0) -> None:
-    """Run the environment while something else happens, then cancel it as a signal would."""
-    serving = asyncio.create_task(env.env_manager())
-    acting = asyncio.ensure_future(body)
-    try:
-        await asyncio.wait(
-            {serving, acting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if serving.done():
-            serving.result()
-        assert acting.done(), "the environment ended first, or time is up"
-        acting.result()
-    finally:
-        for task in (serving, acting):
-            task.cancel()
-        await asyncio.wait({serving, acting})
 
 
 async def test_serve_runs_until_the_trainer_is_done(
@@ -102,11 +73,11 @@ async def test_serve_service_reset_registers_again_and_goes_on(
             await trainer.register()
             await trainer.train(2)
             await until(lambda: env.curr_step == 9)
+            assert env.num_cancelled == 0
 
     await serve_until(env, act())
 
     assert "does not know us any more" in caplog.text
-    assert env.num_cancelled <= 4  # only by the shutdown at the end
 
 
 async def test_serve_rollout_raising_is_counted_and_the_run_goes_on(
@@ -180,11 +151,13 @@ async def test_serve_full_queue_starts_none_and_cancels_none(
 
         async def act() -> None:
             # 2 batches of 4 sequences are 4 groups of 2, and not one more
-            await until(lambda: env.session is not None and env.session.num_groups_sent == 4)
+            await until(
+                lambda: env.service_session is not None and env.service_session.num_groups_sent == 4
+            )
             await asyncio.sleep(0.1)
             assert env.num_items == 4
             await trainer.train(1)
-            await until(lambda: env.session.num_groups_sent == 6)
+            await until(lambda: env.service_session.num_groups_sent == 6)
             await asyncio.sleep(0.1)
             assert env.num_items == 6
             assert env.num_cancelled == 0
@@ -236,7 +209,7 @@ async def test_serve_next_item_raising_ends_the_run_in_order(
             await asyncio.wait_for(env.env_manager(), 10)
 
     assert env.events == ["setup", "close"]
-    assert not env.session.is_registered
+    assert not env.service_session.is_registered
 
 
 class LongEvaluation(SmallEnv):
@@ -297,7 +270,7 @@ async def test_serve_cancelled_ends_everything_and_disconnects(
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
         await asyncio.wait_for(hanging.wait(), 10)
-        await until(lambda: env.session.num_groups_sent == 2)
+        await until(lambda: env.service_session.num_groups_sent == 2)
         serving.cancel()
         await asyncio.wait({serving})
         # A disconnected environment no longer counts in the sum of weights.
@@ -340,7 +313,7 @@ async def test_serve_refused_group_is_counted_with_the_services_words(
     env = make_env(rollout_server_url=service.url)
 
     async def act() -> None:
-        await until(lambda: env.session is not None and env.session.is_registered)
+        await until(lambda: env.service_session is not None and env.service_session.is_registered)
         group = {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}
         await env.handle_send_to_api({**group, "messages": [[{"content": "no role"}], []]})
 
@@ -351,86 +324,3 @@ async def test_serve_refused_group_is_counted_with_the_services_words(
     assert env.drop_counts["refused_by_service"] == 1
     assert "422" in caplog.text
     assert "role" in caplog.text
-
-
-async def test_register_negative_weight_never_updates_the_servers(
-    service: LiveService, make_env: MakeEnv
-) -> None:
-    service.start()
-    env = make_env(rollout_server_url=service.url, inference_weight=-1)
-    updates: list[float] = []
-    env.server.update_weight = updates.append
-
-    async with ScriptedTrainer(service.url) as trainer:
-        await trainer.register()
-        await serve_until(env, trainer.train(3))
-
-    assert updates == []
-
-
-async def test_register_group_larger_than_batch_names_both(
-    service: LiveService, make_env: MakeEnv
-) -> None:
-    service.start()
-    env = make_env(rollout_server_url=service.url, group_size=8)
-
-    async with ScriptedTrainer(service.url) as trainer:
-        await trainer.register()
-        with pytest.raises(ValueError, match="group_size is 8 but the trainer's batch_size is 4"):
-            await env.env_manager()
-
-
-async def test_register_without_any_number_of_steps_says_what_to_set(
-    service: LiveService, make_env: MakeEnv
-) -> None:
-    service.start()
-    env = make_env(rollout_server_url=service.url)
-
-    async with ScriptedTrainer(service.url, num_steps=-1) as trainer:
-        await trainer.register()
-        with pytest.raises(ValueError, match=r"set --env\.total_steps"):
-            await env.env_manager()
-
-
-async def test_register_late_restores_the_checkpoint(
-    service: LiveService, make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    service.start()
-    folder = tmp_path / "env_checkpoints" / "small_4"
-    folder.mkdir(parents=True)
-    (folder / "step-5.json").write_text('{"num_items": 40, "unheard_of": 1}')
-    env = make_env(rollout_server_url=service.url)
-
-    async with ScriptedTrainer(
-        service.url, starting_step=6, checkpoint_dir=str(tmp_path), num_steps=1000
-    ) as trainer:
-        await trainer.register()
-        await serve_until(env, until(lambda: env.num_items > 40))
-
-    assert "unheard_of" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("wandb_name", "class_name", "expected"),
-    [("mine", "small", "mine_0"), (None, "small", "small_0"), (None, None, "SmallEnv_0")],
-)
-async def test_register_name_falls_back(
-    service: LiveService,
-    make_env: MakeEnv,
-    wandb_name: str | None,
-    class_name: str | None,
-    expected: str,
-) -> None:
-    service.start()
-    env = make_env(rollout_server_url=service.url, wandb_name=wandb_name)
-    env.name = class_name
-
-    async with (
-        ScriptedTrainer(service.url) as trainer,
-        TrajectoryApiClient(service.url),
-    ):
-        await trainer.register()
-        await env.register_env()
-        await env.session.leave(timeout_s=1)
-
-    assert env.wandb_prepend == expected

@@ -173,45 +173,16 @@ async def test_time_out_spares_a_rollout_that_delivers() -> None:
     assert rig.scheduler.workers == set()
 
 
-async def test_evaluation_sets_rollouts_aside_and_wakes_the_run() -> None:
+async def test_set_running_aside_cancels_and_keeps_the_items() -> None:
     rig = Rig("ab")
     await rig.fill(2)
-    over = asyncio.Event()
 
-    started = rig.scheduler.start_evaluation(over.wait, stop_rollouts=True)
+    num_items = rig.scheduler.set_running_aside()
     await turn()
 
-    assert started
-    assert rig.scheduler.is_evaluating
+    assert num_items == 2
     assert sorted(rig.cancelled) == sorted(rig.scheduler.backlog) == ["a", "b"]
-    over.set()
-    await rig.scheduler.finish_evaluation()
-    assert not rig.scheduler.is_evaluating
-
-
-async def test_evaluation_while_one_runs_is_skipped() -> None:
-    rig = Rig("a")
-    await rig.fill(1)
-    rig.scheduler.start_evaluation(asyncio.Event().wait, stop_rollouts=False)
-
-    again = rig.scheduler.start_evaluation(asyncio.Event().wait, stop_rollouts=True)
-
-    assert not again
-    assert rig.cancelled == []
-    await rig.scheduler.shut_down(grace_s=1)
-
-
-async def test_failing_evaluation_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
-
-    async def evaluate() -> None:
-        raise LookupError("no test set")
-
-    rig.scheduler.start_evaluation(evaluate, stop_rollouts=False)
-    await rig.scheduler.finish_evaluation()
-
-    assert rig.failures == {"LookupError": 1}
-    assert "no test set" in caplog.text
+    assert rig.failures == {}
 
 
 async def test_run_starts_the_next_rollout_at_once_after_one_finishes() -> None:
@@ -292,7 +263,6 @@ async def test_shut_down_leaves_no_task_and_lets_deliveries_finish() -> None:
     before = asyncio.all_tasks()
     rig = Rig("abc")
     await rig.fill(3)
-    rig.scheduler.start_evaluation(asyncio.Event().wait, stop_rollouts=False)
     delivering = next(iter(rig.scheduler.running_items))
     del rig.scheduler.running_items[delivering]
     asyncio.get_running_loop().call_later(0.01, rig.releases[0].set_result, "sent")

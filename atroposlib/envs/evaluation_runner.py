@@ -1,0 +1,64 @@
+"""Own the task of an environment's evaluation: one at a time, its failure counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+__all__ = ["EvaluationRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationRunner:
+    """The evaluations of one environment.
+
+    Args:
+        on_end: called when an evaluation has ended, however it did.
+        count_failure: told the exception name of an evaluation that failed.
+
+    Attributes:
+        task: the latest evaluation, None before the first.
+    """
+
+    def __init__(self, *, on_end: Callable[[], None], count_failure: Callable[[str], None]) -> None:
+        self.task: asyncio.Task[Any] | None = None
+        self._on_end = on_end
+        self._count_failure = count_failure
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an evaluation is running."""
+        return self.task is not None and not self.task.done()
+
+    def start(self, evaluate: Callable[[], Awaitable[Any]]) -> bool:
+        """Start an evaluation unless one is running; tell whether it was started."""
+        if self.is_running:
+            logger.warning("the previous evaluation is still running; this one is skipped")
+            return False
+        self.task = asyncio.create_task(self._evaluate(evaluate))
+        self.task.add_done_callback(lambda _: self._on_end())
+        return True
+
+    async def _evaluate(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await evaluate()
+        except Exception as error:  # a failed evaluation is counted, training goes on
+            self._count_failure(type(error).__name__)
+            logger.exception("the evaluation failed")
+
+    async def finish(self) -> None:
+        """Wait for the running evaluation, if there is one."""
+        if self.task is not None:
+            await asyncio.wait({self.task})
+
+    async def shut_down(self, *, grace_s: float) -> None:
+        """Cancel the running evaluation and wait until it has ended, at most `grace_s`."""
+        if self.task is None or self.task.done():
+            return
+        self.task.cancel()
+        await asyncio.wait({self.task}, timeout=grace_s)
+        if not self.task.done():
+            logger.error("the evaluation ignores its cancellation: %s", self.task)
