@@ -12,6 +12,10 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,6 +27,11 @@ Result = TypeVar("Result")
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
 """Address space of one worker; a runaway computation fails instead of taking the machine."""
+
+PR_SET_PDEATHSIG = 1
+"""Linux: send this process a signal when its parent ends."""
+
+OWNER_CHECK_INTERVAL_S = 1.0
 
 
 class ScorePool:
@@ -87,13 +96,14 @@ class ScorePool:
             # "spawn": a forked copy of a process with threads and open sockets is not safe.
             self._pool = ProcessPool(
                 max_workers=self._num_workers,
-                initializer=_limit_worker,
+                initializer=_prepare_worker,
+                initargs=[os.getpid()],
                 context=multiprocessing.get_context("spawn"),
             )
         return self._pool
 
 
-def _limit_worker() -> None:
+def _prepare_worker(owner_pid: int) -> None:
     # One thread each: the workers are the parallelism, and numerical libraries reserve memory for
     # every thread they might start.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
@@ -102,3 +112,19 @@ def _limit_worker() -> None:
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, hard))
+    _end_with_owner(owner_pid)
+
+
+def _end_with_owner(owner_pid: int) -> None:
+    """Keep a worker from outliving a killed owner, whatever it is computing."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:  # other systems, and an owner that died before the line above
+        while os.getppid() == owner_pid:
+            time.sleep(OWNER_CHECK_INTERVAL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atroposlib.errors import ConfigError
+from atroposlib.utils.display import display_metrics_table, format_metrics_table
+from atroposlib.utils.io import parse_http_response
+from atroposlib.utils.length_penalty import length_factor
+from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.metrics import get_std_min_max_avg
+from atroposlib.utils.plain_json import encode_mapping
+from atroposlib.utils.secret_masking import mask_secrets
+
+
+class Response:
+    def __init__(self, body: Any, error: Exception | None = None) -> None:
+        self.body, self.error = body, error
+
+    def raise_for_status(self) -> None:
+        if self.error:
+            raise self.error
+
+    async def json(self) -> Any:
+        return self.body
+
+    async def text(self) -> str:
+        return str(self.body)
+
+
+async def test_parse_http_response_returns_the_body() -> None:
+    assert await parse_http_response(Response({"a": 1})) == {"a": 1}
+
+
+async def test_parse_http_response_logs_what_the_server_said_and_raises(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="404"):
+        await parse_http_response(Response("no such env", RuntimeError("404")))
+
+    assert "no such env" in caplog.text
+
+
+def test_get_std_min_max_avg_adds_four_keys_in_place() -> None:
+    metrics: dict[str, Any] = {"other": 1}
+
+    assert get_std_min_max_avg("x", [1, 2, 3, 6], metrics) is metrics
+
+    # mean 3, squares 4 1 0 9: population variance 3.5
+    assert metrics == {
+        "other": 1,
+        "x_mean": 3.0,
+        "x_std": pytest.approx(3.5**0.5),
+        "x_max": 6,
+        "x_min": 1,
+    }
+
+
+def test_get_std_min_max_avg_of_nothing_adds_nothing() -> None:
+    assert get_std_min_max_avg("x", [], {}) == {}
+
+
+def test_format_metrics_table_shows_name_value_and_direction() -> None:
+    header, rule, row = format_metrics_table("gsm8k", {"eval/percent_correct": 0.5}).split("\n")
+
+    assert len(header) == len(rule) == len(row)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["gsm8k", "1", "none", "", "percent correct", "↑", "0.5000", "±", "0.0000"]
+
+
+def test_display_metrics_table_tolerates_no_metrics_and_odd_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    display_metrics_table(None, {}, 0.0, 1.5)
+    display_metrics_table("t", {"a": "text", "b": None, "c": float("nan")}, 0.0, 1.0)
+
+    printed = capsys.readouterr().out
+    assert "1.50 seconds" in printed
+    assert "text" in printed
+    assert "nan" in printed
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "factor"), [(0, 1.0), (50, 1.0), (75, 0.5), (100, 0.0), (500, 0.0)]
+)
+def test_length_factor_is_flat_then_linear(num_tokens: int, factor: float) -> None:
+    assert length_factor(num_tokens, max_tokens=100, free_fraction=0.5) == factor
+
+
+def test_encode_mapping_converts_numpy() -> None:
+    mapping = {"a": np.float32(0.5), "b": np.arange(3), "c": [np.int64(1), {"d": np.bool_(True)}]}
+
+    assert json.loads(encode_mapping(mapping)) == {"a": 0.5, "b": [0, 1, 2], "c": [1, {"d": True}]}
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), float("nan"), [float("inf")], b"x"])
+def test_encode_mapping_names_the_key_at_fault(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^second: "):
+        encode_mapping({"first": 1, "second": value})
+
+
+def test_mask_secrets_hides_keys_and_keeps_the_rest() -> None:
+    settings = {
+        "openai": [{"api_key": "sk-1", "base_url": "http://u:p@host/v1", "model_name": "m"}],
+        "env": {"tokenizer_name": "t", "max_token_length": 5, "hf_token": "x", "password": ""},
+    }
+
+    assert mask_secrets(settings) == {
+        "openai": [{"api_key": "***", "base_url": "http://***@host/v1", "model_name": "m"}],
+        "env": {"tokenizer_name": "t", "max_token_length": 5, "hf_token": "***", "password": ""},
+    }
+    assert settings["openai"][0]["api_key"] == "sk-1"
+
+
+def test_read_records_keeps_the_columns_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('[{"a": 1, "b": 2}]')
+
+    assert read_records(path, ["a"]) == [{"a": 1}]
+
+
+def test_read_records_names_the_row_and_column_missing(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n\n{"b": 1}\n')
+
+    with pytest.raises(ConfigError, match="row 1 has no a; expected rows with the columns a"):
+        read_records(path, ["a"])
+
+
+def test_find_split_prefers_earlier_names(tmp_path: Path) -> None:
+    (tmp_path / "validation.jsonl").touch()
+    (tmp_path / "test-00000-of-00001.parquet").touch()
+
+    assert find_split(tmp_path, ["test", "validation"]).name == "test-00000-of-00001.parquet"
+    assert find_split(tmp_path, ["dev", "validation"]).name == "validation.jsonl"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from atroposlib.utils.math_check import answer_text, check_math_answer
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "is_correct"),
+    [
+        ("\\boxed{42}", "42", True),
+        ("\\boxed{42}", "\\boxed{42}", True),
+        ("\\boxed{\\frac{1}{2}}", "0.5", True),
+        ("\\boxed{x+1}", "1+x", True),
+        ("\\boxed{1,000}", "1000", True),
+        ("\\boxed{1}", "2", False),
+        ("42", "42", False),
+        ("<think>\\boxed{42}</think>no", "42", False),
+        ("<think>a</think>\\boxed{42}", "42", True),
+    ],
+)
+def test_check_math_answer(completion: str, gold: str, is_correct: bool) -> None:
+    verdict = check_math_answer(completion, gold)
+
+    assert verdict.is_correct is is_correct
+    assert verdict.is_gold_readable
+
+
+@pytest.mark.parametrize("odd", ["", "\x00", "\\boxed{" * 200, "\\frac{1}{0}", "$$" * 50])
+def test_check_math_answer_never_raises(odd: str) -> None:
+    assert not check_math_answer(odd, "3").is_correct
+    assert isinstance(check_math_answer("\\boxed{3}", odd).is_correct, bool)
+
+
+def test_check_math_answer_works_off_the_main_thread() -> None:
+    verdicts = []
+    thread = threading.Thread(
+        target=lambda: verdicts.append(check_math_answer("\\boxed{7}", "7").is_correct)
+    )
+
+    thread.start()
+    thread.join()
+
+    assert verdicts == [True]
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("plain", "plain"),
+        ("<think>a</think>b", "b"),
+        ("a</think>b</think>c", "c"),
+        ("before<think>never closed", "before"),
+    ],
+)
+def test_answer_text(completion: str, text: str) -> None:
+    assert answer_text(completion) == text
