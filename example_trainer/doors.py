@@ -41,8 +41,11 @@ def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], Training
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per poll otherwise
     signal.signal(signal.SIGTERM, _exit_on_signal)
     # Heavy imports come after the flags were found to be right.
+    from transformers.utils.logging import disable_progress_bar
+
     from example_trainer.trainers import train
 
+    disable_progress_bar()  # one bar per saved file otherwise
     try:
         train(config)
     except KeyboardInterrupt:

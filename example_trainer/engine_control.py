@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,32 @@ class EngineControl:
 
     def returns_processed_logprobs(self) -> bool:
         """Say whether logprobs come after temperature and top-p; False when it does not tell."""
-        answer = self._send("GET", "/server_info", params={"config_format": "json"})
-        if answer.status_code != 200:
-            return False
-        try:
-            mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
-        except (KeyError, TypeError, ValueError):
-            return False
+        mode = self._settings().get("model_config", {}).get("logprobs_mode", "raw")
         return str(mode).startswith("processed")
+
+    def keeps_stale_output_layer(self) -> bool:
+        """Say whether a reload would miss an output layer tied to the embedding.
+
+        vLLM packs that layer's weights once on a CPU. A model it was given untied is exempt, so
+        the config of what it serves is looked at where this host can read it.
+        """
+        settings = self._settings()
+        if settings.get("device_config", {}).get("device") != "cpu":
+            return False
+        served = Path(str(settings.get("model_config", {}).get("model"))) / "config.json"
+        if not served.is_file():
+            return True
+        # Left out of the file it means tied for most architectures, so only a plain no counts.
+        told = json.loads(served.read_text(encoding="utf-8")).get("tie_word_embeddings")
+        return told is not False
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the engine's own settings, empty when it does not tell them."""
+        answer = self._send("GET", "/server_info", params={"config_format": "json"})
+        try:
+            return dict(answer.json()["vllm_config"]) if answer.status_code == 200 else {}
+        except (KeyError, TypeError, ValueError):
+            return {}
 
     def reload_weights(self, directory: Path, *, pause_mode: str) -> None:
         """Load the weights in `directory` into the running engine.

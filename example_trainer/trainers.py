@@ -53,7 +53,7 @@ def train(config: TrainingConfig) -> Path:
         feed = TrajectoryFeed(client, config)
         feed.connect()
         feed.register(steps_done)
-        weight_sync.start(source)
+        weight_sync.start(model, tokenizer, source=source)
         trainer = Trainer(
             config,
             model=model,

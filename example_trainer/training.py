@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from atroposlib.envs.run_log import RunLog
 from example_trainer.batch import Batch, build_batch
-from example_trainer.checkpointing import replace_directory, save_checkpoint
+from example_trainer.checkpointing import save_checkpoint
 from example_trainer.config import TrainingConfig
 from example_trainer.loss import BatchTotals, GrpoLoss, token_logprobs_BT
 from example_trainer.metrics import StepTimes, batch_metrics, step_line
@@ -31,7 +30,6 @@ __all__ = ["GroupFeed", "Trainer", "make_loss"]
 
 logger = logging.getLogger(__name__)
 
-_SYNC_DIRECTORY = "sync_weights"
 _MISALIGNED_LOGPROB = 0.5
 _SUSPICIOUS_GAP = 2.0
 
@@ -113,8 +111,7 @@ class Trainer:
             self.model, self._tokenizer, self.config.save_path, self.steps_done, is_final=True
         )
         if self._is_sync_due(self.steps_done):
-            self._weight_sync.publish(final)
-        shutil.rmtree(Path(self.config.save_path) / _SYNC_DIRECTORY, ignore_errors=True)
+            self._weight_sync.publish(self.model, checkpoint=final)
         logger.info("final model: %s", final)
         return final
 
@@ -205,21 +202,17 @@ class Trainer:
         is_last = step >= config.training_steps
         saves = config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0
         publishes = self._is_sync_due(step) and not is_last
-        weights: Path | None = None
-        if saves or (publishes and config.weight_bridge_mode == "none"):
-            weights = save_checkpoint(
-                self.model, self._tokenizer, config.save_path, step,
+        checkpoint: Path | None = None
+        if saves or (publishes and self._weight_sync.needs_checkpoint):
+            checkpoint = save_checkpoint(
+                self.model,
+                self._tokenizer,
+                config.save_path,
+                step,
                 optimizer=self._optimizer if saves else None,
-            )  # fmt: skip
+            )
         if publishes:
-            self._weight_sync.publish(weights or self._save_sync_weights())
-
-    def _save_sync_weights(self) -> Path:
-        """Write the bare model where only the engine will read it."""
-        return replace_directory(
-            Path(self.config.save_path) / _SYNC_DIRECTORY,
-            lambda directory: self.model.save_pretrained(directory, safe_serialization=True),
-        )
+            self._weight_sync.publish(self.model, checkpoint=checkpoint)
 
 
 def _memory_metrics(device: str) -> dict[str, float]:

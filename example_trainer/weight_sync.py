@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.config import BUILT_MODES, TrainingConfig
 from example_trainer.engine_control import EngineControl
+from example_trainer.engine_weights import export_for_engine, ties_output_to_input
 from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+SYNC_DIRECTORY = "sync_weights"
+
 
 class WeightSync(Protocol):
     """Keeps an engine serving, under weights that follow the trainer's.
@@ -32,18 +36,20 @@ class WeightSync(Protocol):
 
     publishes_final: bool
     """Whether the engine outlives the run and so wants the final weights too."""
+    needs_checkpoint: bool
+    """Whether `publish` takes the weights from a saved checkpoint."""
 
     def check_before_load(self) -> None:
         """Fail early on what is wrong before the model is loaded."""
 
-    def start(self, model_path: str) -> None:
-        """Make sure an engine serves the model in `model_path`; returns once it is healthy."""
+    def start(self, model: Any, tokenizer: Any, *, source: str) -> None:
+        """Make sure an engine serves the model, loaded from `source`; returns once it does."""
 
     def before_step(self, *, sync_follows: bool) -> None:
         """Make room for the optimiser step, when weights are published right after it."""
 
-    def publish(self, weights: Path) -> None:
-        """Let the engine serve the weights in a model directory; returns once it does."""
+    def publish(self, model: Any, *, checkpoint: Path | None) -> None:
+        """Let the engine serve the model's present weights; returns once it does."""
 
     def check_alive(self) -> None:
         """Raise when an engine of ours has died."""
@@ -107,6 +113,7 @@ class RestartSync:
     """
 
     publishes_final = False
+    needs_checkpoint = True
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
@@ -121,19 +128,19 @@ class RestartSync:
                 "--weight-bridge-mode in_place to update a vLLM that is already running"
             )
 
-    def start(self, model_path: str) -> None:
-        """Launch the engine and wait until it is healthy."""
-        self._server.start(model_path)
+    def start(self, model: Any, tokenizer: Any, *, source: str) -> None:
+        """Launch the engine on the source and wait until it is healthy."""
+        self._server.start(source)
 
     def before_step(self, *, sync_follows: bool) -> None:
         """Stop the engine when it is restarted after the step anyway: frees its GPU memory."""
         if sync_follows:
             self._server.stop()
 
-    def publish(self, weights: Path) -> None:
-        """Restart the engine on the new weights."""
+    def publish(self, model: Any, *, checkpoint: Path | None) -> None:
+        """Restart the engine on the checkpoint."""
         self._server.stop()
-        self._server.start(str(weights))
+        self._server.start(str(checkpoint))
 
     def check_alive(self) -> None:
         """Raise when the engine has died."""
@@ -152,15 +159,18 @@ class InPlaceSync:
     """Lets a running engine reload its weights from disk; no restart, caches dropped.
 
     Uses the engine that already answers at `vllm_port`, and leaves it running at the end;
-    launches and owns one when the port is free.
+    launches and owns one when the port is free. The weights pass through a directory under
+    `save_path` that the engine's host must be able to read.
     """
 
     publishes_final = True
+    needs_checkpoint = False
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._server = VllmServer(config, updatable=True)
         self._control = EngineControl(f"http://{config.vllm_connect_host}:{config.vllm_port}")
+        self._directory = Path(config.save_path) / SYNC_DIRECTORY
         self._is_external = False
 
     def check_before_load(self) -> None:
@@ -176,21 +186,31 @@ class InPlaceSync:
         self._control.require_in_place_updates()
         self._is_external = True
 
-    def start(self, model_path: str) -> None:
-        """Launch an engine unless one is there; bring one that is there to `model_path`."""
-        if not self._is_external:
-            self._server.start(model_path)
-            self._control.require_in_place_updates()
-        elif model_path != self._config.model_name:
-            logger.info("loading %s into the running engine", model_path)
-            self.publish(Path(model_path))
+    def start(self, model: Any, tokenizer: Any, *, source: str) -> None:
+        """Launch an engine unless one is there; bring one that is there to the present weights."""
+        is_tied = ties_output_to_input(model)
+        if self._is_external:
+            if is_tied and self._control.keeps_stale_output_layer():
+                raise ConfigError(
+                    "the engine runs on a CPU and serves a model whose output layer is its input "
+                    "embedding; there vLLM does not replace the output layer in place. Stop it "
+                    "and let the trainer launch the engine, or use --weight-bridge-mode none"
+                )
+            if source != self._config.model_name:
+                self.publish(model, checkpoint=None)
+            return
+        if is_tied and not self._config.device.startswith("cuda"):
+            source = str(export_for_engine(model, self._directory, tokenizer=tokenizer))
+        self._server.start(source)
+        self._control.require_in_place_updates()
 
     def before_step(self, *, sync_follows: bool) -> None:
         """Nothing to do: the engine keeps generating during the step."""
 
-    def publish(self, weights: Path) -> None:
-        """Reload the weights in the running engine."""
-        self._control.reload_weights(weights, pause_mode=self._config.sync_pause_mode)
+    def publish(self, model: Any, *, checkpoint: Path | None) -> None:
+        """Write the weights out and reload them in the running engine."""
+        export_for_engine(model, self._directory)
+        self._control.reload_weights(self._directory, pause_mode=self._config.sync_pause_mode)
 
     def check_alive(self) -> None:
         """Raise when an engine this trainer launched has died."""
@@ -201,6 +221,7 @@ class InPlaceSync:
         return self._control.returns_processed_logprobs()
 
     def close(self) -> None:
-        """Stop the engine if it is ours; an external one runs on."""
+        """Stop the engine if it is ours, an external one runs on; remove the directory."""
         self._server.stop()
         self._control.close()
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -60,7 +60,7 @@ def _save_spread_out_model(folder: Path) -> None:
     save_tiny_model(model, tokenizer, folder)
 
 
-def _vllm_environment() -> dict[str, str]:
+def vllm_environment() -> dict[str, str]:
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -88,7 +88,7 @@ def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWith
     command += ["--model", str(folder), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--enforce-eager"]
-    engine = ManagedProcess("vLLM", command, log_path=folder / "vllm.log", env=_vllm_environment())
+    engine = ManagedProcess("vLLM", command, log_path=folder / "vllm.log", env=vllm_environment())
 
     def is_ready() -> bool:
         try:

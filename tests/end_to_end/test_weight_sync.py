@@ -1,0 +1,199 @@
+"""After a sync in place a real engine's logprobs equal those of the trainer's weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from example_trainer.config import TrainingConfig
+from example_trainer.engine_control import EngineControl
+from example_trainer.engine_weights import export_for_engine
+from example_trainer.processes import find_free_port
+from example_trainer.weight_sync import InPlaceSync
+from tests.end_to_end.conftest import MAX_MODEL_LEN, EngineWithModel, vllm_environment
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-3
+PROMPT = "What is 3 plus 1?"
+
+
+def config_for(port: int, folder: Path, **settings: Any) -> TrainingConfig:
+    return TrainingConfig(
+        model_name="tiny", device="cpu", vllm_port=port, save_path=str(folder / "saves"), **settings
+    )
+
+
+def engine_address(engine: EngineWithModel) -> str:
+    return engine.base_url.removesuffix("/v1")
+
+
+def completion_request(engine: EngineWithModel, *, max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": engine.model_name,
+        "prompt": engine.tokenizer.encode(PROMPT),
+        "max_tokens": max_tokens,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "ignore_eos": True,
+        "seed": 3,
+    }
+
+
+def sample(engine: EngineWithModel, *, max_tokens: int) -> tuple[list[int], list[float]]:
+    """One completion of the prompt: its tokens and the logprobs the engine reports."""
+    request = completion_request(engine, max_tokens=max_tokens)
+    answer = httpx.post(f"{engine.base_url}/completions", json=request, timeout=120.0)
+    answer.raise_for_status()
+    choice = answer.json()["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def sample_with_interruption(
+    engine: EngineWithModel, interrupt: Callable[[], None], *, max_tokens: int
+) -> tuple[list[int], list[float]]:
+    """One streamed completion; `interrupt` is called once some of its tokens have come."""
+    request = {**completion_request(engine, max_tokens=max_tokens), "stream": True}
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    with httpx.stream(
+        "POST", f"{engine.base_url}/completions", json=request, timeout=120.0
+    ) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            is_first_visit = len(tokens) < 5
+            tokens += choice["token_ids"]
+            logprobs += choice["logprobs"]["token_logprobs"]
+            if is_first_visit and len(tokens) >= 5:
+                interrupt()
+    return tokens, logprobs
+
+
+def gaps(model: Any, engine: EngineWithModel, tokens: Sequence[int], logprobs: Any) -> list[float]:
+    """Per sampled token, how far the engine's logprob is from this model's."""
+    import torch
+
+    from example_trainer.loss import token_logprobs_BT
+
+    prompt = engine.tokenizer.encode(PROMPT)
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        expected_BT = token_logprobs_BT(model(ids[:, :-1]).logits, ids[:, 1:])
+    return (expected_BT[0, len(prompt) - 1 :] - torch.tensor(logprobs)).abs().tolist()
+
+
+@pytest.fixture
+def moved_model(vllm_engine: EngineWithModel, tmp_path: Path) -> Iterator[tuple[Any, Path]]:
+    """The served model after a few noisy updates, saved; the engine gets its own back after."""
+    import torch
+
+    model = copy.deepcopy(vllm_engine.model)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.2 * parameter.std(correction=0) * noise)
+    export_for_engine(model, tmp_path / "moved")
+    yield model, tmp_path / "moved"
+    control = EngineControl(engine_address(vllm_engine))
+    control.reload_weights(vllm_engine.folder, pause_mode="abort")
+    control.close()
+
+
+def test_in_place_sync_makes_the_engine_report_the_trainers_logprobs(
+    vllm_engine: EngineWithModel, moved_model: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, _ = moved_model
+    port = int(engine_address(vllm_engine).rsplit(":", 1)[1])
+    sync = InPlaceSync(config_for(port, tmp_path))
+    before = sample(vllm_engine, max_tokens=20)
+
+    sync.check_before_load()
+    sync.start(vllm_engine.model, vllm_engine.tokenizer, source="tiny")
+    sync.publish(model, checkpoint=None)
+    after = sample(vllm_engine, max_tokens=20)
+    sync.close()
+
+    assert max(gaps(vllm_engine.model, vllm_engine, *before)) < TOLERANCE
+    assert max(gaps(model, vllm_engine, *before)) > 0.1
+    assert max(gaps(model, vllm_engine, *after)) < TOLERANCE
+    assert httpx.get(f"{engine_address(vllm_engine)}/health").status_code == 200
+
+
+def test_in_place_sync_during_a_request_changes_policy_between_two_tokens(
+    vllm_engine: EngineWithModel, moved_model: tuple[Any, Path]
+) -> None:
+    model, weights = moved_model
+    control = EngineControl(engine_address(vllm_engine))
+
+    tokens, logprobs = sample_with_interruption(
+        vllm_engine,
+        lambda: control.reload_weights(weights, pause_mode="keep"),
+        max_tokens=220,
+    )
+    control.close()
+
+    old = gaps(vllm_engine.model, vllm_engine, tokens, logprobs)
+    new = gaps(model, vllm_engine, tokens, logprobs)
+    assert len(tokens) == 220
+    switch = next(t for t, gap in enumerate(old) if gap > TOLERANCE)
+    assert switch >= 5
+    assert max(new[switch:]) < TOLERANCE
+
+
+def test_engine_says_its_logprobs_are_raw(vllm_engine: EngineWithModel) -> None:
+    control = EngineControl(engine_address(vllm_engine))
+
+    answer = control.returns_processed_logprobs()
+    control.close()
+
+    assert answer is False
+
+
+def test_launched_engine_follows_a_model_with_tied_embeddings(
+    vllm_engine: EngineWithModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    model = copy.deepcopy(vllm_engine.model)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "tied")
+    vllm_engine.tokenizer.save_pretrained(tmp_path / "tied")
+    for name, value in vllm_environment().items():
+        monkeypatch.setenv(name, value)
+    port = find_free_port()
+    config = config_for(
+        port,
+        tmp_path,
+        log_dir=str(tmp_path / "logs"),
+        max_model_len=MAX_MODEL_LEN,
+        vllm_args="--max-num-seqs 16 --enforce-eager",
+    )
+    engine = replace(vllm_engine, base_url=f"http://127.0.0.1:{port}/v1", model=model)
+    sync = InPlaceSync(config)
+
+    try:
+        sync.check_before_load()
+        sync.start(model, vllm_engine.tokenizer, source=str(tmp_path / "tied"))
+        before = sample(engine, max_tokens=20)
+        gap_before = max(gaps(model, engine, *before))
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(1.3)
+        sync.publish(model, checkpoint=None)
+        after = sample(engine, max_tokens=20)
+    finally:
+        sync.close()
+
+    assert gap_before < TOLERANCE
+    assert max(gaps(model, engine, *before)) > 0.1
+    assert max(gaps(model, engine, *after)) < TOLERANCE
