@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atroposlib.envs.run_log import RunLog
+
+
+@pytest.fixture
+def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    return tmp_path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_local_file_gets_every_call_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    log = RunLog(use_wandb=False, metrics_path=path, now=lambda: 99.0)
+    log.start(project="p", group=None, name="n", config={})
+
+    log.log({"a": np.float32(0.5), "b": [np.int64(2)], "t": log.table(["x"], [["y"]])}, step=3)
+    log.log({"a": float("inf")}, step=4)
+
+    assert read(path) == [
+        {"step": 3, "time": 99.0, "a": 0.5, "b": [2], "t": {"columns": ["x"], "rows": [["y"]]}},
+        {"step": 4, "time": 99.0, "a": float("inf")},
+    ]
+    assert log.wandb_run is None
+    log.finish()
+    log.finish()
+
+
+def test_local_file_is_appended_to_after_a_restart(tmp_path: Path) -> None:
+    for step in (1, 2):
+        log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
+        log.log({}, step=step)
+        log.finish()
+
+    assert [row["step"] for row in read(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_without_a_file_numbers_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog(use_wandb=False, metrics_path=None)
+
+    with caplog.at_level(logging.INFO):
+        log.log({"train/score": 0.25, "t": log.table(["x"], [])}, step=7)
+
+    assert "step 7" in caplog.text
+    assert '"train/score": 0.25' in caplog.text
+
+
+def test_offline_run_is_recorded_without_its_secrets(offline_wandb: Path) -> None:
+    log = RunLog(use_wandb=True, metrics_path=offline_wandb / "m.jsonl")
+    log.start(
+        project="atropos", group="g", name="n", config={"api_key": "sk-topsecret", "group_size": 4}
+    )
+    assert log.wandb_run is not None
+
+    log.log({"a": 1, "t": log.table(["text", "score"], [["hello", 1.0]])}, step=2)
+    assert dict(log.wandb_run.config) == {"api_key": "***", "group_size": 4}
+    log.finish()
+
+    [run_file] = offline_wandb.glob("wandb/offline-run-*/run-*.wandb")
+    # wandb's own service process writes the file, a moment after `finish` has returned.
+    deadline = time.monotonic() + 20
+    while b"group_size" not in run_file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    recorded = run_file.read_bytes()
+    assert b"group_size" in recorded
+    assert b"sk-topsecret" not in recorded
+    [row] = read(offline_wandb / "m.jsonl")
+    assert row["t"] == {"columns": ["text", "score"], "rows": [["hello", 1.0]]}
+    assert log.wandb_run is None
+
+
+def test_disabled_wandb_still_writes_the_local_file(
+    offline_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    log = RunLog(use_wandb=True, metrics_path=offline_wandb / "m.jsonl")
+    log.start(project=None, group=None, name=None, config={})
+
+    log.log({"a": 1, "t": log.table(["x"], [[1]])}, step=0)
+    log.finish()
+
+    assert read(offline_wandb / "m.jsonl")[0]["a"] == 1
+    assert not list(offline_wandb.glob("wandb/offline-run-*"))
+
+
+def test_wandb_that_cannot_start_warns_with_the_remedy_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import wandb
+
+    def fail(**_: Any) -> None:
+        raise wandb.errors.UsageError("no API key configured")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    log = RunLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
+
+    with caplog.at_level(logging.WARNING):
+        log.start(project=None, group=None, name=None, config={})
+    log.log({"a": 1}, step=0)
+    log.finish()
+
+    assert "no API key configured" in caplog.text
+    assert "WANDB_MODE=offline" in caplog.text
+    assert read(tmp_path / "m.jsonl")[0]["a"] == 1
+
+
+def test_wandb_that_fails_later_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BrokenRun:
+        def log(self, *_: Any, **__: Any) -> None:
+            raise OSError("disk full")
+
+        finish = log
+
+    log = RunLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
+    log.wandb_run = BrokenRun()
+
+    with caplog.at_level(logging.WARNING):
+        log.log({"a": 1}, step=5)
+        log.finish()
+
+    assert "step 5: disk full" in caplog.text
+    assert read(tmp_path / "m.jsonl")[0]["step"] == 5

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import json
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.frontend.jsonl2html import (
+    create_html_for_group,
+    generate_html,
+    get_score_class,
+    main,
+)
+
+NESTED = {
+    "messages": [
+        [
+            {"role": "system", "content": "You are a helpful assistant"},
+            {"role": "user", "content": "What is 2+2?"},
+            {"role": "assistant", "content": "2+2 equals 4"},
+        ]
+    ],
+    "scores": [1.0],
+}
+
+
+class Page(HTMLParser):
+    """Collects the elements of a page."""
+
+    def __init__(self, markup: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(markup)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def tags(self) -> set[str]:
+        return {tag for tag, _ in self.elements}
+
+
+@pytest.mark.parametrize(
+    ("score", "css_class"),
+    [
+        (1, "reward-positive"),
+        (0.5, "reward-positive"),
+        (0, "reward-zero"),
+        (-0.1, "reward-negative"),
+        ("1", ""),
+        (None, ""),
+        ([1], ""),
+    ],
+)
+def test_get_score_class(score: Any, css_class: str) -> None:
+    assert get_score_class(score) == css_class
+
+
+def test_group_shows_string_messages_with_their_scores() -> None:
+    markup = create_html_for_group({"messages": ["first **bold**", "second"], "scores": [1, -1]}, 3)
+
+    assert "<summary>Group 3</summary>" in markup
+    assert "first <strong>bold</strong>" in markup
+    items = [attrs for tag, attrs in Page(markup).elements if tag == "div" and attrs.get("id")]
+    assert [(i["id"], i["class"]) for i in items] == [
+        ("group-3-item-0", "item reward-positive"),
+        ("group-3-item-1", "item reward-negative"),
+    ]
+    assert markup.count("Reward: ") == 2
+    assert "<h3>Content 1</h3>" in markup
+
+
+def test_group_shows_roles_and_contents_of_chats() -> None:
+    markup = create_html_for_group(NESTED, 0)
+
+    for text in ("You are a helpful assistant", "What is 2+2?", "2+2 equals 4"):
+        assert text in markup
+    for role in ("System", "User", "Assistant"):
+        assert role in markup
+
+
+@pytest.mark.parametrize("group", [{}, {"messages": [], "scores": []}, {"messages": None}])
+def test_group_without_items_is_empty(group: dict[str, Any]) -> None:
+    assert create_html_for_group(group, 0) == ""
+
+
+def test_group_of_unequal_lengths_is_cut_to_the_shorter(caplog: pytest.LogCaptureFixture) -> None:
+    markup = create_html_for_group({"messages": ["one", "two", "three"], "scores": [1]}, 0)
+
+    assert "one" in markup
+    assert "two" not in markup
+    assert "3 messages and 1 scores" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "<script>alert(1)</script>",
+        "<img src=x onerror=alert(1)>",
+        "[x](javascript:alert(1))",
+        "![x](http://elsewhere/pixel.png)",
+        "<https://elsewhere>",
+        "<style>body{display:none}</style>",
+        "</div></details><script>alert(1)</script>",
+        "```\n</code></pre><script>alert(1)</script>\n```",
+        "|a|\n|-|\n|<iframe src=x>|",
+        '<a href="x" onclick="alert(1)">',
+        "&lt;script&gt;alert(1)&lt;/script&gt;",
+        "$title ${groups} $$",
+    ],
+)
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_model_output_never_becomes_active_markup(attack: str, as_chat: bool) -> None:
+    chat: Any = [{"role": attack, "content": attack}] if as_chat else attack
+    score: Any = attack
+
+    page = Page(create_html_for_group({"messages": [chat], "scores": [score]}, 0))
+
+    harmless = {"details", "summary", "div", "h3", "p", "strong", "pre", "code", "br"}
+    assert page.tags() <= harmless | {"table", "thead", "tbody", "tr", "th", "td"}
+    names = {name for _, attrs in page.elements for name in attrs}
+    assert names <= {"class", "id", "tabindex", "open", "align"} | {
+        "data-index",
+        "data-best",
+        "data-mean",
+        "data-score",
+    }
+
+
+def test_thinking_tags_stay_visible() -> None:
+    markup = create_html_for_group({"messages": ["<think>hm</think>ok"], "scores": [0]}, 0)
+
+    assert "&lt;think&gt;hm&lt;/think&gt;ok" in markup
+
+
+def test_list_content_shows_texts_and_only_embedded_images() -> None:
+    content = [
+        {"type": "text", "text": "look *here*"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url", "image_url": {"url": "https://elsewhere/x.png"}},
+        {"type": "audio"},
+    ]
+    group = {"messages": [[{"role": "user", "content": content}, "bare"]], "scores": [0]}
+
+    markup = create_html_for_group(group, 0)
+
+    images = [attrs for tag, attrs in Page(markup).elements if tag == "img"]
+    assert [image["src"] for image in images] == ["data:image/png;base64,AAAA"]
+    for text in ("look <em>here</em>", "[image: https://elsewhere/x.png]", "[audio part]", "bare"):
+        assert text in markup
+
+
+def test_null_content_and_tool_calls_are_shown() -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}
+
+    markup = create_html_for_group({"messages": [[message]], "scores": [1]}, 0)
+
+    assert "search" in markup
+    assert "None" not in markup
+
+
+@pytest.mark.parametrize("filler", ["[", "![", "[a](", "**a", "> ", "- ", "`a``", "\\", "&#"])
+def test_degenerate_completions_are_rendered_in_time(filler: str) -> None:
+    started = time.monotonic()
+
+    create_html_for_group({"messages": [filler * 10_000], "scores": [0]}, 0)
+
+    assert time.monotonic() - started < 20
+
+
+def test_generate_html_writes_one_page_with_the_readable_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "<groups>.jsonl"
+    lines = [
+        json.dumps(NESTED),
+        "",
+        "not json",
+        json.dumps({"messages": None, "scores": [1]}),
+        json.dumps({"scores": [1]}),
+        "[1]",
+        json.dumps({"messages": [], "scores": []}),
+        json.dumps({"messages": ["plain text"], "scores": [0]}),
+    ]
+    source.write_text("\n".join(lines))
+
+    generate_html(str(source))
+
+    markup = (tmp_path / "<groups>.html").read_text()
+    assert "Rendered Messages - &lt;groups&gt;.jsonl" in markup
+    assert '<main id="groups-container"' in markup
+    assert "plain text" in markup
+    assert "Group 1" in markup
+    assert "Group 2" not in markup
+    printed = capsys.readouterr()
+    assert "wrote 2 groups" in printed.out
+    for number in (3, 4, 5, 6):
+        assert f"line {number} skipped" in printed.err
+
+
+def test_page_loads_nothing_and_runs_only_its_own_script(tmp_path: Path) -> None:
+    source = tmp_path / "g.jsonl"
+    source.write_text(json.dumps({"messages": ["x"], "scores": [1]}))
+
+    generate_html(source, tmp_path / "new" / "page.html")
+
+    markup = (tmp_path / "new" / "page.html").read_text()
+    page = Page(markup)
+    assert not [a for _, a in page.elements if "src" in a or "href" in a]
+    assert [tag for tag, _ in page.elements].count("script") == 1
+    assert "default-src 'none'" in markup
+    assert "script-src 'sha256-" in markup
+    assert "$" not in markup
+
+
+def test_empty_input_says_so(tmp_path: Path) -> None:
+    source = tmp_path / "g.jsonl"
+    source.touch()
+
+    generate_html(source)
+
+    assert "No data" in source.with_suffix(".html").read_text()
+
+
+def test_missing_input_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        generate_html(tmp_path / "none.jsonl")
+
+    assert exit_info.value.code == 1
+    assert "none.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["IN", "OUT"], ["--input_path", "IN", "--output_path", "OUT"]]
+)
+def test_command_line_takes_both_forms(arguments: list[str], tmp_path: Path) -> None:
+    source, target = tmp_path / "g.jsonl", tmp_path / "o.html"
+    source.write_text(json.dumps(NESTED))
+    names = {"IN": str(source), "OUT": str(target)}
+
+    main([names.get(argument, argument) for argument in arguments])
+
+    assert "2+2 equals 4" in target.read_text()
+
+
+def test_command_line_without_input_exits_with_two() -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([])
+
+    assert exit_info.value.code == 2
