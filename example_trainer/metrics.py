@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from atroposlib.envs.run_log import RunLog
+from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import BatchSummary
 from example_trainer.config import TrainingConfig
 

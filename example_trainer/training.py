@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from atroposlib.envs.run_log import RunLog
+from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import Batch, build_batch
 from example_trainer.checkpointing import save_checkpoint
 from example_trainer.config import TrainingConfig

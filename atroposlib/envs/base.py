@@ -30,7 +30,6 @@ from atroposlib.envs.env_offline import OfflineEnv
 from atroposlib.envs.evaluation_runner import EvaluationRunner
 from atroposlib.envs.group_writer import GroupWriter
 from atroposlib.envs.rollout_scheduler import RolloutScheduler
-from atroposlib.envs.run_log import RunLog
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     OpenaiConfig,
@@ -42,6 +41,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
+from atroposlib.utils.run_log import RunLog
 
 if TYPE_CHECKING:
     import aiohttp

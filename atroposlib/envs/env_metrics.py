@@ -15,9 +15,9 @@ from typing import Any
 from atroposlib.envs import checkpoint, eval_log
 from atroposlib.envs.env_hooks import EnvHooks, settle
 from atroposlib.envs.metric_summaries import completion_length_metrics, duration_metrics
-from atroposlib.envs.run_log import RunLog
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
+from atroposlib.utils.run_log import RunLog
 
 __all__ = ["ReportingEnv", "dated_run_name"]
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from atroposlib.envs.run_log import RunLog
+from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import build_batch
 from example_trainer.loss import token_logprobs_BT
 from example_trainer.optimizer import create_optimizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -50,10 +49,13 @@ class EngineHttp:
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         url = f"{self.root_url}{path}"
         async with self._open().post(url, json=body, timeout=timeout) as response:
-            raw = await response.read()
-            if response.status >= 400:
-                raise _status_error(url, response, raw)
-        return json.loads(raw)
+            return await _decode(response)
+
+    async def get_json(self, path: str) -> Any:
+        """Return the decoded JSON answer of a GET; raises as `post_json`."""
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with self._open().get(f"{self.root_url}{path}", timeout=timeout) as response:
+            return await _decode(response)
 
     async def answers(self, path: str = "/health") -> bool:
         """Whether the server is there: any answer below 500 to a GET counts.
@@ -86,13 +88,17 @@ class EngineHttp:
         return self._session
 
 
-def _status_error(url: str, response: aiohttp.ClientResponse, raw: bytes) -> EngineStatusError:
+async def _decode(response: aiohttp.ClientResponse) -> Any:
+    raw = await response.read()
+    if response.status < 400:
+        return json.loads(raw)
     text = raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT]
     try:
         wait_s: float | None = float(response.headers.get("Retry-After", ""))
-    except ValueError:
+    except ValueError:  # absent, or a date
         wait_s = None
-    path = urlsplit(url).path
-    return EngineStatusError(
-        f"{path} answered {response.status}: {text}", status=response.status, wait_s=wait_s
+    raise EngineStatusError(
+        f"{response.url.path} answered {response.status}: {text}",
+        status=response.status,
+        wait_s=wait_s,
     )

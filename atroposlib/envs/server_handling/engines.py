@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.discovery import configs_from_baseline, configs_on_slurm
@@ -16,7 +16,7 @@ from atroposlib.errors import ConfigError
 
 __all__ = ["find_configs", "make_server"]
 
-_ENGINES: dict[str, type[APIServer]] = {"openai": OpenAIServer, "vllm": VLLMServer}
+_ENGINES: Mapping[str, type[APIServer]] = {"openai": OpenAIServer, "vllm": VLLMServer}
 
 
 def find_configs(

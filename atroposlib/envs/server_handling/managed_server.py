@@ -39,6 +39,8 @@ __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "Seque
 
 logger = logging.getLogger(__name__)
 
+_LIMIT_NAMES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens"})
+
 
 class ManagedServer:
     """Chat and completion requests whose sequences are kept with tokens, masks and logprobs.
@@ -88,9 +90,12 @@ class ManagedServer:
 
         Args:
             **kwargs: `messages`, and what the engine takes (`n`, `max_tokens`, `temperature`,
-                `stop`, ...); `split` is passed on.
+                `stop`, ...); `split` is passed on. Without a limit a reply runs to its own end,
+                as in any chat.
         """
         messages = kwargs.pop("messages")
+        if not _LIMIT_NAMES & kwargs.keys():
+            kwargs["max_tokens"] = None
         tools = self._usable_tools(kwargs)
         prompt = self._convert_messages_to_prompt(messages, tools)
         answers = await self._sample(prompt, kwargs)

@@ -36,6 +36,9 @@ def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
     Unset values (None) are left out, `extra_body` is merged in, and the older names of
     `max_tokens` are translated. `logprobs` is ours: exactly the sampled token's is asked for.
+
+    `max_tokens` given as None or -1 means as long as the context allows and becomes None; left
+    out, the engine stops after its default of 16 tokens.
     """
     options = {name: value for name, value in kwargs.items() if value is not None}
     options.update(options.pop("extra_body", {}))
@@ -44,6 +47,8 @@ def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for old_name in ("max_new_tokens", "max_completion_tokens"):
         if old_name in options:
             options["max_tokens"] = options.pop(old_name)
+    if options.get("max_tokens") == -1 or ("max_tokens" in kwargs and "max_tokens" not in options):
+        options["max_tokens"] = None
     return options
 
 

@@ -52,6 +52,7 @@ class VLLMServer(OpenAICompatibleServer):
 
     _tokenizer: Any = None
     _token_route: TokenRoute | None = None
+    _context_length: int | None = None
     _finding_route: asyncio.Task[TokenRoute] | None = None
 
     @property
@@ -117,8 +118,25 @@ class VLLMServer(OpenAICompatibleServer):
         if self._token_route == "/generate":
             body = generate_body(prompt_ids, options)
         else:
+            options = await self._with_limit(options, num_prompt_ids=len(prompt_ids))
             body = completions_body(self.config.model_name, prompt_ids, options)
         return await self.http.post_json(self._token_route, body, timeout_s=timeout_s)
+
+    async def _with_limit(self, options: dict[str, Any], *, num_prompt_ids: int) -> dict[str, Any]:
+        """Write "as long as the context allows" as a number: the engine reads null as 16."""
+        if "max_tokens" not in options or options["max_tokens"] is not None:
+            return options
+        if self._context_length is None:
+            listing = await self.http.get_json("/v1/models")
+            lengths = {model["id"]: model.get("max_model_len") for model in listing["data"]}
+            self._context_length = lengths.get(self.config.model_name)
+        if self._context_length is None:
+            raise ConfigError(
+                f"server {self.http.root_url} does not tell the context length of model "
+                f"{self.config.model_name!r}; give max_tokens"
+            )
+        # At least one, so that a prompt that is too long is refused as such.
+        return {**options, "max_tokens": max(1, self._context_length - num_prompt_ids)}
 
     async def _find_route_once(self, some_ids: list[int]) -> TokenRoute:
         """Share one search among all requests that arrive before the route is known."""

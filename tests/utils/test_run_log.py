@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atroposlib.envs.run_log import RunLog
+from atroposlib.utils.run_log import RunLog
 
 
 @pytest.fixture
