@@ -144,7 +144,10 @@ class ScriptedEngine:
         self.num_health_checks += 1
         if not self.healthy:
             return web.Response(status=503)
-        return web.json_response({"object": "list", "data": [{"id": self.model}]})
+        return web.json_response({"object": "list", "data": [self._model_card()]})
+
+    def _model_card(self) -> dict[str, Any]:
+        return {"id": self.model, "max_model_len": self.max_model_len}
 
     def _guarded(
         self, handler: Callable[[dict[str, Any], Fault | None], dict[str, Any]]

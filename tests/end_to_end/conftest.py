@@ -13,8 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.type_definitions import Message
-
 MAX_MODEL_LEN = 256
 START_TIMEOUT_S = 240.0
 
@@ -42,11 +40,11 @@ def _save_spread_out_model(folder: Path) -> None:
     )
 
     numbers = [str(a + b) for a in range(20) for b in range(20)]
-    conversations: list[list[Message]] = [
+    conversations: list[list[dict[str, str]]] = [
         [
-            {"role": "system", "content": "Answer with a number.", "reward": None},
-            {"role": "user", "content": f"What is {number} plus 1?", "reward": None},
-            {"role": "assistant", "content": f"It is {number} and 1.", "reward": None},
+            {"role": "system", "content": "Answer with a number."},
+            {"role": "user", "content": f"What is {number} plus 1?"},
+            {"role": "assistant", "content": f"It is {number} and 1."},
         ]
         for number in numbers
     ]

@@ -173,6 +173,14 @@ async def test_stop_string_and_token_limit_set_the_finish_reason(
     assert nodes[1].tokens[-1] == seven
 
 
+async def test_chat_without_a_limit_may_fill_the_context(manager: ServerManager) -> None:
+    async with manager.managed_server() as session:
+        await session.chat_completion(messages=[{"role": "user", "content": "1"}], ignore_eos=True)
+        nodes = session.get_state()["nodes"]
+
+    assert len(nodes[0].tokens) == MAX_MODEL_LEN
+
+
 async def test_prompt_beyond_the_context_raises_once_and_names_the_lengths(
     vllm_engine: EngineWithModel, manager: ServerManager
 ) -> None:

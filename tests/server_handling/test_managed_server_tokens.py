@@ -119,6 +119,16 @@ async def test_concurrent_branches_of_one_node_are_all_kept(make_server: MakeSer
             assert node.masked_tokens.count(IGNORE_INDEX) == 3  # bos, "a" and the added letter
 
 
+async def test_chat_without_a_limit_runs_to_the_end_of_the_reply(make_server: MakeServer) -> None:
+    async with ScriptedEngine(["x" * 500]) as engine:
+        managed = ManagedServer(make_server(engine, VLLMServer))
+
+        answer = await managed.chat_completion(messages=[{"role": "user", "content": "a"}])
+
+        assert answer.choices[0].message.content == "x" * 500
+        assert answer.choices[0].finish_reason == "stop"
+
+
 async def test_failed_request_leaves_no_sequence(make_server: MakeServer) -> None:
     async with ScriptedEngine(["ok"], max_model_len=5) as engine:
         managed = ManagedServer(make_server(engine, VLLMServer))

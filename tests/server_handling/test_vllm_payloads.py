@@ -45,6 +45,13 @@ def test_options_use_the_engines_names_and_leave_ours_out() -> None:
     assert sampling_options({"max_completion_tokens": 8}) == {"max_tokens": 8}
 
 
+@pytest.mark.parametrize("no_limit", [None, -1])
+def test_no_limit_is_one_value_however_it_is_written(no_limit: int | None) -> None:
+    assert sampling_options({"max_tokens": no_limit}) == {"max_tokens": None}
+    assert sampling_options({"max_tokens": None, "max_new_tokens": 3}) == {"max_tokens": 3}
+    assert sampling_options({}) == {}
+
+
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [([1, 1, 5], [1, 5]), ([1, 5], [1, 5]), ([5, 5], [5, 5]), ([1], [1]), ([], [])],

@@ -82,6 +82,25 @@ async def test_input_ids_are_sent_as_they_are(make_server: MakeServer) -> None:
         assert (body["stop"], body["top_p"], body["max_tokens"]) == (["x"], 0.5, 4)
 
 
+async def test_unlimited_request_asks_for_what_the_context_leaves(make_server: MakeServer) -> None:
+    async with ScriptedEngine(["ok"], max_model_len=50) as engine:
+        server = make_server(engine, VLLMServer)
+
+        for prompt in ("hi", "x" * 20):
+            await server.tokens_and_logprobs_completion(prompt=prompt, max_tokens=-1)
+
+        limits = [request.body["max_tokens"] for request in engine.requests[1:]]
+        assert limits == [50 - 3, 50 - 21]
+
+
+async def test_unlimited_request_needs_a_known_context(make_server: MakeServer) -> None:
+    async with ScriptedEngine(["ok"], model="other") as engine:
+        server = make_server(engine, VLLMServer)
+
+        with pytest.raises(ConfigError, match="give max_tokens"):
+            await server.tokens_and_logprobs_completion(prompt="hi", max_tokens=None)
+
+
 async def test_prompt_with_its_own_bos_gets_no_second_one(make_server: MakeServer) -> None:
     async with ScriptedEngine(["ok"]) as engine:
         server = make_server(engine, VLLMServer)
