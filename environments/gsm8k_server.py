@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from atroposlib.envs.single_turn import (
     sample_rollouts,
 )
 from atroposlib.utils.length_penalty import length_factor
-from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.local_records import read_splits
 from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
 from atroposlib.utils.score_pool import ScorePool
 
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
 COLUMNS = ("question", "answer")
 SHUFFLE_SEED = 42
-LOCAL_TEST_FRACTION = 0.1
 FREE_LENGTH_FRACTION = 0.5
 MIN_TRAINED_TOKENS = 10
 """Shorter completions carry nothing worth learning; they stay in the group but are muted."""
@@ -139,18 +137,7 @@ def load_splits(dataset_path: str | None) -> tuple[list[Problem], list[Problem]]
         splits = [datasets.load_dataset("gsm8k", "main", split=s) for s in ("train", "test")]
         train, test = ([dict(row) for row in s.shuffle(seed=SHUFFLE_SEED)] for s in splits)
         return train, test  # type: ignore[return-value]
-    path = Path(dataset_path)
-    if path.is_dir():
-        names = (("train",), ("test", "validation", "valid", "val"))
-        train, test = (read_records(find_split(path, split), COLUMNS) for split in names)
-        random.Random(SHUFFLE_SEED).shuffle(train)
-        random.Random(SHUFFLE_SEED).shuffle(test)
-    else:
-        rows = read_records(path, COLUMNS)
-        random.Random(SHUFFLE_SEED).shuffle(rows)
-        num_test = max(1, round(LOCAL_TEST_FRACTION * len(rows)))
-        # A single row serves as both: there is nothing to hold out.
-        train, test = rows[num_test:] or rows, rows[:num_test]
+    train, test = read_splits(Path(dataset_path), COLUMNS, shuffle_seed=SHUFFLE_SEED)
     return train, test  # type: ignore[return-value]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
 
-__all__ = ["find_split", "read_records"]
+__all__ = ["find_split", "read_records", "read_splits"]
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -58,6 +59,33 @@ def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         if missing:
             raise ConfigError(f"{path}: row {number} has no {', '.join(missing)}; {expected}")
     return [{column: row[column] for column in columns} for row in rows]
+
+
+def read_splits(
+    path: Path, columns: Sequence[str], *, shuffle_seed: int, test_fraction: float = 0.1
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the shuffled training and test rows of a folder or of one file.
+
+    Args:
+        path: a folder with a file for each split, or one file, a part of which becomes the test
+            split; a file of one row serves as both.
+        columns: every row must have them.
+        shuffle_seed: the same seed gives the same order and the same split.
+        test_fraction: part of a single file, at least one row.
+
+    Raises:
+        ConfigError: a file or column is missing; the message says which are expected.
+    """
+    if path.is_dir():
+        train = read_records(find_split(path, ["train"]), columns)
+        test = read_records(find_split(path, ["test", "validation", "valid", "val"]), columns)
+        random.Random(shuffle_seed).shuffle(train)
+        random.Random(shuffle_seed).shuffle(test)
+        return train, test
+    rows = read_records(path, columns)
+    random.Random(shuffle_seed).shuffle(rows)
+    num_test = max(1, round(test_fraction * len(rows)))
+    return rows[num_test:] or rows, rows[:num_test]
 
 
 def _read(path: Path) -> list[Any]:

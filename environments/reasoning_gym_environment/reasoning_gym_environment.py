@@ -14,11 +14,9 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum, Item, ScoredDataGroup
-from atroposlib.envs.group_writer import GroupWriter
 from atroposlib.envs.single_turn import (
     Rollout,
     build_group,
@@ -30,6 +28,7 @@ from atroposlib.utils.score_pool import ScorePool
 from environments.reasoning_gym_environment import tasks
 from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
 from environments.reasoning_gym_environment.curriculum import Curriculum
+from environments.reasoning_gym_environment.rollout_dump import RolloutDump
 from environments.reasoning_gym_environment.tasks import TaskItem
 
 __all__ = ["ReasoningGymEnv", "ReasoningGymEnvConfig", "group_scores"]
@@ -87,7 +86,7 @@ class ReasoningGymEnv(BaseEnv):
         self.eval_set: list[TaskItem] = []
         self.percent_correct_buffer: list[float] = []
         self.eval_metrics: list[tuple[str, float]] = []
-        self.rollout_dumps: dict[str, GroupWriter] = {}
+        self.rollout_dump = RolloutDump(config)
         self.score_pool = ScorePool(
             num_workers=config.num_score_workers, timeout_s=config.score_timeout_s
         )
@@ -169,7 +168,7 @@ class ReasoningGymEnv(BaseEnv):
         if self.config.complexity_mode == "curriculum":
             self.curriculum.record(item.task, statistics.fmean(correct))
         logger.debug("%s, complexity %s: scores %s", item.task, item.complexity, raw)
-        self._dump(item, messages, rollouts, raw)
+        self.rollout_dump.save(item, messages, rollouts, raw)
         return build_group(
             messages,
             rollouts,
@@ -256,45 +255,11 @@ class ReasoningGymEnv(BaseEnv):
     async def close(self) -> None:
         """End the scoring processes and close the files of saved rollouts."""
         self.score_pool.close()
-        for writer in self.rollout_dumps.values():
-            writer.close()
+        self.rollout_dump.close()
         await super().close()
 
     async def _check(self, completion: str, item: TaskItem) -> float:
         return await self.score_pool.run(tasks.score_completion, completion, item, on_timeout=0.0)
-
-    def _dump(
-        self,
-        item: TaskItem,
-        messages: Sequence[Mapping[str, str]],
-        rollouts: Sequence[Rollout],
-        scores: Sequence[float],
-    ) -> None:
-        """Save rollouts the settings ask for, each beside its own score."""
-        threshold = self.config.rollout_save_score_threshold
-        pairs = list(zip(rollouts, scores, strict=True))
-        if self.config.dump_failed_rollouts and not any(scores):
-            name, kept = "failed_rollouts", pairs
-        elif self.config.dump_rollouts:
-            name, kept = "rollouts", [(r, s) for r, s in pairs if s > threshold]
-        else:
-            return
-        if not kept:
-            return
-        if name not in self.rollout_dumps:
-            path = Path(self.config.dump_dir) / f"reasoning_gym_{name}.jsonl"
-            self.rollout_dumps[name] = GroupWriter(path)
-        record = {
-            "task": item.task,
-            "complexity": item.complexity,
-            "gold_answer": item.entry["answer"],
-            "messages": [
-                [*messages, {"role": "assistant", "content": rollout.completion}]
-                for rollout, _ in kept
-            ],
-            "scores": [score for _, score in kept],
-        }
-        self.rollout_dumps[name].write(record)
 
 
 if __name__ == "__main__":

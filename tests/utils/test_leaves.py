@@ -106,6 +106,7 @@ def test_encode_mapping_names_the_key_at_fault(value: Any) -> None:
 
 def test_mask_secrets_hides_keys_and_keeps_the_rest() -> None:
     settings = {
+        # pragma: allowlist nextline secret
         "openai": [{"api_key": "sk-1", "base_url": "http://u:p@host/v1", "model_name": "m"}],
         "env": {"tokenizer_name": "t", "max_token_length": 5, "hf_token": "x", "password": ""},
     }

@@ -62,9 +62,9 @@ def test_without_a_file_numbers_go_to_the_log(caplog: pytest.LogCaptureFixture) 
 
 def test_offline_run_is_recorded_without_its_secrets(offline_wandb: Path) -> None:
     log = RunLog(use_wandb=True, metrics_path=offline_wandb / "m.jsonl")
-    log.start(
-        project="atropos", group="g", name="n", config={"api_key": "sk-topsecret", "group_size": 4}
-    )
+    # pragma: allowlist nextline secret
+    settings = {"api_key": "sk-topsecret", "group_size": 4}
+    log.start(project="atropos", group="g", name="n", config=settings)
     assert log.wandb_run is not None
 
     log.log({"a": 1, "t": log.table(["text", "score"], [["hello", 1.0]])}, step=2)
