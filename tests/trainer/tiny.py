@@ -39,6 +39,17 @@ def tiny_llama(*, seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.flo
     return model.to(dtype).train()
 
 
+def save_tiny_model(directory: Path) -> Path:
+    """A model directory with a tokenizer that transformers can load."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tiny_llama().save_pretrained(directory)
+    words = models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(directory)
+    return directory
+
+
 def group(
     completions: list[list[int]],
     scores: list[float],

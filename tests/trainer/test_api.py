@@ -1,0 +1,132 @@
+"""The trainer's end of the service: registration, patience, outages."""
+
+from __future__ import annotations
+
+import pytest
+
+from atroposlib.errors import TrajectoryApiError
+from example_trainer.api import (
+    TrajectoryFeed,
+    check_atropos_api,
+    get_batch,
+    register_trainer,
+    registration_of,
+)
+from example_trainer.processes import find_free_port
+from tests.trainer.tiny import tiny_config
+
+BATCH = [{"tokens": [[1]]}]
+UNREGISTERED = TrajectoryApiError("GET /batch: Trainer not registered", status=200)
+AWAY = TrajectoryApiError("connection refused")
+
+
+class FakeClock:
+    def __init__(self):
+        self.now_s = 0.0
+        self.pauses = []
+
+    def __call__(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.pauses.append(seconds)
+        self.now_s += seconds
+
+
+class ScriptedClient:
+    """Answers `batch` from a list; the last answer repeats."""
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self.registrations = []
+
+    def register(self, **registration):
+        self.registrations.append(registration)
+        return 1
+
+    def batch(self):
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def make_feed(client, tmp_path, **settings):
+    clock = FakeClock()
+    config = tiny_config(tmp_path, **settings)
+    return TrajectoryFeed(client, config, sleep=clock.sleep, clock=clock), clock
+
+
+def test_registration_sends_the_eight_fields_without_nulls(tmp_path):
+    config = tiny_config(
+        tmp_path, batch_size=3, gradient_accumulation_steps=4, training_steps=9, seq_len=77
+    )
+
+    assert registration_of(config, starting_step=5) == {
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": 12,
+        "max_token_len": 77,
+        "checkpoint_dir": config.save_path,
+        "save_checkpoint_interval": 9,
+        "starting_step": 5,
+        "num_steps": 9,
+    }
+
+
+def test_feed_polls_with_growing_pauses_until_a_batch_is_there(tmp_path):
+    feed, clock = make_feed(ScriptedClient(*[None] * 7, BATCH), tmp_path)
+
+    assert feed.next_groups(0) == BATCH
+    assert clock.pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+def test_feed_outlasts_an_outage(tmp_path, caplog):
+    feed, clock = make_feed(ScriptedClient(AWAY, AWAY, BATCH), tmp_path)
+
+    assert feed.next_groups(0) == BATCH
+    assert [record.message for record in caplog.records if "is away" in record.message]
+    assert len(clock.pauses) == 2
+
+
+def test_feed_gives_up_after_the_time_limit_and_says_why(tmp_path):
+    feed, clock = make_feed(ScriptedClient(AWAY), tmp_path, service_timeout_s=60.0)
+
+    with pytest.raises(TrajectoryApiError, match="stayed away for 60 s: connection refused"):
+        feed.next_groups(0)
+
+    assert 60.0 <= clock.now_s < 75.0
+
+
+def test_feed_waits_as_long_as_a_busy_service_asks(tmp_path):
+    busy = TrajectoryApiError("busy", status=503, retry_after_s=7.0)
+    feed, clock = make_feed(ScriptedClient(busy, BATCH), tmp_path)
+
+    feed.next_groups(0)
+
+    assert clock.pauses == [7.0]
+
+
+def test_feed_registers_again_with_a_service_that_forgot_the_run(tmp_path):
+    client = ScriptedClient(UNREGISTERED, BATCH)
+    feed, _ = make_feed(client, tmp_path)
+
+    assert feed.next_groups(3) == BATCH
+    assert [r["starting_step"] for r in client.registrations] == [3]
+
+
+def test_feed_passes_a_refusal_on(tmp_path):
+    refusal = TrajectoryApiError("unprocessable", status=422)
+    feed, _ = make_feed(ScriptedClient(refusal), tmp_path)
+
+    with pytest.raises(TrajectoryApiError, match="unprocessable"):
+        feed.next_groups(0)
+
+
+def test_contract_doors_reach_a_real_service(tmp_path, service):
+    config = tiny_config(tmp_path, atropos_url=service.url)
+
+    assert check_atropos_api(service.url, timeout=5)
+    assert register_trainer(config) > 0
+    assert get_batch(service.url) == {"batch": None}
+    assert not check_atropos_api(f"http://127.0.0.1:{find_free_port()}", timeout=0)

@@ -1,0 +1,130 @@
+"""The engine process: its command and environment, readiness, failure, end."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from atroposlib.errors import ConfigError
+from example_trainer.processes import ProcessFailedError, find_free_port
+from example_trainer.vllm_manager import (
+    VllmServer,
+    check_vllm_health,
+    is_port_in_use,
+    vllm_command,
+    vllm_environment,
+    wait_for_vllm_ready,
+)
+from tests.trainer.scripted_vllm import ScriptedVllm
+from tests.trainer.tiny import tiny_config
+
+
+def option(command, name):
+    return command[command.index(name) + 1]
+
+
+def test_command_on_a_cpu_asks_for_float32_and_no_gpu_memory(tmp_path):
+    config = tiny_config(tmp_path, vllm_port=9123, max_model_len=512)
+
+    command = vllm_command(config, "saves/step_3")
+
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert option(command, "--model") == "saves/step_3"
+    assert option(command, "--served-model-name") == "tiny"
+    assert option(command, "--host") == "127.0.0.1"
+    assert option(command, "--port") == "9123"
+    assert option(command, "--dtype") == "float32"
+    assert option(command, "--max-model-len") == "512"
+    assert "--gpu-memory-utilization" not in command
+
+
+def test_command_on_a_gpu_passes_dtype_memory_and_further_arguments(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        device="cuda:0",
+        logprobs_mode="processed",
+        vllm_args="--enforce-eager --chat-template 'a b'",
+    )
+
+    command = vllm_command(config, "tiny")
+
+    assert option(command, "--dtype") == "bfloat16"
+    assert option(command, "--gpu-memory-utilization") == "0.45"
+    assert option(command, "--logprobs-mode") == "processed_logprobs"
+    assert command[-3:] == ["--enforce-eager", "--chat-template", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu", "expected"), [("", 1, "1"), ("4,7", 1, "7"), ("4,7", None, "4,7")]
+)
+def test_gpu_is_counted_among_those_this_process_was_given(tmp_path, visible, gpu, expected):
+    config = tiny_config(tmp_path, vllm_gpu=gpu)
+
+    environment = vllm_environment(config, {"CUDA_VISIBLE_DEVICES": visible}, updatable=False)
+
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected
+    assert "VLLM_SERVER_DEV_MODE" not in environment
+
+
+def test_gpu_beyond_those_visible_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="shows 1 GPUs"):
+        vllm_environment(
+            tiny_config(tmp_path, vllm_gpu=1), {"CUDA_VISIBLE_DEVICES": "4"}, updatable=True
+        )
+
+
+def test_server_becomes_ready_logs_and_ends(tmp_path, free_port, fake_vllm):
+    server = VllmServer(tiny_config(tmp_path, vllm_port=free_port), updatable=True)
+
+    server.start("tiny")
+    server.check_alive()
+    was_healthy = check_vllm_health(free_port)
+    server.stop()
+    server.stop()
+
+    assert was_healthy
+    assert not is_port_in_use(free_port)
+    log = (tmp_path / "logs" / "vllm.log").read_text()
+    assert f"--port {free_port}" in log
+    assert "development mode: 1" in log
+
+
+def test_server_that_ends_at_once_is_reported_with_its_log(tmp_path, free_port, fake_vllm):
+    server = VllmServer(tiny_config(tmp_path, vllm_port=free_port), updatable=False)
+
+    with pytest.raises(ProcessFailedError, match="no such model"):
+        server.start("broken")
+
+    server.check_alive()
+
+
+def test_server_that_dies_later_is_noticed(tmp_path, free_port, fake_vllm):
+    server = VllmServer(tiny_config(tmp_path, vllm_port=free_port), updatable=False)
+    server.start("tiny")
+    process = server._process
+
+    process.stop()
+
+    with pytest.raises(ProcessFailedError):
+        server.check_alive()
+    server.stop()
+
+
+def test_port_counts_as_used_only_while_something_listens():
+    port = find_free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        assert is_port_in_use(port)
+        assert not wait_for_vllm_ready(find_free_port(), timeout=0.0)
+
+    assert not is_port_in_use(port)
+
+
+def test_health_is_what_the_engine_says():
+    with ScriptedVllm() as engine:
+        assert check_vllm_health(engine.port)
+        assert wait_for_vllm_ready(engine.port)
+        engine.answers["/health"] = (503, {})
+        assert not check_vllm_health(engine.port)

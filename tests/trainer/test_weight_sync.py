@@ -1,0 +1,205 @@
+"""How weights reach an engine: the order of requests, whose engine it is, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from atroposlib.errors import ConfigError, InferenceError
+from example_trainer.engine_control import EngineControl
+from example_trainer.engine_weights import export_for_engine, ties_output_to_input
+from example_trainer.vllm_manager import VllmServer
+from example_trainer.weight_sync import (
+    InPlaceSync,
+    RestartSync,
+    is_sync_due,
+    make_weight_sync,
+    require_built_mode,
+)
+from tests.trainer.scripted_vllm import ScriptedVllm
+from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama
+
+
+def cpu_engine(served):
+    """Answers of an engine that runs on a CPU and serves the model in a directory."""
+    settings = {
+        "device_config": {"device": "cpu"},
+        "model_config": {"model": str(served), "logprobs_mode": "raw_logprobs"},
+    }
+    return {"/server_info": (200, {"vllm_config": settings})}
+
+
+def tied_llama():
+    model = tiny_llama()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("interval", "publishes_final", "due"),
+    [
+        (2, True, [2, 4, 5]),
+        (2, False, [2, 4]),
+        (5, False, []),
+        (1, False, [1, 2, 3, 4]),
+        (0, True, []),
+    ],
+)
+def test_sync_is_due_at_the_interval_and_at_the_end_where_somebody_uses_it(
+    tmp_path, interval, publishes_final, due
+):
+    config = tiny_config(tmp_path, training_steps=5, vllm_restart_interval=interval)
+
+    steps = [s for s in range(1, 6) if is_sync_due(s, config, publishes_final=publishes_final)]
+
+    assert steps == due
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only", "lora_restart"])
+def test_mode_that_is_not_built_is_refused_naming_what_exists(tmp_path, mode):
+    with pytest.raises(ConfigError, match=f"{mode} is not built yet; use one of: none, in_place"):
+        require_built_mode(tiny_config(tmp_path, weight_bridge_mode=mode))
+
+
+@pytest.mark.parametrize("settings", [{"world_size": 2}, {"single_copy": True}])
+def test_setting_without_code_behind_it_is_refused(tmp_path, settings):
+    with pytest.raises(ConfigError, match="not built yet"):
+        require_built_mode(tiny_config(tmp_path, **settings))
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("none", RestartSync), ("in_place", InPlaceSync)])
+def test_mode_chooses_the_strategy(tmp_path, mode, kind):
+    sync = make_weight_sync(tiny_config(tmp_path, weight_bridge_mode=mode))
+
+    assert isinstance(sync, kind)
+    sync.close()
+
+
+def test_in_place_publish_pauses_reloads_drops_caches_and_resumes(tmp_path):
+    with ScriptedVllm() as engine:
+        sync = InPlaceSync(tiny_config(tmp_path, vllm_port=engine.port, sync_pause_mode="wait"))
+        sync.check_before_load()
+        sync.start(tiny_llama(), SavedTokenizer(), source="tiny")
+        sync.publish(tiny_llama(), checkpoint=None)
+        sync.close()
+
+    assert engine.paths[1:] == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+    assert engine.requests[1][1] == {"mode": "wait"}
+    assert engine.requests[2][2] == {
+        "method": "reload_weights",
+        "kwargs": {"weights_path": str(tmp_path / "saves" / "sync_weights")},
+    }
+    assert engine.requests[3][1] == {"reset_running_requests": "true"}
+    assert not (tmp_path / "saves" / "sync_weights").exists()
+
+
+def test_in_place_start_of_a_resumed_run_brings_the_running_engine_up_to_date(tmp_path):
+    with ScriptedVllm() as engine:
+        sync = InPlaceSync(tiny_config(tmp_path, vllm_port=engine.port))
+        sync.check_before_load()
+        sync.start(tiny_llama(), SavedTokenizer(), source="saves/step_2")
+        sync.close()
+
+    assert engine.paths.count("/resume") == 1
+
+
+def test_in_place_sync_with_an_engine_that_cannot_names_the_remedy(tmp_path):
+    with ScriptedVllm({"/collective_rpc": (404, {})}) as engine:
+        sync = InPlaceSync(tiny_config(tmp_path, vllm_port=engine.port))
+        with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
+            sync.check_before_load()
+        sync.close()
+
+
+def test_in_place_sync_with_something_else_on_the_port_is_refused(tmp_path):
+    with ScriptedVllm({"/health": (500, {})}) as engine:
+        sync = InPlaceSync(tiny_config(tmp_path, vllm_port=engine.port))
+        with pytest.raises(InferenceError, match=f"port {engine.port} is taken"):
+            sync.check_before_load()
+        sync.close()
+
+
+def test_restart_sync_never_takes_over_a_running_engine(tmp_path):
+    with ScriptedVllm() as engine:
+        sync = RestartSync(tiny_config(tmp_path, vllm_port=engine.port))
+        with pytest.raises(InferenceError, match="launches its own engine"):
+            sync.check_before_load()
+        with pytest.raises(InferenceError, match="is taken by another process"):
+            VllmServer(tiny_config(tmp_path, vllm_port=engine.port), updatable=False).start("m")
+        sync.close()
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"/collective_rpc": (500, {"error": "no such file"})},
+        {"/reset_prefix_cache": (200, {"success": False})},
+    ],
+)
+def test_failed_reload_is_an_error_but_the_engine_resumes(tmp_path, answers):
+    with ScriptedVllm(answers) as engine:
+        control = EngineControl(f"http://127.0.0.1:{engine.port}")
+        with pytest.raises(InferenceError):
+            control.reload_weights(tmp_path, pause_mode="keep")
+        control.close()
+
+    assert engine.paths[-1] == "/resume"
+
+
+def test_external_cpu_engine_with_a_tied_model_is_refused(tmp_path):
+    model = tied_llama()
+    model.save_pretrained(tmp_path / "served")
+    with ScriptedVllm(cpu_engine(tmp_path / "served")) as engine:
+        sync = InPlaceSync(tiny_config(tmp_path, vllm_port=engine.port))
+        sync.check_before_load()
+        with pytest.raises(ConfigError, match="does not replace the output layer"):
+            sync.start(model, SavedTokenizer(), source="tiny")
+        sync.close()
+
+
+def test_external_cpu_engine_that_serves_an_untied_export_is_accepted(tmp_path):
+    model = tied_llama()
+    export_for_engine(model, tmp_path / "served")
+    with ScriptedVllm(cpu_engine(tmp_path / "served")) as engine:
+        sync = InPlaceSync(tiny_config(tmp_path, vllm_port=engine.port))
+        sync.check_before_load()
+        sync.start(model, SavedTokenizer(), source="tiny")
+        sync.close()
+
+    assert engine.paths == ["/collective_rpc"]
+
+
+def test_export_of_a_tied_model_has_an_output_layer_of_its_own(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    model = tied_llama()
+
+    export_for_engine(model, tmp_path / "export", tokenizer=SavedTokenizer())
+
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    assert ties_output_to_input(model)
+    assert model.config.tie_word_embeddings is True
+    assert not ties_output_to_input(loaded)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    settings = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert settings["tie_word_embeddings"] is False
+    assert (tmp_path / "export" / "tokenizer_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("answer", "processed"),
+    [
+        ((200, {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}), True),
+        ((200, {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}), False),
+        ((200, {"vllm_config": "VllmConfig(...)"}), False),
+        ((404, {}), False),
+    ],
+)
+def test_engine_is_asked_for_its_logprobs_mode(answer, processed):
+    with ScriptedVllm({"/server_info": answer}) as engine:
+        control = EngineControl(f"http://127.0.0.1:{engine.port}")
+        assert control.returns_processed_logprobs() is processed
+        control.close()
