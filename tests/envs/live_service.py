@@ -68,18 +68,21 @@ class ScriptedTrainer:
 
     async def register(self) -> None:
         await self.client.register_trainer(**self.registration)
-        await self.client.batch()  # a trainer has started once it asked for a batch
+        await self._take_batch()  # a trainer has started once it asked for a batch
+
+    async def _take_batch(self) -> bool:
+        batch = await self.client.batch()
+        if batch is None:
+            return False
+        self.steps += 1
+        self.groups += batch
+        return True
 
     async def train(self, num_steps: int, *, pace_s: float = 0.0) -> None:
         """Take batches until so many came."""
         while self.steps < num_steps:
-            batch = await self.client.batch()
-            if batch is None:
-                await asyncio.sleep(0.005)
-                continue
-            self.steps += 1
-            self.groups += batch
-            await asyncio.sleep(pace_s)
+            has_arrived = await self._take_batch()
+            await asyncio.sleep(pace_s if has_arrived else 0.005)
 
     async def __aenter__(self) -> ScriptedTrainer:
         return self
