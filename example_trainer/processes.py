@@ -21,7 +21,13 @@ from types import TracebackType
 
 from atroposlib.errors import AtroposError
 
-__all__ = ["ManagedProcess", "ProcessFailedError", "find_free_port", "wait_until_ready"]
+__all__ = [
+    "ManagedProcess",
+    "ProcessFailedError",
+    "find_free_port",
+    "find_free_ports",
+    "wait_until_ready",
+]
 
 _GUARDIAN = Path(__file__).with_name("process_guardian.py")
 _START_TIMEOUT_S = 10.0
@@ -281,6 +287,15 @@ def wait_until_ready(
 
 def find_free_port(host: str = "127.0.0.1") -> int:
     """Find a TCP port on `host` that nothing listens on now, by binding it and letting it go."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    return find_free_ports(1, host)[0]
+
+
+def find_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Find `count` different free ports; see `find_free_port`."""
+    with contextlib.ExitStack() as probes:
+        ports = []
+        for _ in range(count):
+            probe = probes.enter_context(socket.socket())
+            probe.bind((host, 0))
+            ports.append(int(probe.getsockname()[1]))
+    return ports

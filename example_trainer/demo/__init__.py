@@ -1,0 +1,1 @@
+"""The demo: the whole loop on one machine, by one command."""

@@ -1,0 +1,110 @@
+"""Accuracy on held-out problems, measured through the inference server the rollouts come from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from atroposlib.errors import InferenceError
+from example_trainer.demo.task import Problem
+
+__all__ = ["HeldOutResult", "measure_held_out"]
+
+_CONCURRENT_REQUESTS = 32
+_REQUEST_TIMEOUT_S = 300.0
+_TICK_S = 0.5
+
+
+class HeldOutResult(NamedTuple):
+    """How a model did on the held-out problems."""
+
+    num_correct: int
+    """Problems answered correctly."""
+
+    num_problems: int
+    """Problems asked."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share answered correctly, from 0 to 1."""
+        return self.num_correct / self.num_problems
+
+
+def measure_held_out(
+    base_url: str,
+    *,
+    model_name: str,
+    problems: Sequence[Problem],
+    max_tokens: int,
+    on_tick: Callable[[int], None],
+) -> HeldOutResult:
+    """Ask an OpenAI-compatible server every problem once, greedily.
+
+    Args:
+        base_url: Address that ends in `/v1`.
+        model_name: Name the server knows the model by.
+        problems: What is asked; at least one.
+        max_tokens: Longest completion.
+        on_tick: Called about twice a second with the number of answers so far; what it raises
+            ends the measurement.
+
+    Raises:
+        InferenceError: A request failed; an answer that could not be had is not a wrong answer.
+    """
+    return asyncio.run(
+        _measure(base_url, model_name, problems, max_tokens=max_tokens, on_tick=on_tick)
+    )
+
+
+async def _measure(
+    base_url: str,
+    model_name: str,
+    problems: Sequence[Problem],
+    *,
+    max_tokens: int,
+    on_tick: Callable[[int], None],
+) -> HeldOutResult:
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=_CONCURRENT_REQUESTS)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def ask(problem: Problem) -> bool:
+            body = {
+                "model": model_name,
+                "messages": problem.messages,
+                "temperature": 0.0,
+                "max_tokens": max_tokens,
+            }
+            return problem.is_correct(
+                await _complete(session, f"{base_url}/chat/completions", body)
+            )
+
+        tasks = [asyncio.create_task(ask(problem)) for problem in problems]
+        pending = set(tasks)
+        num_correct = 0
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=_TICK_S)
+                on_tick(len(problems) - len(pending))
+                num_correct += sum(task.result() for task in done)
+        finally:
+            for task in pending:
+                task.cancel()
+            # All of them, so that no second failure is reported later as never looked at.
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return HeldOutResult(num_correct, len(problems))
+
+
+async def _complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> str:
+    try:
+        async with session.post(url, json=body) as answer:
+            if answer.status != 200:
+                reason = (await answer.text())[:300]
+                raise InferenceError(f"POST {url} answered {answer.status}: {reason}")
+            reply = await answer.json()
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise InferenceError(f"POST {url} failed: {error!r}") from error
+    return str(reply["choices"][0]["message"]["content"] or "")

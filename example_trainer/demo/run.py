@@ -1,0 +1,301 @@
+"""One run of the demo, from nothing to the report.
+
+tiny model --warm-up--> partial skill --four processes--> more skill --> curve, page, figures
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import httpx
+
+from atroposlib.errors import InferenceError
+from example_trainer.demo import report, tiny_model, warm_up
+from example_trainer.demo.held_out import HeldOutResult, measure_held_out
+from example_trainer.demo.progress import DemoProgress
+from example_trainer.demo.settings import DemoPaths, DemoSettings
+from example_trainer.demo.stack import Stack, build_stack, environment_settings
+from example_trainer.demo.supervisor import Supervisor
+from example_trainer.demo.task import Problem, held_out_problems, training_problems
+from example_trainer.engine_control import EngineControl
+from example_trainer.processes import ManagedProcess, ProcessFailedError, find_free_ports
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = ["Demo", "DemoResult"]
+
+_POLL_S = 0.5
+_HEALTH_TIMEOUT_S = 5.0
+_NUM_TOKENIZER_PROBLEMS = 2_000
+_GROUPS_PER_END = 16
+
+
+class DemoResult(NamedTuple):
+    """What came out of a run."""
+
+    before: HeldOutResult
+    after: HeldOutResult
+    points: list[report.RewardPoint]
+    seconds: float
+
+
+class Demo:
+    """The phases of one run; every process it starts has ended when `run` returns or raises.
+
+    Args:
+        settings: What it does.
+        paths: Where it writes.
+        progress: Whom it tells.
+    """
+
+    def __init__(self, settings: DemoSettings, paths: DemoPaths, progress: DemoProgress) -> None:
+        self.settings = settings
+        self.paths = paths
+        self.progress = progress
+        self._supervisor = Supervisor()
+
+    def run(self) -> DemoResult:
+        """Go through all phases.
+
+        Raises:
+            ProcessFailedError: One of the processes ended or was not ready in time.
+            AtroposError: Something else failed for a known reason.
+        """
+        with self._supervisor:
+            problems = self._make_problems()
+            if self.settings.uses_tiny_model:
+                model, tokenizer = self._make_tiny_model()
+            stack = self._build_stack()
+            self._supervisor.start(stack.engine)
+            self._supervisor.start(stack.service)
+            if self.settings.uses_tiny_model:
+                self._warm_up(model, tokenizer, problems)
+            self._wait_for_servers(stack)
+            # Started now, so that it has loaded by the time the measurement is done.
+            self._supervisor.start(stack.trainer, may_finish=True)
+            before = self._measure(stack, problems, "before")
+            self._reinforce(stack)
+            after = self._measure(stack, problems, "after")
+        return self._report(before, after)
+
+    def _make_problems(self) -> list[Problem]:
+        return held_out_problems(self._env_settings())
+
+    def _env_settings(self) -> dict[str, object]:
+        settings = environment_settings(
+            self.settings, self.paths, model="", engine_url="", service_url=""
+        )
+        env: dict[str, object] = settings["env"]
+        return env
+
+    @property
+    def _model(self) -> str:
+        return self.settings.model or str(self.paths.tiny_model)
+
+    def _make_tiny_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+        """Write a model with random weights, good enough for the engine to start on."""
+        self.progress.begin("make", "Making a small model from scratch", expected="a few seconds")
+        conversations = [
+            [*problem.messages, {"role": "assistant", "content": problem.worked_solution}]
+            for problem in training_problems(self._env_settings(), _NUM_TOKENIZER_PROBLEMS)
+        ]
+        tokenizer = tiny_model.train_tokenizer(
+            conversations, max_length=self.settings.shape.max_length
+        )
+        model = tiny_model.build_model(tokenizer, self.settings.shape, seed=self.settings.seed)
+        tiny_model.save_tiny_model(model, tokenizer, self.paths.tiny_model)
+        self.progress.note(
+            f"{model.num_parameters():,} parameters, a vocabulary of {len(tokenizer)}"
+        )
+        return model, tokenizer
+
+    def _build_stack(self) -> Stack:
+        import torch
+
+        engine_port, service_port = find_free_ports(2)
+        return build_stack(
+            self.settings,
+            self.paths,
+            model=self._model,
+            ports=(engine_port, service_port),
+            inherited=os.environ,
+            on_gpu=torch.cuda.is_available(),
+        )
+
+    def _warm_up(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        problems: list[Problem],
+    ) -> None:
+        import torch
+
+        settings = self.settings.warm_up
+        self.progress.begin(
+            "warm_up",
+            "Teaching it a little by supervised learning, while the engine starts",
+            expected=f"a minute, until {settings.target_accuracy:.0%} of its answers are right",
+        )
+        torch.set_num_threads(1)  # the engine is starting on the other cores
+
+        def on_check(step: int, loss: float, accuracy: float) -> None:
+            self._supervisor.check()
+            state = f"step {step}, loss {loss:.2f}, {accuracy:.0%} right"
+            self.progress.update(accuracy, settings.target_accuracy or None, state)
+
+        result = warm_up.warm_up(
+            model,
+            tokenizer,
+            examples=[
+                warm_up.encode_example(tokenizer, problem)
+                for problem in training_problems(self._env_settings(), settings.num_conversations)
+            ],
+            measured=problems,
+            settings=settings,
+            seed=self.settings.seed,
+            on_check=on_check,
+        )
+        tiny_model.save_tiny_model(model, tokenizer, self.paths.tiny_model)
+        self.progress.note(
+            f"{result.accuracy:.0%} right after {result.steps} steps and {result.seconds:.0f} s"
+        )
+        if result.accuracy < settings.target_accuracy:
+            self.progress.note(f"stopped at the limit of {settings.limit_s:g} s; going on")
+
+    def _wait_for_servers(self, stack: Stack) -> None:
+        self.progress.begin(
+            "start", "Waiting for the engine and the service", expected="up to a minute"
+        )
+        for process, url in (
+            (stack.service, f"{stack.service_url}/info"),
+            (stack.engine, f"{stack.engine_url}/health"),
+        ):
+            self._wait_until_healthy(process, url)
+        if self.settings.uses_tiny_model:
+            control = EngineControl(stack.engine_url)
+            try:
+                control.reload_weights(self.paths.tiny_model, pause_mode="keep")
+            finally:
+                control.close()
+
+    def _wait_until_healthy(self, process: ManagedProcess, url: str) -> None:
+        def is_healthy() -> bool:
+            try:
+                answer = httpx.get(url, timeout=_HEALTH_TIMEOUT_S, trust_env=False)
+            except httpx.HTTPError:
+                return False
+            return answer.status_code == 200
+
+        self._supervisor.wait_until_ready(
+            process,
+            is_healthy,
+            timeout_s=self.settings.start_limit_s,
+            on_wait=lambda waited_s: self.progress.update(
+                waited_s, None, f"the {process.name} has been starting for {waited_s:.0f} s"
+            ),
+        )
+
+    def _measure(self, stack: Stack, problems: list[Problem], when: str) -> HeldOutResult:
+        self.progress.begin(
+            f"measure_{when}",
+            f"Measuring {when} training: {len(problems)} problems never trained on",
+            expected="a few seconds",
+        )
+
+        def on_tick(num_answered: int) -> None:
+            self._supervisor.check()
+            self.progress.update(num_answered, len(problems), f"{num_answered} answers")
+
+        try:
+            result = measure_held_out(
+                f"{stack.engine_url}/v1",
+                model_name=self._model,
+                problems=problems,
+                max_tokens=self.settings.max_tokens // 2,
+                on_tick=on_tick,
+            )
+        except InferenceError:
+            self._supervisor.check()  # rather name the part that failed, when one did
+            raise
+        self.progress.note(f"{result.num_correct} of {result.num_problems} right")
+        return result
+
+    def _reinforce(self, stack: Stack) -> None:
+        settings = self.settings
+        self.progress.begin(
+            "reinforce",
+            f"Reinforcement learning: {settings.steps} steps of {settings.groups_per_step} "
+            f"problems x {settings.group_size} tries",
+            expected="a few minutes" if settings.uses_tiny_model else "as long as the model needs",
+        )
+        self._supervisor.start(stack.environment, may_finish=True)
+        watch = _StallWatch(settings.stall_limit_s)
+        while stack.trainer.is_alive():
+            self._supervisor.check()
+            points = report.read_rewards(self.paths.trainer_metrics)
+            watch.check(len(points), trainer=stack.trainer, environment=stack.environment)
+            self.progress.update(len(points), settings.steps, _state(points, settings.steps))
+            time.sleep(_POLL_S)
+        self._supervisor.check()
+
+    def _report(self, before: HeldOutResult, after: HeldOutResult) -> DemoResult:
+        self.progress.begin("report", "Writing the report", expected="a few seconds")
+        paths = self.paths
+        points = report.read_rewards(paths.trainer_metrics)
+        report.write_curve(points, paths.curve)
+        report.write_rollouts_page(paths.groups, paths.rollouts, groups_per_end=_GROUPS_PER_END)
+        self.progress.end()
+        result = DemoResult(before, after, points, self.progress.elapsed_s)
+        figures = {
+            "accuracy_before": before.accuracy,
+            "accuracy_after": after.accuracy,
+            "num_held_out": before.num_problems,
+            "seed": self.settings.seed,
+            "steps": self.settings.steps,
+            "seconds": result.seconds,
+            "seconds_by_phase": self.progress.seconds_by_phase,
+        }
+        paths.summary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        return result
+
+
+class _StallWatch:
+    """Notices that the trainer makes no more steps although every process is alive."""
+
+    def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._num_steps = 0
+        self._since = clock()
+
+    def check(
+        self, num_steps: int, *, trainer: ManagedProcess, environment: ManagedProcess
+    ) -> None:
+        """Raise `ProcessFailedError` when nothing has happened for too long.
+
+        Args:
+            num_steps: Steps the trainer has logged.
+            trainer: Named when it is stuck with an environment at work.
+            environment: Named when it has ended and the trainer still waits.
+        """
+        now = self._clock()
+        if num_steps != self._num_steps:
+            self._num_steps, self._since = num_steps, now
+        stalled_s = now - self._since
+        if environment.returncode is not None and stalled_s >= min(60.0, self._limit_s):
+            raise ProcessFailedError(environment, "ended, but the trainer has steps left to do")
+        if stalled_s >= self._limit_s:
+            raise ProcessFailedError(trainer, f"has made no step for {stalled_s:.0f} s")
+
+
+def _state(points: Sequence[report.RewardPoint], num_steps: int) -> str:
+    """Say in a few words how far the training is."""
+    if not points:
+        return "waiting for the first batch"
+    mean = report.rolling_mean([point.reward for point in points], 10)[-1]
+    return f"step {len(points)} of {num_steps}, mean score {mean:.2f}"

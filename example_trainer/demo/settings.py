@@ -1,0 +1,228 @@
+"""What one run of the demo does and where it writes: chosen values, folders, addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from example_trainer.demo.tiny_model import TinyModelShape
+
+__all__ = ["DemoPaths", "DemoSettings", "TaskSettings", "WarmUpSettings", "settings_for"]
+
+Profile = Literal["full", "quick"]
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """The reasoning-gym task the model learns."""
+
+    name: str = "chain_sum"
+    """Name of the task in the reasoning-gym package."""
+
+    num_terms: int = 3
+    """Numbers in one sum; with one digit each, three make 4,000 different problems."""
+
+    num_digits: int = 1
+    """Digits of each number."""
+
+    system_prompt: str | None = "Give the answer in <answer> tags."
+    """What the model is told first; None leaves the environment's own prompt."""
+
+    @property
+    def params(self) -> dict[str, int]:
+        """Parameters of the task as reasoning-gym names them."""
+        return {
+            "min_terms": self.num_terms,
+            "max_terms": self.num_terms,
+            "min_digits": self.num_digits,
+            "max_digits": self.num_digits,
+        }
+
+
+@dataclass(frozen=True)
+class WarmUpSettings:
+    """Supervised learning that ends at a partial skill."""
+
+    target_accuracy: float = 0.42
+    """It ends once this share of held-out problems is answered correctly (greedy)."""
+
+    limit_s: float = 240.0
+    """Seconds after which it ends in any case."""
+
+    lr: float = 2e-3
+    """Learning rate."""
+
+    batch_size: int = 64
+    """Conversations per step."""
+
+    num_conversations: int = 20_000
+    """Conversations drawn for it, held-out problems left out."""
+
+    steps_per_check: int = 5
+    """Steps between two measurements of accuracy."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Everything one run of the demo can be told."""
+
+    model: str | None = None
+    """Hub name or folder of a model; None makes a tiny one and warms it up."""
+
+    seed: int = 0
+    """Seed of the weights, the problems, the sampling and the trainer."""
+
+    steps: int = 150
+    """Optimiser steps of the reinforcement learning."""
+
+    groups_per_step: int = 16
+    """Problems in one optimiser step."""
+
+    group_size: int = 8
+    """Completions sampled for each problem."""
+
+    lr: float = 1e-4
+    """Learning rate of the reinforcement learning."""
+
+    max_tokens: int = 64
+    """Longest prompt and completion together, in tokens."""
+
+    num_held_out: int = 256
+    """Problems accuracy is measured on; none of them is ever trained on."""
+
+    task: TaskSettings = TaskSettings()
+    """What is learned."""
+
+    warm_up: WarmUpSettings = WarmUpSettings()
+    """How the tiny model gets its partial skill; unused with `model`."""
+
+    shape: TinyModelShape = field(default_factory=TinyModelShape)
+    """Sizes of the tiny model; unused with `model`."""
+
+    stall_limit_s: float = 300.0
+    """Seconds without a trainer step after which the run counts as stuck."""
+
+    start_limit_s: float = 600.0
+    """Seconds each part may take to answer for the first time."""
+
+    @property
+    def uses_tiny_model(self) -> bool:
+        """Whether the model is made here."""
+        return self.model is None
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Trajectories in one optimiser step."""
+        return self.groups_per_step * self.group_size
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """Trajectories in one forward pass of the trainer; divides `sequences_per_step`."""
+        return self.sequences_per_step if self.uses_tiny_model else 2
+
+    @property
+    def eval_seed(self) -> int:
+        """Seed of the held-out problems."""
+        return 1_000_003 + self.seed
+
+
+def settings_for(
+    profile: Profile,
+    *,
+    model: str | None = None,
+    seed: int = 0,
+    steps: int | None = None,
+    lr: float | None = None,
+    max_tokens: int | None = None,
+) -> DemoSettings:
+    """Return the settings of a profile with the given values in place of its own.
+
+    Args:
+        profile: `full` learns visibly; `quick` only passes once through every part.
+        model: A real model in place of the tiny one; changes the defaults that depend on size.
+        seed: See `DemoSettings`.
+        steps: None takes the profile's.
+        lr: None takes 1e-4 for the tiny model, 1e-6 for a given one.
+        max_tokens: None takes 64 for the tiny model, 1024 for a given one.
+    """
+    settings = DemoSettings(model=model, seed=seed)
+    if model is not None:
+        # A real model follows the environment's own instructions and thinks in more tokens.
+        task = replace(settings.task, num_terms=6, num_digits=3, system_prompt=None)
+        settings = replace(settings, lr=1e-6, max_tokens=1024, stall_limit_s=1800.0, task=task)
+    if profile == "quick":
+        # Just enough skill that the tries at one problem differ: equal scores teach nothing.
+        settings = replace(
+            settings,
+            steps=3,
+            groups_per_step=4,
+            num_held_out=32,
+            task=replace(settings.task, num_terms=2),
+            shape=replace(settings.shape, num_layers=2),
+            warm_up=replace(settings.warm_up, target_accuracy=0.2, limit_s=60.0),
+        )
+    return replace(
+        settings,
+        steps=settings.steps if steps is None else steps,
+        lr=settings.lr if lr is None else lr,
+        max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class DemoPaths:
+    """Where one run writes; every path lies under `output`."""
+
+    output: Path
+    """Folder of the run, absolute."""
+
+    @property
+    def logs(self) -> Path:
+        """Folder with one log per process."""
+        return self.output / "logs"
+
+    @property
+    def tiny_model(self) -> Path:
+        """Folder of the model after its warm-up."""
+        return self.output / "model"
+
+    @property
+    def environment_config(self) -> Path:
+        """YAML file the environment is started with."""
+        return self.output / "environment.yaml"
+
+    @property
+    def groups(self) -> Path:
+        """JSONL file of the groups the environment scored."""
+        return self.output / "groups.jsonl"
+
+    @property
+    def environment_metrics(self) -> Path:
+        """JSONL file of the environment's metrics."""
+        return self.output / "environment_metrics.jsonl"
+
+    @property
+    def trainer_metrics(self) -> Path:
+        """JSONL file of the trainer's metrics, one line per step."""
+        return self.output / "trainer_metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder where the trainer saves."""
+        return self.output / "trainer"
+
+    @property
+    def curve(self) -> Path:
+        """Picture of the reward over the steps."""
+        return self.output / "reward_curve.png"
+
+    @property
+    def rollouts(self) -> Path:
+        """Page of rollouts from the first and the last steps."""
+        return self.output / "rollouts.html"
+
+    @property
+    def summary(self) -> Path:
+        """JSON file with the figures of the run."""
+        return self.output / "summary.json"

@@ -1,0 +1,90 @@
+"""The problems of the demo, made and scored by the environment's own code.
+
+seed -> training problems (warm-up)      never the same question
+     -> held-out problems (measuring) -- as one of these
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from example_trainer.demo.extras import require_extra
+
+if TYPE_CHECKING:
+    from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
+    from environments.reasoning_gym_environment.tasks import TaskItem
+
+__all__ = ["Problem", "held_out_problems", "training_problems", "worked_sum"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question, as the environment poses and scores it."""
+
+    item: TaskItem
+    messages: list[dict[str, str]]
+    """The prompt."""
+
+    @property
+    def worked_solution(self) -> str:
+        """A completion that works the problem out step by step, then answers."""
+        return worked_sum(str(self.item.entry["metadata"]["expression"]))
+
+    def is_correct(self, completion: str) -> bool:
+        """Say whether the environment gives a completion the full score."""
+        from environments.reasoning_gym_environment.tasks import score_completion
+
+        return score_completion(completion, self.item) >= 1.0
+
+
+def worked_sum(expression: str) -> str:
+    """Work out a sum from left to right, one equation per sign, then the answer.
+
+    `4 - 1 - 7` gives `4 - 1 = 3 ; 3 - 7 = -4 <answer>-4</answer>`.
+
+    Raises:
+        ValueError: `expression` is not a chain of whole numbers joined by + and -.
+    """
+    if not re.fullmatch(r"-?\d+( [+-] -?\d+)*", expression):
+        raise ValueError(f"not a sum of whole numbers: {expression!r}")
+    first, *rest = expression.split(" ")
+    total = int(first)
+    equations = []
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        result = total + int(number) if sign == "+" else total - int(number)
+        equations.append(f"{total} {sign} {number} = {result}")
+        total = result
+    return f"{' ; '.join(equations)} <answer>{total}</answer>".lstrip()
+
+
+def held_out_problems(env_settings: Mapping[str, Any]) -> list[Problem]:
+    """Return the environment's evaluation set; it never trains on any of these questions."""
+    config = _config(env_settings)
+    from environments.reasoning_gym_environment.tasks import eval_items
+
+    with require_extra("examples"):
+        return [_problem(item, config) for item in eval_items(config)]
+
+
+def training_problems(env_settings: Mapping[str, Any], count: int) -> list[Problem]:
+    """Return the first `count` training problems the environment would draw."""
+    config = _config(env_settings)
+    from environments.reasoning_gym_environment.tasks import train_item
+
+    with require_extra("examples"):
+        return [_problem(train_item(config, index), config) for index in range(count)]
+
+
+def _config(env_settings: Mapping[str, Any]) -> ReasoningGymEnvConfig:
+    from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
+
+    return ReasoningGymEnvConfig(**env_settings)
+
+
+def _problem(item: TaskItem, config: ReasoningGymEnvConfig) -> Problem:
+    from environments.reasoning_gym_environment.tasks import prompt_messages
+
+    return Problem(item, prompt_messages(item, config))
