@@ -102,6 +102,7 @@ class ServingEnv(RegisteredEnv):
 
     async def _run_close_hook(self) -> None:
         await self._run_tolerated(self.close(), "close")
+        await self._run_tolerated(self.server.close(), "closing the inference connections")
 
     def _close_records(self) -> None:
         self.run_log.finish()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from openai.types.chat import ChatCompletion, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice as ChatChoice
-from openai.types.completion import Completion
-from openai.types.completion_choice import CompletionChoice
+if TYPE_CHECKING:
+    # Imported where objects are built: the package takes a second, and `--help` builds none.
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion import Completion
 
 __all__ = ["Answer", "FinishReason", "as_finish_reason", "build_chat", "build_completion"]
 
@@ -35,6 +35,9 @@ def as_finish_reason(reason: Any) -> FinishReason:
 
 def build_chat(answers: Sequence[Answer], *, model: str, id_: str, created: int) -> ChatCompletion:
     """Build a chat answer with one choice per text, numbered from 0; `created` in seconds."""
+    from openai.types.chat import ChatCompletion, ChatCompletionMessage
+    from openai.types.chat.chat_completion import Choice as ChatChoice
+
     return ChatCompletion(
         id=id_,
         created=created,
@@ -55,6 +58,9 @@ def build_completion(
     answers: Sequence[Answer], *, model: str, id_: str, created: int
 ) -> Completion:
     """Build a completion with one choice per text, numbered from 0; `created` in seconds."""
+    from openai.types.completion import Completion
+    from openai.types.completion_choice import CompletionChoice
+
     return Completion(
         id=id_,
         created=created,

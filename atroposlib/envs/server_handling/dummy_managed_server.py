@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn
-
-from openai.types.chat import ChatCompletion
-from openai.types.completion import Completion
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
 from atroposlib.scored_data import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion import Completion
 
 __all__ = ["DummyManagedServer", "ManagedServerAdapter"]
 

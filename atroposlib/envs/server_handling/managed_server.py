@@ -11,10 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from openai.types.chat import ChatCompletion
-from openai.types.completion import Completion
+from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.server_handling.completion_objects import (
@@ -34,6 +31,10 @@ from atroposlib.envs.server_handling.sequence_tracker import (
     make_node,
 )
 from atroposlib.envs.server_handling.vllm_payloads import drop_double_bos
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion import Completion
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
-
-import openai
-from openai.types.chat import ChatCompletion
-from openai.types.completion import Completion
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.engine_http import EngineHttp
@@ -17,9 +13,13 @@ from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.errors import ConfigError, InferenceError
 
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion import Completion
+
 __all__ = ["OpenAICompatibleServer", "WrongChoiceCountError", "append_choices"]
 
-AnyCompletion = TypeVar("AnyCompletion", ChatCompletion, Completion)
+AnyCompletion = TypeVar("AnyCompletion", "ChatCompletion", "Completion")
 Create = Callable[..., Awaitable[AnyCompletion]]
 
 
@@ -46,6 +46,8 @@ class OpenAICompatibleServer(APIServer):
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
+        import openai  # here, since it takes a second and `--help` makes no client
+
         super().__init__(config, reasoning_config)
         try:
             self.openai = openai.AsyncClient(

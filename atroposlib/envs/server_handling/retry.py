@@ -6,7 +6,6 @@ import json
 import re
 
 import aiohttp
-import openai
 from tenacity import Future, RetryError
 
 from atroposlib.errors import ConfigError, ContextOverflowError, InferenceError
@@ -92,6 +91,8 @@ class RetriesExhaustedError(InferenceError, RetryError):
 
 def http_status(error: BaseException) -> int | None:
     """Return the HTTP status an error reports, None when no answer was received."""
+    import openai
+
     if isinstance(error, openai.APIStatusError):
         return error.status_code
     if isinstance(error, (EngineStatusError, aiohttp.ClientResponseError)):
@@ -125,6 +126,8 @@ def is_outage_suspect(error: BaseException) -> bool:
 
 def retry_after_s(error: BaseException) -> float | None:
     """Return how long the server asked to wait, in seconds, capped; None when it did not say."""
+    import openai
+
     wanted: float | None = None
     if isinstance(error, EngineStatusError):
         wanted = error.wait_s

@@ -18,10 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, TypeVar
-
-from openai.types.chat import ChatCompletion
-from openai.types.completion import Completion
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
@@ -51,6 +48,10 @@ from atroposlib.envs.server_handling.semaphore import (
     AsyncSemWithAdaptiveWeight,
     SemaphoreWithOwnSlot,
 )
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion import Completion
 
 __all__ = [
     "RAISE_WHEN_DOWN",

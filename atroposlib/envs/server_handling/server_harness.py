@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from openai.types.chat import ChatCompletion
-from openai.types.completion import Completion
+from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.completion_objects import (
     Answer,
@@ -17,6 +14,10 @@ from atroposlib.envs.server_handling.completion_objects import (
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion import Completion
 
 __all__ = ["ServerHarness", "create_chat_completion", "create_completion"]
 

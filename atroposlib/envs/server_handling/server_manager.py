@@ -13,10 +13,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
-
-from openai.types.chat import ChatCompletion
-from openai.types.completion import Completion
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.config import ServerManagerConfig
 from atroposlib.envs.server_handling.engines import find_configs, make_server
@@ -37,6 +34,10 @@ from atroposlib.envs.server_handling.server_baseline import (
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion import Completion
 
 __all__ = [
     "APIServer",
