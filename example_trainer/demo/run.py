@@ -8,30 +8,28 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import httpx
 
 from atroposlib.errors import InferenceError
-from example_trainer.demo import report, tiny_model, warm_up
+from example_trainer.demo import report
 from example_trainer.demo.held_out import HeldOutResult, measure_held_out
 from example_trainer.demo.progress import DemoProgress
 from example_trainer.demo.settings import DemoPaths, DemoSettings
 from example_trainer.demo.stack import Stack, build_stack, environment_settings
+from example_trainer.demo.stall_watch import StallWatch
+from example_trainer.demo.student import Student, make_student, teach_student
 from example_trainer.demo.supervisor import Supervisor
-from example_trainer.demo.task import Problem, held_out_problems, training_problems
+from example_trainer.demo.task import Problem, held_out_problems
 from example_trainer.engine_control import EngineControl
-from example_trainer.processes import ManagedProcess, ProcessFailedError, find_free_ports
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from example_trainer.processes import ManagedProcess, find_free_ports
 
 __all__ = ["Demo", "DemoResult"]
 
 _POLL_S = 0.5
 _HEALTH_TIMEOUT_S = 5.0
-_NUM_TOKENIZER_PROBLEMS = 2_000
 _GROUPS_PER_END = 16
 
 
@@ -69,12 +67,12 @@ class Demo:
         with self._supervisor:
             problems = self._make_problems()
             if self.settings.uses_tiny_model:
-                model, tokenizer = self._make_tiny_model()
+                student = self._make_student()
             stack = self._build_stack()
             self._supervisor.start(stack.engine)
             self._supervisor.start(stack.service)
             if self.settings.uses_tiny_model:
-                self._warm_up(model, tokenizer, problems)
+                self._warm_up(student, problems)
             self._wait_for_servers(stack)
             # Started now, so that it has loaded by the time the measurement is done.
             self._supervisor.start(stack.trainer, may_finish=True)
@@ -97,22 +95,20 @@ class Demo:
     def _model(self) -> str:
         return self.settings.model or str(self.paths.tiny_model)
 
-    def _make_tiny_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    def _make_student(self) -> Student:
         """Write a model with random weights, good enough for the engine to start on."""
         self.progress.begin("make", "Making a small model from scratch", expected="a few seconds")
-        conversations = [
-            [*problem.messages, {"role": "assistant", "content": problem.worked_solution}]
-            for problem in training_problems(self._env_settings(), _NUM_TOKENIZER_PROBLEMS)
-        ]
-        tokenizer = tiny_model.train_tokenizer(
-            conversations, max_length=self.settings.shape.max_length
+        student = make_student(
+            self._env_settings(),
+            shape=self.settings.shape,
+            seed=self.settings.seed,
+            folder=self.paths.tiny_model,
         )
-        model = tiny_model.build_model(tokenizer, self.settings.shape, seed=self.settings.seed)
-        tiny_model.save_tiny_model(model, tokenizer, self.paths.tiny_model)
         self.progress.note(
-            f"{model.num_parameters():,} parameters, a vocabulary of {len(tokenizer)}"
+            f"{student.model.num_parameters():,} parameters, "
+            f"a vocabulary of {len(student.tokenizer)}"
         )
-        return model, tokenizer
+        return student
 
     def _build_stack(self) -> Stack:
         import torch
@@ -127,45 +123,32 @@ class Demo:
             on_gpu=torch.cuda.is_available(),
         )
 
-    def _warm_up(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
-        problems: list[Problem],
-    ) -> None:
-        import torch
-
-        settings = self.settings.warm_up
+    def _warm_up(self, student: Student, problems: list[Problem]) -> None:
+        target, limit_s = self.settings.warm_up.target_accuracy, self.settings.warm_up.limit_s
         self.progress.begin(
             "warm_up",
             "Teaching it a little by supervised learning, while the engine starts",
-            expected=f"a minute, until {settings.target_accuracy:.0%} of its answers are right",
+            expected=f"a minute, until {target:.0%} of its answers are right",
         )
-        torch.set_num_threads(1)  # the engine is starting on the other cores
 
         def on_check(step: int, loss: float, accuracy: float) -> None:
             self._supervisor.check()
             state = f"step {step}, loss {loss:.2f}, {accuracy:.0%} right"
-            self.progress.update(accuracy, settings.target_accuracy or None, state)
+            self.progress.update(accuracy, target, state)
 
-        result = warm_up.warm_up(
-            model,
-            tokenizer,
-            examples=[
-                warm_up.encode_example(tokenizer, problem)
-                for problem in training_problems(self._env_settings(), settings.num_conversations)
-            ],
+        result = teach_student(
+            student,
+            self._env_settings(),
             measured=problems,
-            settings=settings,
+            settings=self.settings.warm_up,
             seed=self.settings.seed,
             on_check=on_check,
         )
-        tiny_model.save_tiny_model(model, tokenizer, self.paths.tiny_model)
         self.progress.note(
             f"{result.accuracy:.0%} right after {result.steps} steps and {result.seconds:.0f} s"
         )
-        if result.accuracy < settings.target_accuracy:
-            self.progress.note(f"stopped at the limit of {settings.limit_s:g} s; going on")
+        if result.accuracy < target:
+            self.progress.note(f"stopped at the limit of {limit_s:g} s; going on")
 
     def _wait_for_servers(self, stack: Stack) -> None:
         self.progress.begin(
@@ -179,6 +162,7 @@ class Demo:
         if self.settings.uses_tiny_model:
             control = EngineControl(stack.engine_url)
             try:
+                # It has started on random weights, to save the time.
                 control.reload_weights(self.paths.tiny_model, pause_mode="keep")
             finally:
                 control.close()
@@ -234,7 +218,7 @@ class Demo:
             expected="a few minutes" if settings.uses_tiny_model else "as long as the model needs",
         )
         self._supervisor.start(stack.environment, may_finish=True)
-        watch = _StallWatch(settings.stall_limit_s)
+        watch = StallWatch(settings.stall_limit_s)
         while stack.trainer.is_alive():
             self._supervisor.check()
             points = report.read_rewards(self.paths.trainer_metrics)
@@ -262,35 +246,6 @@ class Demo:
         }
         paths.summary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         return result
-
-
-class _StallWatch:
-    """Notices that the trainer makes no more steps although every process is alive."""
-
-    def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s = limit_s
-        self._clock = clock
-        self._num_steps = 0
-        self._since = clock()
-
-    def check(
-        self, num_steps: int, *, trainer: ManagedProcess, environment: ManagedProcess
-    ) -> None:
-        """Raise `ProcessFailedError` when nothing has happened for too long.
-
-        Args:
-            num_steps: Steps the trainer has logged.
-            trainer: Named when it is stuck with an environment at work.
-            environment: Named when it has ended and the trainer still waits.
-        """
-        now = self._clock()
-        if num_steps != self._num_steps:
-            self._num_steps, self._since = num_steps, now
-        stalled_s = now - self._since
-        if environment.returncode is not None and stalled_s >= min(60.0, self._limit_s):
-            raise ProcessFailedError(environment, "ended, but the trainer has steps left to do")
-        if stalled_s >= self._limit_s:
-            raise ProcessFailedError(trainer, f"has made no step for {stalled_s:.0f} s")
 
 
 def _state(points: Sequence[report.RewardPoint], num_steps: int) -> str:

@@ -1,0 +1,80 @@
+"""The small model of the demo, from nothing to a partial skill at the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from example_trainer.demo.settings import WarmUpSettings
+from example_trainer.demo.task import Problem, training_problems
+from example_trainer.demo.tiny_model import (
+    TinyModelShape,
+    build_model,
+    save_tiny_model,
+    train_tokenizer,
+)
+from example_trainer.demo.warm_up import WarmUpResult, encode_example, warm_up
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = ["Student", "make_student", "teach_student"]
+
+_NUM_TOKENIZER_PROBLEMS = 2_000
+
+
+class Student(NamedTuple):
+    """A model, its tokenizer, and the folder other processes read both from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    folder: Path
+
+
+def make_student(
+    env_settings: Mapping[str, Any], *, shape: TinyModelShape, seed: int, folder: Path
+) -> Student:
+    """Make a tokenizer for the task and a model with random weights, and write both.
+
+    Args:
+        env_settings: Settings of the environment that poses the problems.
+        shape: Sizes of the model.
+        seed: Of its weights.
+        folder: Where it is written.
+    """
+    conversations = [
+        [*problem.messages, {"role": "assistant", "content": problem.worked_solution}]
+        for problem in training_problems(env_settings, _NUM_TOKENIZER_PROBLEMS)
+    ]
+    tokenizer = train_tokenizer(conversations, max_length=shape.max_length)
+    model = build_model(tokenizer, shape, seed=seed)
+    save_tiny_model(model, tokenizer, folder)
+    return Student(model, tokenizer, folder)
+
+
+def teach_student(
+    student: Student,
+    env_settings: Mapping[str, Any],
+    *,
+    measured: Sequence[Problem],
+    settings: WarmUpSettings,
+    seed: int,
+    on_check: Callable[[int, float, float], None],
+) -> WarmUpResult:
+    """Warm the student up in place and write it again; see `warm_up.warm_up`."""
+    import torch
+
+    torch.set_num_threads(1)  # the engine is starting on the other cores
+    problems = training_problems(env_settings, settings.num_conversations)
+    result = warm_up(
+        student.model,
+        student.tokenizer,
+        examples=[encode_example(student.tokenizer, problem) for problem in problems],
+        measured=measured,
+        settings=settings,
+        seed=seed,
+        on_check=on_check,
+    )
+    save_tiny_model(student.model, student.tokenizer, student.folder)
+    return result

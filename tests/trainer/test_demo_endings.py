@@ -1,0 +1,152 @@
+"""However the demo ends, no process it started is alive afterwards; through the real stack."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("reasoning_gym")
+
+pytestmark = pytest.mark.slow
+
+MARK = "ATROPOS_TEST_MARK"
+LINUX_ONLY = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
+PATIENCE_S = 240.0
+
+
+class RunningDemo:
+    """A demo under way; every process it starts inherits a mark to be found by."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.output = folder / "run"
+        self.log = folder / "demo.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "example_trainer.demo.cli", "--profile", "quick"]
+                + ["--steps", "500", "--output", str(self.output)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1"},
+            )
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the demo has said `text`."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.said():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def relatives(self) -> dict[int, str]:
+        """Return the command lines of living processes with the mark, the demo's left out."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                pid = int(folder.name)
+                marked = f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
+                if marked and pid != self.process.pid:
+                    found[pid] = (folder / "cmdline").read_bytes().decode().replace("\0", " ")
+        return found
+
+    def kill_part(self, piece_of_command: str) -> None:
+        """Kill -9 the process itself, not its guardian."""
+        pids = [
+            pid
+            for pid, command in self.relatives().items()
+            if piece_of_command in command and "process_guardian" not in command
+        ]
+        os.kill(min(pids), signal.SIGKILL)
+
+    def assert_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + 20.0
+        while left := self.relatives():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[RunningDemo]:
+    running = RunningDemo(tmp_path)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+        for pid in running.relatives():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@LINUX_ONLY
+@pytest.mark.parametrize(
+    ("moment", "signum", "code"),
+    [
+        ("1. Making", signal.SIGINT, 130),
+        ("2. Teaching", signal.SIGINT, 130),
+        ("3. Waiting", signal.SIGTERM, 143),
+        ("4. Measuring", signal.SIGINT, 130),
+        ("5. Reinforcement", signal.SIGINT, 130),
+        ("step ", signal.SIGINT, 130),
+    ],
+)
+def test_demo_interrupted_leaves_nothing(
+    demo: RunningDemo, moment: str, signum: signal.Signals, code: int
+) -> None:
+    demo.wait_for(moment)
+
+    demo.process.send_signal(signum)
+
+    assert demo.process.wait(timeout=60) == code
+    assert "Traceback" not in demo.said()
+    demo.assert_nothing_is_left()
+
+
+@LINUX_ONLY
+@pytest.mark.parametrize(
+    ("piece_of_command", "name"),
+    [
+        ("vllm.entrypoints", "inference engine"),
+        ("VLLM::Worker", "inference engine"),
+        ("atroposlib.cli.run_api", "trajectory service"),
+        ("reasoning_gym_environment.py", "environment"),
+        ("example_trainer.grpo", "trainer"),
+    ],
+)
+def test_demo_killed_part_is_named_and_nothing_is_left(
+    demo: RunningDemo, piece_of_command: str, name: str
+) -> None:
+    demo.wait_for("5. Reinforcement")
+    while not (demo.output / "trainer_metrics.jsonl").exists():
+        assert demo.process.poll() is None, demo.said()
+        time.sleep(0.1)
+
+    demo.kill_part(piece_of_command)
+
+    assert demo.process.wait(timeout=90) == 1
+    assert f"atropos-demo: {name} " in demo.said()
+    assert "the end of its log" in demo.said()
+    demo.assert_nothing_is_left()
+
+
+@LINUX_ONLY
+def test_demo_kill_9_leaves_nothing(demo: RunningDemo) -> None:
+    demo.wait_for("5. Reinforcement")
+
+    demo.process.kill()
+    demo.process.wait()
+
+    demo.assert_nothing_is_left()
