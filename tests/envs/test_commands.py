@@ -176,7 +176,7 @@ def test_process_and_evaluate_warn_about_a_local_server(
     ("servers", "shown"),
     [
         (
-            [APIServerConfig(api_key="sk-1")],
+            [APIServerConfig(api_key="sk-1")],  # pragma: allowlist secret
             [{**APIServerConfig().model_dump(), "api_key": "***"}],
         ),
         (APIServerConfig(timeout=3), {**APIServerConfig().model_dump(), "timeout": 3}),

@@ -113,7 +113,7 @@ def test_empty_defaults_use_the_clients_environment(monkeypatch: pytest.MonkeyPa
 
     server = OpenAIServer(APIServerConfig())
 
-    assert server.openai.api_key == "from-environment"
+    assert server.openai.api_key == "from-environment"  # pragma: allowlist secret
     assert str(server.openai.base_url) == "https://api.openai.com/v1/"
 
 
