@@ -83,9 +83,9 @@ class Batch:
     summary: BatchSummary
 
 
-def padded_length(longest: int) -> int:
-    """Return the columns for rows of at most `longest` unshifted tokens: a multiple of 64."""
-    return max(1, -(-(longest - 1) // PAD_MULTIPLE)) * PAD_MULTIPLE
+def padded_length(longest: int, *, multiple: int = PAD_MULTIPLE) -> int:
+    """Return the columns for rows of at most `longest` unshifted tokens: such a multiple."""
+    return max(1, -(-(longest - 1) // multiple)) * multiple
 
 
 def shift_row(row: Row) -> Row:
@@ -101,14 +101,18 @@ def shift_row(row: Row) -> Row:
     )
 
 
-def make_microbatch(rows: Sequence[Row], *, columns: int | None = None) -> Microbatch:
+def make_microbatch(
+    rows: Sequence[Row], *, columns: int | None = None, pad_multiple: int = PAD_MULTIPLE
+) -> Microbatch:
     """Shift and pad rows into one micro-batch.
 
     Args:
         rows: Unshifted rows, at least one.
-        columns: T; None takes the smallest multiple of 64 that holds the longest row.
+        columns: T; None takes the smallest multiple that holds the longest row.
+        pad_multiple: What T is a multiple of, when `columns` is None.
     """
-    width = columns or padded_length(max(len(row.tokens) for row in rows))
+    longest = max(len(row.tokens) for row in rows)
+    width = columns or padded_length(longest, multiple=pad_multiple)
     shifted = [shift_row(row) for row in rows]
 
     def pad(values: Sequence[float] | None, fill: float) -> list[float]:
@@ -127,7 +131,11 @@ def make_microbatch(rows: Sequence[Row], *, columns: int | None = None) -> Micro
 
 
 def build_batch(
-    groups: Sequence[Mapping[str, Any]], rules: RowRules, *, microbatch_size: int
+    groups: Sequence[Mapping[str, Any]],
+    rules: RowRules,
+    *,
+    microbatch_size: int,
+    pad_multiple: int = PAD_MULTIPLE,
 ) -> Batch:
     """Build the tensors of one optimiser step; the last micro-batch may be smaller.
 
@@ -135,6 +143,7 @@ def build_batch(
         groups: [N] groups as the service delivers them.
         rules: How groups become rows.
         microbatch_size: Rows per forward pass.
+        pad_multiple: The columns of each are a multiple of this.
 
     Raises:
         GroupError: a group is malformed or cannot be honoured; the message names the path.
@@ -144,7 +153,7 @@ def build_batch(
     ]
     rows = [row for members in rows_by_group for row in members]
     microbatches = [
-        make_microbatch(rows[start : start + microbatch_size])
+        make_microbatch(rows[start : start + microbatch_size], pad_multiple=pad_multiple)
         for start in range(0, len(rows), microbatch_size)
     ]
     trained = [(mb.labels_BT != IGNORE_INDEX).sum(dim=1) for mb in microbatches]

@@ -55,6 +55,12 @@ class TrainingFields(BaseModel):
         ge=1,
         description="Micro-batches per optimiser step; times batch_size is the batch.",
     )
+    pad_multiple: int = Field(
+        default=64,
+        ge=1,
+        description="Sequences of a forward pass are padded to a multiple of this many tokens; "
+        "a small one saves time where kernels do not care for round shapes, as on a CPU.",
+    )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear learning-rate warm-up.")
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
         default="adamw_8bit",

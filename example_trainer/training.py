@@ -119,7 +119,12 @@ class Trainer:
         started = self._clock()
         groups = self._feed.next_groups(self.steps_done)
         fetched = self._clock()
-        batch = build_batch(groups, self._rules, microbatch_size=self.config.batch_size)
+        batch = build_batch(
+            groups,
+            self._rules,
+            microbatch_size=self.config.batch_size,
+            pad_multiple=self.config.pad_multiple,
+        )
         self._weight_sync.before_step(sync_follows=self._is_sync_due(self.steps_done + 1))
         metrics = self.train_on(batch)
         self.steps_done += 1

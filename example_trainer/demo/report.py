@@ -16,6 +16,7 @@ from example_trainer.demo.extras import require_extra
 
 __all__ = [
     "RewardPoint",
+    "count_steps",
     "curve_text",
     "next_commands",
     "read_rewards",
@@ -24,26 +25,40 @@ __all__ = [
     "write_rollouts_page",
 ]
 
-_REWARD_KEY = "train/reward_mean"
+_REWARD_KEY = "train/percent_correct"
 
 
 class RewardPoint(NamedTuple):
-    """Mean score of the trajectories of one trainer step."""
+    """Mean reward of all tries the environment scored around one trainer step."""
 
     step: int
     reward: float
 
 
 def read_rewards(metrics_path: Path) -> list[RewardPoint]:
-    """Read the trainer's metrics; a last line that is still being written is left out."""
+    """Read the environment's metrics; a last line that is still being written is left out.
+
+    The environment's figures count every try. The trainer sees only groups whose scores differ,
+    so its mean says little about how good the model is.
+    """
     points = []
     with contextlib.suppress(FileNotFoundError):
         for line in metrics_path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
-                if _REWARD_KEY in record:
-                    points.append(RewardPoint(int(record["step"]), float(record[_REWARD_KEY])))
+                # The environment puts the name it registered under before its metrics.
+                reward = next((v for k, v in record.items() if k.endswith(_REWARD_KEY)), None)
+                if reward is not None:
+                    points.append(RewardPoint(int(record["step"]), float(reward)))
     return points
+
+
+def count_steps(metrics_path: Path) -> int:
+    """Return how many steps the trainer has logged."""
+    try:
+        return metrics_path.read_text(encoding="utf-8").count('"train/loss"')
+    except FileNotFoundError:
+        return 0
 
 
 def rolling_mean(values: Sequence[float], window: int) -> list[float]:
@@ -77,7 +92,7 @@ def write_curve(points: Sequence[RewardPoint], path: Path) -> None:
         linewidth=2,
         label=f"mean of {window} steps",
     )
-    axes.set(xlabel="trainer step", ylabel="mean score of the batch", ylim=(0, 1))
+    axes.set(xlabel="trainer step", ylabel="share of tries that are right", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +109,7 @@ def curve_text(points: Sequence[RewardPoint], *, width: int = 72, height: int = 
     figure = plotext.figure
     figure.clear()
     figure.plot_size(width, height)
-    figure.title(f"mean score of the batch (mean of {window} steps)")
+    figure.title(f"share of tries that are right (mean of {window} steps)")
     figure.label("trainer step", axis="x")
     figure.ruler("y").lim(0, 1)
     signal = figure.signal([point.step for point in points], rewards, marker="braille")

@@ -221,16 +221,17 @@ class Demo:
         watch = StallWatch(settings.stall_limit_s)
         while stack.trainer.is_alive():
             self._supervisor.check()
-            points = report.read_rewards(self.paths.trainer_metrics)
-            watch.check(len(points), trainer=stack.trainer, environment=stack.environment)
-            self.progress.update(len(points), settings.steps, _state(points, settings.steps))
+            steps = report.count_steps(self.paths.trainer_metrics)
+            watch.check(steps, trainer=stack.trainer, environment=stack.environment)
+            points = report.read_rewards(self.paths.environment_metrics)
+            self.progress.update(steps, settings.steps, _state(steps, settings.steps, points))
             time.sleep(_POLL_S)
         self._supervisor.check()
 
     def _report(self, before: HeldOutResult, after: HeldOutResult) -> DemoResult:
         self.progress.begin("report", "Writing the report", expected="a few seconds")
         paths = self.paths
-        points = report.read_rewards(paths.trainer_metrics)
+        points = report.read_rewards(paths.environment_metrics)
         report.write_curve(points, paths.curve)
         report.write_rollouts_page(paths.groups, paths.rollouts, groups_per_end=_GROUPS_PER_END)
         self.progress.end()
@@ -248,9 +249,9 @@ class Demo:
         return result
 
 
-def _state(points: Sequence[report.RewardPoint], num_steps: int) -> str:
+def _state(steps: int, num_steps: int, points: Sequence[report.RewardPoint]) -> str:
     """Say in a few words how far the training is."""
-    if not points:
+    if not steps or not points:
         return "waiting for the first batch"
-    mean = report.rolling_mean([point.reward for point in points], 10)[-1]
-    return f"step {len(points)} of {num_steps}, mean score {mean:.2f}"
+    reward = report.rolling_mean([point.reward for point in points], 10)[-1]
+    return f"step {steps} of {num_steps}, {reward:.0%} of the tries right"

@@ -136,7 +136,8 @@ def engine_arguments(settings: DemoSettings, *, model: str, port: int, on_gpu: b
     arguments += ["--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--max-model-len", str(settings.max_tokens), "--seed", str(settings.seed)]
     if settings.uses_tiny_model or not on_gpu:
-        arguments += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "128"]
+        arguments += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256"]
+    arguments += ["--disable-uvicorn-access-log"]  # thousands of short requests a minute
     if on_gpu:
         arguments += ["--gpu-memory-utilization", "0.45"]
     return arguments
@@ -155,6 +156,7 @@ def trainer_arguments(
         "batch-size": settings.sequences_per_pass,
         "gradient-accumulation-steps": settings.sequences_per_step // settings.sequences_per_pass,
         "seq-len": settings.max_tokens,
+        "pad-multiple": 8 if settings.uses_tiny_model else 64,
         "optimizer": "adamw",
         "seed": settings.seed,
         "weight-bridge-mode": "in_place",

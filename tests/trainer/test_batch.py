@@ -51,6 +51,16 @@ def test_microbatch_input_at_each_trained_position_is_the_token_before_its_label
     assert trained.sum() == len(tokens) - 1
 
 
+@pytest.mark.parametrize(("pad_multiple", "columns"), [(1, 4), (8, 8), (64, 64)])
+def test_batch_rows_are_padded_to_the_multiple_asked_for(pad_multiple, columns):
+    # Five tokens, so four inputs.
+    batch = build_batch(
+        [group([[7, 8]], [1.0])], RULES, microbatch_size=1, pad_multiple=pad_multiple
+    )
+
+    assert batch.microbatches[0].tokens_BT.shape == (1, columns)
+
+
 def test_batch_keeps_the_last_partial_microbatch_and_counts_the_whole():
     groups = [group([[7], [8, 9]], [1.0, 0.0]), group([[4, 5, 6]], [0.5])]
 

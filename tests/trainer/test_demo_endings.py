@@ -31,10 +31,14 @@ class RunningDemo:
         self.mark = uuid.uuid4().hex
         self.output = folder / "run"
         self.log = folder / "demo.log"
+        self.descendants: set[int] = set()
+        self.births: set[tuple[int, str]] = set()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "example_trainer.demo.cli", "--profile", "quick"]
-                + ["--steps", "500", "--output", str(self.output)],
+                [
+                    *(sys.executable, "-m", "example_trainer.demo.cli", "--profile", "quick"),
+                    *("--steps", "500", "--output", str(self.output)),
+                ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1"},
@@ -52,15 +56,26 @@ class RunningDemo:
         return self.log.read_text(errors="replace")
 
     def relatives(self) -> dict[int, str]:
-        """Return the command lines of living processes with the mark, the demo's left out."""
-        found = {}
+        """Return the names of living processes that the demo or one of its children started.
+
+        Found by the mark in their environment, or by having descended from the demo at an earlier
+        call: vLLM writes its process titles over the environment shown in /proc.
+        """
+        living = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, IndexError):
                 pid = int(folder.name)
+                name, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
+                state, parent, *fields = rest.split()
+                birth = (pid, fields[17])
                 marked = f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
-                if marked and pid != self.process.pid:
-                    found[pid] = (folder / "cmdline").read_bytes().decode().replace("\0", " ")
-        return found
+                if marked or int(parent) in self.descendants or birth in self.births:
+                    self.descendants.add(pid)
+                    self.births.add(birth)
+                    command = (folder / "cmdline").read_bytes().decode(errors="replace")
+                    if state != "Z" and pid != self.process.pid:
+                        living[pid] = command.replace("\0", " ") or name
+        return living
 
     def kill_part(self, piece_of_command: str) -> None:
         """Kill -9 the process itself, not its guardian."""
@@ -107,6 +122,7 @@ def test_demo_interrupted_leaves_nothing(
     demo: RunningDemo, moment: str, signum: signal.Signals, code: int
 ) -> None:
     demo.wait_for(moment)
+    demo.relatives()
 
     demo.process.send_signal(signum)
 
@@ -145,6 +161,7 @@ def test_demo_killed_part_is_named_and_nothing_is_left(
 @LINUX_ONLY
 def test_demo_kill_9_leaves_nothing(demo: RunningDemo) -> None:
     demo.wait_for("5. Reinforcement")
+    assert len(demo.relatives()) >= 8  # four parts, each with a guardian
 
     demo.process.kill()
     demo.process.wait()

@@ -12,6 +12,7 @@ from rich.console import Console
 from example_trainer.demo.progress import DemoProgress
 from example_trainer.demo.report import (
     RewardPoint,
+    count_steps,
     curve_text,
     next_commands,
     read_rewards,
@@ -30,10 +31,19 @@ def group_line(question: str) -> str:
 
 def test_read_rewards_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "train/reward_mean": step / 10}) for step in (1, 2)]
-    path.write_text("\n".join([*lines, '{"benchmark/mode": "x", "step": 2}', '{"step": 3, "tra']))
+    key = "some_name_0_train/percent_correct"
+    lines = [json.dumps({"step": step, key: step / 10}) for step in (1, 2)]
+    path.write_text("\n".join([*lines, '{"other": 1, "step": 2}', '{"step": 3, "some_na']))
 
     assert read_rewards(path) == [RewardPoint(1, 0.1), RewardPoint(2, 0.2)]
+
+
+def test_count_steps_counts_what_the_trainer_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": 0.5}\n{"step": 2, "train/loss": 0.4}\n{"ste')
+
+    assert count_steps(path) == 2
+    assert count_steps(tmp_path / "missing.jsonl") == 0
 
 
 def test_read_rewards_no_file_yet_is_empty(tmp_path: Path) -> None:
