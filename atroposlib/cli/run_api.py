@@ -75,10 +75,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is not between 0 and 65535 (0: any free port)")
-    return port
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no port; expected a whole number from 0 to 65535 (0: any free port)"
+        )
+    return int(text)
 
 
 def _start_message(host: str, port: int) -> str:

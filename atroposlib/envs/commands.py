@@ -16,6 +16,7 @@ from atroposlib.envs.config_layers import COMMANDS
 from atroposlib.envs.flag_help import help_text
 from atroposlib.envs.flags import HELP_WORDS, Flag, flags_of, read_flags
 from atroposlib.envs.settings_text import shown_default
+from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import UsageError, near_name, refused_values
 
 __all__ = ["evaluate_command", "process_command", "run_cli", "serve_command"]
@@ -27,8 +28,9 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     """Run the command that this process's command line asks for; never returns.
 
     Raises:
-        SystemExit: 0 when the command ended, 2 with a message on a usage error, 128 + the signal
-            number after a signal. Other exceptions of the command pass through.
+        SystemExit: 0 when the command ended, 2 with a message on a usage error or a setting that
+            cannot be used, 128 + the signal number after a signal. Other exceptions of the command
+            pass through.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -36,6 +38,9 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     except FailedExecutionException as error:
         sys.stderr.write(f"{program}: error: {error.message}\n")
         sys.exit(error.exit_code)
+    except (ConfigError, MissingExtraError) as error:
+        sys.stderr.write(f"{program}: error: {error}\n")
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     sys.exit(0)

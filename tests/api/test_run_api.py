@@ -92,11 +92,11 @@ def test_run_api_help_names_every_flag_with_its_default():
 
 
 @pytest.mark.parametrize("port", ["70000", "-1", "eighty"])
-def test_run_api_port_out_of_range_is_a_usage_error(monkeypatch, capsys, port):
+def test_run_api_wrong_port_is_a_usage_error_that_names_the_range(monkeypatch, capsys, port):
     monkeypatch.setattr(sys, "argv", ["run-api", f"--port={port}"])
 
     with pytest.raises(SystemExit) as stop:
         main()
 
     assert stop.value.code == 2
-    assert "argument --port" in capsys.readouterr().err
+    assert f"argument --port: '{port}' is no port; expected" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from pydantic_cli import Cmd
 from atroposlib.envs.commands import run_cli
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
+from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import get_prefixed_pydantic_model
 from tests.envs.command_environment import StandInEnv, stand_in
 
@@ -77,6 +78,20 @@ def test_run_cli_wrong_line_exits_2_with_one_message(
     assert (code, env_cls.built) == (2, [])
     assert message in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("no file there"), MissingExtraError("some-package", extra="examples")]
+)
+def test_run_cli_setting_found_unusable_in_the_run_exits_2_with_its_message(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(_: Any) -> None:
+        raise error
+
+    assert call(stand_in(process_manager=fail), "process", monkeypatch) == 2
+
+    assert f"env.py: error: {error}\n" in capsys.readouterr().err
 
 
 def test_serve_runs_the_main_loop_with_flags_and_yaml(

@@ -43,8 +43,9 @@ class ServerBaseline(BaseModel):
     )
     server_type: ServerType = Field(
         default="openai",
-        description="Engine behind the URL: openai, vllm, sglang or trl. "
-        "Exact token ids and logprobs need vllm or sglang.",
+        description="Engine behind the URL. openai (any provider) and vllm are supported; exact "
+        "token ids and logprobs, which training needs, come from vllm. sglang and trl are names "
+        "kept for older files and are refused.",
     )
     tokenizer_name: str = Field(
         default="none",

@@ -34,6 +34,4 @@ class OpenAIServer(OpenAICompatibleServer):
     """
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
-        raise NotImplementedError(
-            "the OpenAI protocol returns no token ids; use server_type vllm or sglang"
-        )
+        raise NotImplementedError("the OpenAI protocol returns no token ids; use server_type vllm")

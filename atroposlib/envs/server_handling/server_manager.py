@@ -232,7 +232,7 @@ class ServerManager:
         if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
             raise NotImplementedError(
                 "a server of type openai gives no token ids, so nothing can be trained on; use "
-                f"server_type vllm or sglang, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
+                f"server_type vllm, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
             )
         logger.warning("server_type openai: tracked sequences hold placeholder tokens")
         return DummyManagedServer(server, tokenizer)
