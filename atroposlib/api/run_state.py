@@ -24,7 +24,7 @@ from atroposlib.api.store.base import GroupStore, StoredGroup
 from atroposlib.errors import ConfigError
 from atroposlib.wire import DecodedGroup
 
-__all__ = ["Admission", "EnvView", "RegistrationConflictError", "RunState"]
+__all__ = ["EnvView", "Placement", "RegistrationConflictError", "RunState"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class RegistrationConflictError(ConfigError):
     """A trainer registered settings that differ from those of the running run."""
 
 
-class Admission(NamedTuple):
-    """What became of a posted group."""
+class Placement(NamedTuple):
+    """Where a posted group went."""
 
     buffered_sequences: int | None
     """Sequences left in the sender's buffer; None when the group went straight to the queue."""
@@ -106,7 +106,7 @@ class RunState:
         logger.info("environment %d registered as %s", env.env_id, env.real_name)
         return env
 
-    async def admit(self, groups: Sequence[DecodedGroup]) -> list[Admission]:
+    async def admit(self, groups: Sequence[DecodedGroup]) -> list[Placement]:
         """Store groups, all or none, then queue or buffer each in order.
 
         Waits for the store. Cancelling before it answers admits nothing.
@@ -117,17 +117,17 @@ class RunState:
         if num_resets != self._num_resets:
             # The run these groups belong to was reset while they were written.
             await self.store.discard([group.entry.group_id for group in stored])
-            return [Admission(None) for _ in groups]
-        admissions, latest = [], None
+            return [Placement(None) for _ in groups]
+        placements, latest = [], None
         for group in stored:
-            admission, queued = self._place(group.entry)
-            admissions.append(admission)
+            placement, queued = self._place(group.entry)
+            placements.append(placement)
             latest = queued[-1] if queued else latest
         self.counters["groups/received"] += len(groups)
         self.counters["groups/loose"] += sum(group.is_loose for group in groups)
         if latest is not None:
             await self._remember_latest(latest, stored)
-        return admissions
+        return placements
 
     def _describe(self, group: DecodedGroup) -> QueuedGroup:
         env = self.envs.find(group.env_id)
@@ -141,15 +141,15 @@ class RunState:
         self._next_group_id += 1
         return entry
 
-    def _place(self, entry: QueuedGroup) -> tuple[Admission, list[QueuedGroup]]:
+    def _place(self, entry: QueuedGroup) -> tuple[Placement, list[QueuedGroup]]:
         env = self.envs.find(entry.env_id)
         if env is None or not env.wants_to_buffer(entry.num_sequences):
             self.queue.append(entry)
-            return Admission(None), [entry]
+            return Placement(None), [entry]
         released = env.buffer_group(entry)
         for group in released:
             self.queue.append(group)
-        return Admission(env.buffered_sequences), released
+        return Placement(env.buffered_sequences), released
 
     async def _remember_latest(self, entry: QueuedGroup, stored: Sequence[StoredGroup]) -> None:
         payloads = {group.entry.group_id: group.payload for group in stored}

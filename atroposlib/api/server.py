@@ -24,6 +24,7 @@ from atroposlib.api.routes.environments import (
     disconnect_env,
     get_status_env,
     register_env_url,
+    reply_of,
     scored_data,
     scored_data_list,
 )
@@ -119,7 +120,5 @@ def _scored_data_to_dict(scored_data: ScoredData) -> dict[str, Any]:
 async def _process_scored_data(scored_data: ScoredData) -> dict[str, Any]:
     """Admit a group to the run of the module's `app`; answers like `POST /scored_data`."""
     run: RunState = app.state.run
-    (admission,) = await run.admit([decode_group(scored_data.model_dump_json().encode())])
-    if admission.buffered_sequences is None:
-        return {"status": "received"}
-    return {"status": "buffered", "buffer_size": admission.buffered_sequences}
+    (placement,) = await run.admit([decode_group(scored_data.model_dump_json().encode())])
+    return reply_of(placement)

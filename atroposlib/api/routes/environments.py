@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from atroposlib.api.responses import refusal_of
 from atroposlib.api.routes.dependencies import Run
+from atroposlib.api.run_state import Placement
 from atroposlib.api.schemas import EnvIdentifier, RegisterEnv, ScoredData
 from atroposlib.wire import WireError, decode_group, decode_groups
 
@@ -17,6 +18,7 @@ __all__ = [
     "disconnect_env",
     "get_status_env",
     "register_env_url",
+    "reply_of",
     "router",
     "scored_data",
     "scored_data_list",
@@ -68,10 +70,15 @@ async def scored_data(request: Request, run: Run) -> Response | dict[str, Any]:
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         return refusal_of(error)
-    (admission,) = await run.admit([group])
-    if admission.buffered_sequences is None:
+    (placement,) = await run.admit([group])
+    return reply_of(placement)
+
+
+def reply_of(placement: Placement) -> dict[str, Any]:
+    """Tell the sender of one group where it went."""
+    if placement.buffered_sequences is None:
         return {"status": "received"}
-    return {"status": "buffered", "buffer_size": admission.buffered_sequences}
+    return {"status": "buffered", "buffer_size": placement.buffered_sequences}
 
 
 @router.post(
@@ -86,9 +93,9 @@ async def scored_data_list(request: Request, run: Run) -> Response | dict[str, A
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         return refusal_of(error)
-    admissions = await run.admit(groups)
+    placements = await run.admit(groups)
     answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
-    sizes = [a.buffered_sequences for a in admissions if a.buffered_sequences is not None]
+    sizes = [p.buffered_sequences for p in placements if p.buffered_sequences is not None]
     if sizes:
         answer |= {"buffered": len(sizes), "last_buffer_size": sizes[-1]}
     return answer
