@@ -2,9 +2,11 @@
 
     problem -> [system, user] -> G completions -> boxed answer against the gold one -> +1 or -1
 
-Run `python environments/gsm8k_server.py serve --help`, or try it without a hub:
+Run `python environments/gsm8k_server.py serve --help`, or, with a vLLM server on port 9001 and
+without the data set's hub, make a few groups:
 
-    python environments/gsm8k_server.py process --env.dataset_path environments/data/gsm8k_sample
+    python environments/gsm8k_server.py process --env.dataset_path environments/data/gsm8k_sample \
+        --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.envs.single_turn import (
-    Rollout,
+    Trajectory,
     build_group,
     completion_budget,
-    sample_rollouts,
+    sample_trajectories,
 )
+from atroposlib.errors import ConfigError
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.local_records import read_splits
 from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
@@ -90,16 +93,8 @@ def prompt_messages(question: str, *, max_tokens: int) -> list[dict[str, str]]:
     ]
 
 
-def score_answer(completion: str, gold: str) -> float | None:
-    """Score one completion: 1.0 right, -1.0 wrong, None when the gold answer is unreadable.
-
-    Args:
-        completion: everything the policy wrote; only what follows the thinking counts.
-        gold: from `gold_answer`.
-    """
-    verdict = check_math_answer(completion, gold)
-    if not verdict.is_gold_readable:
-        return None
+def score_verdict(verdict: MathVerdict) -> float:
+    """Return the score of one completion: 1.0 right, -1.0 wrong."""
     return 1.0 if verdict.is_correct else -1.0
 
 
@@ -129,12 +124,19 @@ def load_splits(dataset_path: str | None) -> tuple[list[Problem], list[Problem]]
             test split; None loads `gsm8k` from the hub.
 
     Raises:
-        ConfigError: files or columns are missing; the message says which are expected.
+        ConfigError: files or columns are missing; the message says which are expected. Or the hub
+            cannot be reached.
     """
     if dataset_path is None:
         import datasets
 
-        splits = [datasets.load_dataset("gsm8k", "main", split=s) for s in ("train", "test")]
+        try:
+            splits = [datasets.load_dataset("gsm8k", "main", split=s) for s in ("train", "test")]
+        except OSError as error:
+            raise ConfigError(
+                f"GSM8K cannot be loaded from the hub ({error}); --env.dataset_path takes local "
+                "files instead, such as environments/data/gsm8k_sample"
+            ) from error
         train, test = ([dict(row) for row in s.shuffle(seed=SHUFFLE_SEED)] for s in splits)
         return train, test  # type: ignore[return-value]
     train, test = read_splits(Path(dataset_path), COLUMNS, shuffle_seed=SHUFFLE_SEED)
@@ -146,7 +148,7 @@ class GSM8kEnv(BaseEnv):
 
     Attributes:
         iter: problems handed out so far; kept in checkpoints.
-        percent_correct_buffer: 1.0 or 0.0 for every rollout since the last log.
+        percent_correct_buffer: 1.0 or 0.0 for every trajectory since the last log.
     """
 
     name = "gsm8k"
@@ -210,7 +212,7 @@ class GSM8kEnv(BaseEnv):
         if budget < 1:
             logger.warning("a problem leaves no room in max_token_length; skipped")
             return None, []
-        rollouts = await sample_rollouts(
+        trajectories = await sample_trajectories(
             self.server,
             self.tokenizer,
             messages,
@@ -218,25 +220,28 @@ class GSM8kEnv(BaseEnv):
             max_tokens=budget,
             temperature=self.config.temperature,
         )
-        return await self.score(item, messages, rollouts), []
+        return await self.score(item, messages, trajectories), []
 
     async def score(
-        self, item: Problem, messages: Sequence[Mapping[str, str]], rollouts: Sequence[Rollout]
+        self,
+        item: Problem,
+        messages: Sequence[Mapping[str, str]],
+        trajectories: Sequence[Trajectory],
     ) -> ScoredDataGroup | None:
-        """Turn rollouts into a group; None when the gold answer cannot be read."""
-        verdicts = await self._check([r.completion for r in rollouts], item)
-        if not rollouts or not all(verdict.is_gold_readable for verdict in verdicts):
+        """Turn trajectories into a group; None when the gold answer cannot be read."""
+        verdicts = await self._check([trajectory.completion for trajectory in trajectories], item)
+        if not trajectories or not all(verdict.is_gold_readable for verdict in verdicts):
             return None
         self.percent_correct_buffer += [float(verdict.is_correct) for verdict in verdicts]
         return build_group(
             messages,
-            rollouts,
+            trajectories,
             group_scores(
-                [1.0 if verdict.is_correct else -1.0 for verdict in verdicts],
-                [len(rollout.tokens) for rollout in rollouts],
+                [score_verdict(verdict) for verdict in verdicts],
+                [len(trajectory.tokens) for trajectory in trajectories],
                 max_tokens=self.config.max_token_length,
             ),
-            is_muted=[r.num_completion_tokens < MIN_TRAINED_TOKENS for r in rollouts],
+            is_muted=[t.num_completion_tokens < MIN_TRAINED_TOKENS for t in trajectories],
             generation_params={"temperature": self.config.temperature},
             include_messages=self.config.include_messages,
         )

@@ -1,6 +1,6 @@
 """One prompt, G completions, one group: what environments of a single turn share.
 
-messages -> sample_rollouts -> [G] Rollout -> scores of the environment -> build_group
+messages -> sample_trajectories -> [G] Trajectory -> scores of the environment -> build_group
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.scored_data import ScoredDataGroup
+from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
 
-__all__ = ["Rollout", "build_group", "completion_budget", "sample_rollouts"]
+__all__ = ["Trajectory", "build_group", "completion_budget", "sample_trajectories"]
 
 RESERVED_TOKENS = 2
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Trajectory:
     """One completion of a prompt, with the tokens the engine reported."""
 
     completion: str
@@ -29,7 +29,7 @@ class Rollout:
     """[L] prompt and completion ids."""
     masks: list[int]
     """[L] -100 on the prompt, the ids on the completion."""
-    logprobs: list[float]
+    inference_logprobs: list[float]
     """[L] 1.0 on the prompt, the policy's logprobs on the completion."""
 
     @property
@@ -40,7 +40,11 @@ class Rollout:
     @property
     def num_completion_tokens(self) -> int:
         """Tokens the policy wrote."""
-        return sum(1 for mask in self.masks if mask >= 0)
+        return sum(1 for mask in self.masks if mask != IGNORE_INDEX)
+
+    def chat(self, prompt: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return the messages of the prompt and, behind them, the completion as a message."""
+        return [*prompt, {"role": "assistant", "content": self.completion}]
 
 
 def completion_budget(
@@ -55,7 +59,7 @@ def completion_budget(
     return max_token_length - len(prompt) - RESERVED_TOKENS
 
 
-async def sample_rollouts(
+async def sample_trajectories(
     server: Any,
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -63,7 +67,7 @@ async def sample_rollouts(
     group_size: int,
     max_tokens: int,
     **sampling: Any,
-) -> list[Rollout]:
+) -> list[Trajectory]:
     """Wait for G completions of one prompt.
 
     Args:
@@ -75,7 +79,7 @@ async def sample_rollouts(
         sampling: what else the engine takes, as `temperature`.
 
     Returns:
-        [G] rollouts, in the order of the engine's choices.
+        [G] trajectories, in the order of the engine's choices.
     """
     async with server.managed_server(tokenizer=tokenizer) as managed:
         answer = await managed.chat_completion(
@@ -83,12 +87,12 @@ async def sample_rollouts(
         )
         nodes = managed.get_state()["nodes"]
     return [
-        Rollout(
+        Trajectory(
             completion=choice.message.content or "",
             finish_reason=choice.finish_reason or "stop",
             tokens=node.tokens,
             masks=node.masked_tokens,
-            logprobs=node.logprobs,
+            inference_logprobs=node.logprobs,
         )
         for choice, node in zip(answer.choices, nodes, strict=True)
     ]
@@ -96,34 +100,31 @@ async def sample_rollouts(
 
 def build_group(
     messages: Sequence[Mapping[str, Any]],
-    rollouts: Sequence[Rollout],
+    trajectories: Sequence[Trajectory],
     scores: Sequence[float],
     *,
     is_muted: Sequence[bool],
     generation_params: Mapping[str, Any],
     include_messages: bool,
 ) -> ScoredDataGroup:
-    """Put rollouts and their scores together.
+    """Put trajectories and their scores together.
 
     Args:
         messages: the prompt.
-        rollouts: [G].
-        scores: [G], in the order of `rollouts`.
-        is_muted: [G] whether a rollout must not move the policy (`set_advantage_to_zero`).
+        trajectories: [G].
+        scores: [G], in the order of `trajectories`.
+        is_muted: [G] whether a trajectory must not move the policy (`set_advantage_to_zero`).
         generation_params: sampling settings, for the record.
         include_messages: add the chats.
     """
     group: ScoredDataGroup = {
-        "tokens": [rollout.tokens for rollout in rollouts],
-        "masks": [rollout.masks for rollout in rollouts],
+        "tokens": [trajectory.tokens for trajectory in trajectories],
+        "masks": [trajectory.masks for trajectory in trajectories],
         "scores": [float(score) for score in scores],
-        "inference_logprobs": [rollout.logprobs for rollout in rollouts],
+        "inference_logprobs": [trajectory.inference_logprobs for trajectory in trajectories],
         "overrides": [{"set_advantage_to_zero": True} if muted else {} for muted in is_muted],
         "generation_params": dict(generation_params),
     }
     if include_messages:
-        group["messages"] = [
-            [*messages, {"role": "assistant", "content": rollout.completion}]
-            for rollout in rollouts
-        ]
+        group["messages"] = [trajectory.chat(messages) for trajectory in trajectories]
     return group

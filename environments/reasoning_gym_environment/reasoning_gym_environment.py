@@ -18,10 +18,10 @@ from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum, Item, ScoredDataGroup
 from atroposlib.envs.single_turn import (
-    Rollout,
+    Trajectory,
     build_group,
     completion_budget,
-    sample_rollouts,
+    sample_trajectories,
 )
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.score_pool import ScorePool
@@ -147,7 +147,7 @@ class ReasoningGymEnv(BaseEnv):
         if budget < 1:
             logger.warning("an item of %s leaves no room in max_token_length; skipped", item.task)
             return None, []
-        rollouts = await sample_rollouts(
+        trajectories = await sample_trajectories(
             self.server,
             self.tokenizer,
             messages,
@@ -156,30 +156,33 @@ class ReasoningGymEnv(BaseEnv):
             temperature=self.config.temperature,
             top_p=self.config.top_p,
         )
-        return await self.score(item, messages, rollouts), []
+        return await self.score(item, messages, trajectories), []
 
     async def score(
-        self, item: TaskItem, messages: Sequence[Mapping[str, str]], rollouts: Sequence[Rollout]
+        self,
+        item: TaskItem,
+        messages: Sequence[Mapping[str, str]],
+        trajectories: Sequence[Trajectory],
     ) -> ScoredDataGroup:
-        """Turn rollouts into a group; truncated ones are muted when the settings say so."""
-        raw = await asyncio.gather(*(self._check(r.completion, item) for r in rollouts))
+        """Turn trajectories into a group; truncated ones are muted when the settings say so."""
+        raw = await asyncio.gather(*(self._check(t.completion, item) for t in trajectories))
         correct = [float(score >= CORRECT) for score in raw]
         self.percent_correct_buffer += correct
         if self.config.complexity_mode == "curriculum":
             self.curriculum.record(item.task, statistics.fmean(correct))
         logger.debug("%s, complexity %s: scores %s", item.task, item.complexity, raw)
-        self.rollout_dump.save(item, messages, rollouts, raw)
+        self.rollout_dump.save(item, messages, trajectories, raw)
         return build_group(
             messages,
-            rollouts,
+            trajectories,
             group_scores(
                 raw,
-                [len(rollout.tokens) for rollout in rollouts],
+                [len(trajectory.tokens) for trajectory in trajectories],
                 max_tokens=self.config.max_token_length,
             ),
             is_muted=[
-                self.config.mask_too_long_completions and rollout.is_truncated
-                for rollout in rollouts
+                self.config.mask_too_long_completions and trajectory.is_truncated
+                for trajectory in trajectories
             ],
             generation_params={"temperature": self.config.temperature, "top_p": self.config.top_p},
             include_messages=self.config.include_messages,

@@ -1,4 +1,4 @@
-"""Saving rollouts for later reading, in files that the page of groups can show."""
+"""Saving trajectories for later reading, in files that the page of groups can show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from atroposlib.envs.group_writer import GroupWriter
-from atroposlib.envs.single_turn import Rollout
+from atroposlib.envs.single_turn import Trajectory
 from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
 from environments.reasoning_gym_environment.tasks import TaskItem
 
@@ -14,7 +14,7 @@ __all__ = ["RolloutDump"]
 
 
 class RolloutDump:
-    """Writes the rollouts that the settings ask for, each beside its own score.
+    """Writes the trajectories that the settings ask for, each beside its own score.
 
     Args:
         config: `dump_rollouts`, `dump_failed_rollouts`, the score threshold and the folder.
@@ -28,7 +28,7 @@ class RolloutDump:
         self,
         item: TaskItem,
         messages: Sequence[Mapping[str, str]],
-        rollouts: Sequence[Rollout],
+        trajectories: Sequence[Trajectory],
         scores: Sequence[float],
     ) -> None:
         """Write what is wanted of one group.
@@ -36,15 +36,15 @@ class RolloutDump:
         Args:
             item: what was asked.
             messages: the prompt.
-            rollouts: [G].
+            trajectories: [G].
             scores: [G] as the task's scorer gave them.
         """
-        pairs = list(zip(rollouts, scores, strict=True))
+        pairs = list(zip(trajectories, scores, strict=True))
         if self._config.dump_failed_rollouts and not any(scores):
             self._write("failed_rollouts", item, messages, pairs)
         elif self._config.dump_rollouts:
             threshold = self._config.rollout_save_score_threshold
-            good = [(rollout, score) for rollout, score in pairs if score > threshold]
+            good = [(trajectory, score) for trajectory, score in pairs if score > threshold]
             self._write("rollouts", item, messages, good)
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class RolloutDump:
         kind: str,
         item: TaskItem,
         messages: Sequence[Mapping[str, str]],
-        pairs: Sequence[tuple[Rollout, float]],
+        pairs: Sequence[tuple[Trajectory, float]],
     ) -> None:
         if not pairs:
             return
@@ -68,10 +68,7 @@ class RolloutDump:
             "task": item.task,
             "complexity": item.complexity,
             "gold_answer": item.entry["answer"],
-            "messages": [
-                [*messages, {"role": "assistant", "content": rollout.completion}]
-                for rollout, _ in pairs
-            ],
+            "messages": [trajectory.chat(messages) for trajectory, _ in pairs],
             "scores": [score for _, score in pairs],
         }
         self._writers[kind].write(record)

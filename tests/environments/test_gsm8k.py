@@ -8,13 +8,14 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
+from atroposlib.utils.math_check import check_math_answer
 from environments.gsm8k_server import (
     GSM8kEnv,
     gold_answer,
     group_scores,
     load_splits,
     prompt_messages,
-    score_answer,
+    score_verdict,
 )
 from tests.environments.offline import PROBED, make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
@@ -29,13 +30,17 @@ def problems() -> dict[str, str]:
     return {row["question"]: gold_answer(row["answer"]) for row in train + test}
 
 
+def score_of(completion: str, gold: str) -> float:
+    return score_verdict(check_math_answer(completion, gold))
+
+
 def test_gold_answer_drops_steps_and_commas() -> None:
     assert gold_answer("6 * 200 = 1200\n#### 1,200") == "1200"
 
 
 def test_sample_has_both_splits_and_readable_gold_answers(problems: dict[str, str]) -> None:
     assert len(problems) == 20
-    assert {score_answer(f"\\boxed{{{gold}}}", gold) for gold in problems.values()} == {1.0}
+    assert {score_of(f"\\boxed{{{gold}}}", gold) for gold in problems.values()} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -59,15 +64,27 @@ def test_sample_has_both_splits_and_readable_gold_answers(problems: dict[str, st
     ],
 )
 def test_score_of_a_completion(completion: str, score: float) -> None:
-    assert score_answer(completion, "43") == score
+    assert score_of(completion, "43") == score
 
 
 def test_score_of_two_different_boxes_is_not_higher_than_of_one() -> None:
-    assert score_answer("\\boxed{42} or \\boxed{43} or \\boxed{44}", "43") == -1.0
+    assert score_of("\\boxed{42} or \\boxed{43} or \\boxed{44}", "43") == -1.0
 
 
-def test_score_with_an_unreadable_gold_answer_is_none() -> None:
-    assert score_answer("\\boxed{1}", "") is None
+def test_unreadable_gold_answer_is_told_from_a_wrong_completion() -> None:
+    assert not check_math_answer("\\boxed{1}", "").is_gold_readable
+
+
+def test_load_splits_without_the_hub_names_the_setting_that_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+
+    with pytest.raises(ConfigError, match=r"no route.*--env\.dataset_path"):
+        load_splits(None)
 
 
 def test_group_scores_rank_by_length_only_when_all_are_right() -> None:
