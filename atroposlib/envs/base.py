@@ -39,6 +39,7 @@ from atroposlib.envs.server_handling.config import (
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
 from atroposlib.utils.run_log import RunLog
@@ -134,6 +135,17 @@ def _lookup(name: str) -> Any:
     return getattr(sys.modules[__name__], name)
 
 
+def _load_tokenizer(name: str) -> Any:
+    try:
+        return _lookup("AutoTokenizer").from_pretrained(name)
+    except OSError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"tokenizer {name!r} cannot be loaded: {reason}; "
+            "--env.tokenizer_name takes the name of a hub repository or a local folder"
+        ) from error
+
+
 class BaseEnv(OfflineEnv):
     """An environment: items in, scored groups of token sequences out.
 
@@ -179,7 +191,7 @@ class BaseEnv(OfflineEnv):
             if isinstance(server_configs, list)
             else [server.config for server in self.server.servers]
         )
-        self.tokenizer = _lookup("AutoTokenizer").from_pretrained(config.tokenizer_name)
+        self.tokenizer = _load_tokenizer(config.tokenizer_name)
         self.max_num_workers = self._most_workers()
         self.jsonl_writer = None
         if config.data_path_to_save_groups is not None:

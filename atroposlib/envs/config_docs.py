@@ -58,7 +58,8 @@ SECTIONS = (
 )
 
 ENVIRONMENT_VARIABLES = {
-    "OPENAI_API_KEY": "Key of the official OpenAI endpoint, when `api_key` is empty.",  # pragma: allowlist secret
+    # pragma: allowlist nextline secret
+    "OPENAI_API_KEY": "Key of the official OpenAI endpoint, when `api_key` is empty.",
     "OPENAI_BASE_URL": "Address of the inference server, when `base_url` is empty.",
     "ATROPOS_PROXY_URL": "Managed-server proxy, when `proxy_url` is not given.",
     "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "`1` lets a server that reports no tokens stand in for "

@@ -116,7 +116,8 @@ class Env:
     env_config_cls = BaseEnvConfig
     @classmethod
     def config_init(cls):
-        return BaseEnvConfig(group_size=77), [APIServerConfig(api_key="sk-secret", timeout=55)]  # pragma: allowlist secret
+        # pragma: allowlist nextline secret
+        return BaseEnvConfig(group_size=77), [APIServerConfig(api_key="sk-secret", timeout=55)]
     get_cli_serve_config_cls = classmethod(commands.serve_command)
     get_cli_process_config_cls = classmethod(commands.process_command)
     get_cli_evaluate_config_cls = classmethod(commands.evaluate_command)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import env_offline
+from atroposlib.envs import base, env_offline
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
+from atroposlib.errors import ConfigError
 from tests.envs.small_environment import SmallEnv, small_config
 
 MakeEnv = Callable[..., Any]
@@ -25,6 +26,25 @@ async def process(env: Any, *, groups: int, group_size: int = 2) -> None:
 
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_base_env_tokenizer_that_does_not_load_names_the_setting(
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoTokenizers:
+        @staticmethod
+        def from_pretrained(name: str) -> Any:
+            raise OSError("no connection.\nSee the manual.")
+
+    monkeypatch.setitem(vars(base), "AutoTokenizer", NoTokenizers)
+
+    with pytest.raises(ConfigError) as caught:
+        make_env()
+
+    assert str(caught.value) == (
+        "tokenizer 'characters' cannot be loaded: no connection; "
+        "--env.tokenizer_name takes the name of a hub repository or a local folder"
+    )
 
 
 async def test_process_writes_groups_page_and_metrics(make_env: MakeEnv, tmp_path: Path) -> None:
