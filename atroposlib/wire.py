@@ -20,6 +20,7 @@ import msgspec
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, GroupField, check_group
+from atroposlib.utils.plain_json import to_plain
 from atroposlib.wire_checks import check_finite, check_opaque, is_loose
 
 __all__ = [
@@ -130,9 +131,9 @@ def encode_group(group: Mapping[str, Any]) -> bytes:
     parts = []
     for field in GROUP_FIELDS:
         try:
-            value = msgspec.json.encode(group.get(field.name), enc_hook=_to_plain)
+            value = msgspec.json.encode(group.get(field.name), enc_hook=_encodable)
         except (TypeError, ValueError) as error:
-            raise GroupError(f"{field.name}: cannot be written as JSON: {error}") from error
+            raise GroupError(f"{field.name}: cannot be sent: {error}") from error
         parts.append(b'"%b":%b' % (field.name.encode(), value))
     return b"{%b}" % b",".join(parts)
 
@@ -221,13 +222,8 @@ def _dotted(path: Iterable[str | int]) -> str:
     return text.lstrip(".")
 
 
-def _to_plain(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     """Turn what environments commonly leave in a group into something JSON knows."""
-    import numpy as np
     from pydantic import BaseModel
 
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, BaseModel):
-        return value.model_dump()
-    raise TypeError(f"a value of type {type(value).__name__}")
+    return value.model_dump() if isinstance(value, BaseModel) else to_plain(value)

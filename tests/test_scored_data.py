@@ -15,6 +15,7 @@ from atroposlib.scored_data import (
     IGNORE_INDEX,
     MASKED_LOGPROB,
     ScoredDataGroup,
+    ScoredDataItem,
     check_group,
     merge_items,
     num_sequences,
@@ -31,11 +32,13 @@ def make_group(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_group_fields_are_the_fourteen_of_the_type() -> None:
+def test_group_fields_are_the_fourteen_of_the_types() -> None:
     names = [field.name for field in GROUP_FIELDS]
 
     assert len(names) == 14
     assert set(names) == set(ScoredDataGroup.__annotations__)
+    # The sender is stamped on a whole group.
+    assert set(names) - {"env_id"} == set(ScoredDataItem.__annotations__)
 
 
 def test_constants_match_the_wire_convention() -> None:

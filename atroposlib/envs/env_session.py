@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.errors import TrajectoryApiError
 
-__all__ = ["EnvSession", "ServiceClient", "is_outage"]
+if TYPE_CHECKING:
+    from atroposlib.api.client import TrajectoryApiClient
+
+__all__ = ["EnvSession", "is_outage"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,42 +25,6 @@ Answer = TypeVar("Answer")
 
 OUTAGE_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 """Refusals that say "not now" rather than "not this"."""
-
-
-class ServiceClient(Protocol):
-    """What a session needs of `atroposlib.api.client.TrajectoryApiClient`."""
-
-    async def register_env(
-        self,
-        *,
-        max_token_length: int,
-        desired_name: str,
-        weight: float,
-        group_size: int,
-        min_batch_allocation: float | None = None,
-    ) -> dict[str, Any]:
-        """Register an environment."""
-
-    async def disconnect_env(self, env_id: int) -> None:
-        """Take an environment off the run."""
-
-    async def info(self) -> dict[str, Any]:
-        """Return batch size and length limit."""
-
-    async def wandb_info(self) -> dict[str, Any]:
-        """Return the trainer's project and group."""
-
-    async def status_env(self, env_id: int) -> dict[str, Any]:
-        """Return the queue as one environment sees it."""
-
-    async def post_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one group."""
-
-    async def post_groups(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Send several groups."""
-
-    async def close(self) -> None:
-        """Close the connection."""
 
 
 def is_outage(error: TrajectoryApiError) -> bool:
@@ -77,7 +44,7 @@ class EnvSession:
         num_groups_sent: groups the service has accepted, over all registrations.
     """
 
-    def __init__(self, client: ServiceClient, *, retry_s: float = 1.0) -> None:
+    def __init__(self, client: TrajectoryApiClient, *, retry_s: float = 1.0) -> None:
         self.client = client
         self.env_id: int | None = None
         self.num_groups_sent = 0

@@ -10,6 +10,7 @@ import atroposlib.api
 import atroposlib.api.server as server
 import atroposlib.api.utils as utils
 from atroposlib.cli import run_api
+from atroposlib.scored_data import GROUP_FIELDS
 from tests.api.helpers import Service
 
 ROUTES = {
@@ -72,7 +73,7 @@ def test_scored_data_becomes_a_dictionary_of_fourteen_keys():
         "masks": [[1]],
         "scores": [1.0],
     }
-    assert len(server.ScoredData.model_fields) == 14
+    assert list(server.ScoredData.model_fields) == [field.name for field in GROUP_FIELDS]
 
 
 async def test_process_scored_data_answers_like_the_route():

@@ -80,7 +80,6 @@ class ManagedServer:
         self.current_nodes: list[SequenceNode] = []
         self.sequences: dict[str, SequenceNode] = {}
         self._tool_parser_name = tool_parser
-        self._preserve_think_blocks = preserve_think_blocks
         self._strip_think_blocks = strip_think_blocks
         self._warned_of_tools = False
         if tokenizer is None:
