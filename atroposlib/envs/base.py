@@ -251,9 +251,9 @@ class BaseEnv(OfflineEnv):
             api_key=config.api_key or "none", base_url=config.base_url, timeout=config.timeout
         )
 
-    @property
+    @cached_property
     def wandb(self) -> Any:
-        """The `wandb` module when metrics go there, or None."""
+        """The `wandb` module when metrics go there, or None; may be assigned."""
         return _lookup("wandb") if self.config.use_wandb else None
 
     @classmethod

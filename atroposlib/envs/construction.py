@@ -24,8 +24,9 @@ def build_environment(
     """Construct an environment from the settings of a run.
 
     One bare server config goes in as a list of one. Constructors that name `slurm` otherwise, such
-    as `slurm_job_id`, get it under their own name; what a constructor has no place for is left out,
-    with a warning when somebody asked for it.
+    as `slurm_job_id`, get it under their own name, and those that take no names at all get the four
+    by position; what a constructor has no place for is left out, with a warning when somebody asked
+    for it.
 
     Args:
         env_cls: The environment's class.
@@ -39,7 +40,10 @@ def build_environment(
         "testing": settings.manager.testing,
     }
     parameters = inspect.signature(env_cls).parameters
-    env = env_cls(**accepted_arguments(parameters, standard, extra or {}))
+    if _takes_positions_only(parameters):
+        env = env_cls(*standard.values())
+    else:
+        env = env_cls(**accepted_arguments(parameters, standard, extra or {}))
     _configure_manager(env, settings.manager, settings.manager_given)
     return env
 
@@ -75,6 +79,16 @@ def accepted_arguments(
             logger.warning("the constructor has no place for %s=%r", name, value)
     accepted.update({key: value for key, value in extra.items() if takes_any or key in named})
     return accepted
+
+
+def _takes_positions_only(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a constructor hands on what it gets by position, as `(self, *args)`."""
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return False
+    return not kinds.isdisjoint(
+        {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
+    )
 
 
 def _stands_for(parameter: inspect.Parameter, name: str) -> bool:

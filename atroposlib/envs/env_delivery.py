@@ -143,11 +143,16 @@ class DeliveringEnv(ReportingEnv):
 
 
 def _make_plain(group: Any) -> None:
-    """Turn whole fields that are NumPy arrays into lists, in place."""
+    """Turn whole fields that are NumPy arrays into lists, in place.
+
+    An empty list in the place of logprobs that were never filled becomes None.
+    """
     if not isinstance(group, MutableMapping):
         return
     for field in GROUP_FIELDS:
         value = group.get(field.name)
+        if field.aligned and not field.required and isinstance(value, list) and not value:
+            group[field.name] = None
         if value is not None and not isinstance(value, list | tuple | dict | int | str):
             try:
                 group[field.name] = to_plain(value)

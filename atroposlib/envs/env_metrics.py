@@ -94,7 +94,7 @@ class ReportingEnv(EnvHooks):
             project=self.wandb_project or None,
             group=self.wandb_group or None,
             name=name,
-            config=self.config.model_dump(mode="json"),
+            config=self.config.model_dump(mode="json", fallback=str),
         )
 
     def _start_local_run(self) -> None:
@@ -130,8 +130,12 @@ class ReportingEnv(EnvHooks):
         self.run_log.log(metrics, step=self.curr_step)
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add the kept rollouts as table `train/rollouts`; called by `wandb_log`."""
-        rows = [row for group in self.rollouts_for_wandb for row in group]
+        """Add the kept rollouts as table `train/rollouts`; called by `wandb_log`.
+
+        Environments may keep more than text and score of a rollout; the rest is for tables of
+        their own.
+        """
+        rows = [row[:2] for group in self.rollouts_for_wandb for row in group]
         if rows:
             wandb_metrics["train/rollouts"] = self.run_log.table(["text", "score"], rows)
         return wandb_metrics

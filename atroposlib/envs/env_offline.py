@@ -73,8 +73,10 @@ class OfflineEnv(ServingEnv):
                     )
                 continue
             num_empty = 0
-            await self.handle_send_to_api(
-                collected, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
+            await settle(
+                self.handle_send_to_api(
+                    collected, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
+                )
             )
             await settle(self.wandb_log({}))
             self.curr_step += 1

@@ -215,8 +215,10 @@ def test_base_env_attributes_may_be_replaced(env: BaseEnv) -> None:
     env.eval_runner = None
     env.client = "own client"
     env.wandb_run = "own run"
+    env.wandb = "own module"
 
     assert (env.backlog, env.client, env.wandb_run) == (["item"], "own client", "own run")
+    assert env.wandb == "own module"
 
 
 async def test_base_env_hooks_without_default_say_so(env: BaseEnv) -> None:

@@ -109,6 +109,13 @@ async def test_send_numpy_arrays_become_lists(env: Any) -> None:
     assert env.service_session.sent[0]["scores"] == [1.0, 0.0]
 
 
+async def test_send_empty_logprobs_count_as_not_given(env: Any) -> None:
+    await env.handle_send_to_api(group(inference_logprobs=[], advantages=[]))
+
+    assert env.service_session.sent[0]["inference_logprobs"] is None
+    assert not env.drop_counts
+
+
 async def test_send_adds_messages_when_asked(env: Any) -> None:
     env.config.include_messages = True
 
@@ -176,6 +183,26 @@ async def test_table_keeps_the_latest_and_clamps(make_env: MakeEnv) -> None:
 
     assert [rows[0] for rows in env.rollouts_for_wandb] == [("AB", 2.0), ("AB", 3.0)]
     assert [len(rows) for rows in env.rollouts_for_wandb] == [2, 2]
+
+
+async def test_table_takes_text_and_score_of_rows_that_hold_more(make_env: MakeEnv) -> None:
+    env = make_env()
+    env.rollouts_for_wandb = [[("text", 1.0, "answer", "more")]]
+
+    metrics = await env.create_rollout_table({})
+
+    assert metrics["train/rollouts"]["rows"] == [["text", 1.0]]
+
+
+def test_run_log_start_writes_settings_that_have_no_json_form_as_text(make_env: MakeEnv) -> None:
+    env = make_env(wandb_name="n", reward=max, vocabulary={"a"})
+    started: list[dict[str, Any]] = []
+    env.run_log.start = lambda **run: started.append(run)
+
+    env._start_local_run()
+
+    assert started[0]["config"]["reward"] == str(max)
+    assert started[0]["config"]["vocabulary"] == ["a"]
 
 
 async def test_wandb_log_empties_the_buffers_and_merges_all_servers(make_env: MakeEnv) -> None:

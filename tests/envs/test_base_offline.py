@@ -189,6 +189,11 @@ class PlainHooksEnv(SmallEnv):
     def close(self) -> None:  # type: ignore[override]
         self.events.append("plain close")
 
+    def handle_send_to_api(  # type: ignore[override]
+        self, scored_data: Any, *args: Any, **flags: Any
+    ) -> None:
+        self.jsonl_writer.write(scored_data)  # type: ignore[union-attr]
+
 
 async def test_process_and_evaluate_plain_functions_as_hooks(
     make_env: MakeEnv, tmp_path: Path

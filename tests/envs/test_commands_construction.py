@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.construction import accepted_arguments
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.config_layers import Settings
+from atroposlib.envs.construction import accepted_arguments, build_environment
+from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
 
 STANDARD = {"config": "c", "server_configs": "s", "slurm": True, "testing": False}
 
@@ -54,3 +57,30 @@ def test_accepted_arguments_match_the_constructor(
 
     assert accepted == arguments
     constructor(**accepted)
+
+
+class OnlyWords:
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+class ConfigAndWords(OnlyWords):
+    def __init__(self, config: Any, *args: Any) -> None:
+        super().__init__(config, *args)
+
+
+class NamelessParameters(OnlyWords):
+    def __init__(self, config: Any, servers: Any, slurm: bool, testing: bool, /) -> None:
+        super().__init__(config, servers, slurm, testing)
+
+
+@pytest.mark.parametrize("env_cls", [OnlyWords, ConfigAndWords, NamelessParameters])
+def test_build_environment_constructor_without_names_gets_all_four_by_position(
+    env_cls: type[OnlyWords],
+) -> None:
+    config, server = BaseEnvConfig(), APIServerConfig()
+    manager = ServerManagerConfig(slurm=True)
+
+    env = build_environment(env_cls, Settings(config, [server], manager, frozenset()))
+
+    assert env.args == (config, [server], True, False)

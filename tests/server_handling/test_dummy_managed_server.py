@@ -43,6 +43,18 @@ async def test_answers_are_the_servers_and_tokens_are_placeholders(harness: Serv
     assert nodes[2].metadata == {"finish_reason": "length", "dummy_tokens": True}
 
 
+async def test_message_without_content_leaves_its_place_empty(harness: ServerHarness) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [MESSAGES[1], {"role": "assistant", "tool_calls": [call]}]
+    harness.response_map = {"": create_chat_completion("a")}
+    harness.conv_to_dictkey = lambda _: ""  # type: ignore[method-assign]
+    session = DummyManagedServer(harness)
+
+    await session.chat_completion(messages=messages)
+
+    assert session.current_nodes[0].full_text == "user:hi\n\nassistant:\n\nassistant:a"
+
+
 async def test_reset_empties_and_state_of_before_stays(harness: ServerHarness) -> None:
     session = DummyManagedServer(harness)
     await session.completion(prompt="p")

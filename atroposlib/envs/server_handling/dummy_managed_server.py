@@ -35,7 +35,7 @@ class DummyManagedServer:
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the server's answer and add one node per choice."""
         answer: ChatCompletion = await self.server.chat_completion(**kwargs)
-        blocks = [f"{m['role']}:{m['content']}" for m in kwargs["messages"]]
+        blocks = [f"{m['role']}:{m.get('content') or ''}" for m in kwargs["messages"]]
         for choice in answer.choices:
             text = "\n\n".join([*blocks, f"assistant:{choice.message.content or ''}"])
             self._track(text, choice.finish_reason)
