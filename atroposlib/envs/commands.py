@@ -108,4 +108,5 @@ def _show_progress_messages() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for http_client in ("httpx", "httpx2"):  # the OpenAI client uses one or the other
+        logging.getLogger(http_client).setLevel(logging.WARNING)

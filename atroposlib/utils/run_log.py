@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -131,11 +132,10 @@ class RunLog:
 
     def _to_record(self, value: Any) -> Any:
         """Give a value JSON does not know a form it can have in the local file."""
-        if self.wandb_run is not None:
-            import wandb
-
-            if isinstance(value, wandb.Table):
-                return {"columns": list(value.columns), "rows": [list(row) for row in value.data]}
+        # Authors make such tables with or without a run; nobody does without the package.
+        wandb = sys.modules.get("wandb")
+        if wandb is not None and isinstance(value, wandb.Table):
+            return {"columns": list(value.columns), "rows": [list(row) for row in value.data]}
         try:
             return to_plain(value)
         except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +337,14 @@ def test_run_cli_subclassed_command_adds_flags_and_constructor_arguments(
 
     assert call(Taught, "serve --teacher t", monkeypatch) == 0
     assert Taught.built[0].teacher == "t"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("http_client", ["httpx", "httpx2"])
+def test_run_cli_hides_the_line_per_request_of_the_openai_client(
+    http_client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(http_client), "level", logging.NOTSET)
+
+    built_by("serve", monkeypatch)
+
+    assert logging.getLogger(http_client).level == logging.WARNING

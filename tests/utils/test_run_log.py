@@ -50,6 +50,18 @@ def test_local_file_is_appended_to_after_a_restart(tmp_path: Path) -> None:
     assert [row["step"] for row in read(tmp_path / "m.jsonl")] == [1, 2]
 
 
+def test_local_file_keeps_the_rows_of_a_wandb_table_without_a_run(tmp_path: Path) -> None:
+    import wandb
+
+    log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
+
+    log.log({"t": wandb.Table(columns=["text", "answer"], data=[["a", "4"]])}, step=1)
+    log.finish()
+
+    (row,) = read(tmp_path / "m.jsonl")
+    assert row["t"] == {"columns": ["text", "answer"], "rows": [["a", "4"]]}
+
+
 def test_without_a_file_numbers_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     log = RunLog(use_wandb=False, metrics_path=None)
 
