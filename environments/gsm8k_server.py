@@ -48,8 +48,8 @@ SYSTEM_PROMPT = (
     "You are an AI that thinks deeply and may reason at great length before it answers. Put your "
     "reasoning inside <think> </think> tags, work through the problem in small steps and check "
     "them, then give the solution after the closing tag.\n\n"
-    "You have at most {max_tokens} tokens for reasoning and solution together; use fewer where "
-    "fewer are enough.\n\n"
+    "You have at most {max_token_length} tokens for reasoning and solution together; use fewer "
+    "where fewer are enough.\n\n"
     "State the final answer once, as a plain number, in the form \\boxed{{number}}."
 )
 
@@ -85,10 +85,10 @@ def gold_answer(answer: str) -> str:
     return answer.rsplit("#", 1)[-1].strip().replace(",", "")
 
 
-def prompt_messages(question: str, *, max_tokens: int) -> list[dict[str, str]]:
+def prompt_messages(question: str, *, max_token_length: int) -> list[dict[str, str]]:
     """Return the messages that pose a problem and name the token budget."""
     return [
-        {"role": "system", "content": SYSTEM_PROMPT.format(max_tokens=max_tokens)},
+        {"role": "system", "content": SYSTEM_PROMPT.format(max_token_length=max_token_length)},
         {"role": "user", "content": question},
     ]
 
@@ -99,19 +99,19 @@ def score_verdict(verdict: MathVerdict) -> float:
 
 
 def group_scores(
-    scores: Sequence[float], lengths: Sequence[int], *, max_tokens: int
+    scores: Sequence[float], lengths: Sequence[int], *, max_token_length: int
 ) -> list[float]:
     """Return the scores of a group; one in which all are right is ranked by length.
 
     Args:
         scores: [G] 1.0 or -1.0.
         lengths: [G] tokens of each trajectory, prompt included.
-        max_tokens: the length that earns nothing; half of it is free.
+        max_token_length: the length that earns nothing; half of it is free.
     """
     if any(score != 1.0 for score in scores):
         return list(scores)
     return [
-        length_factor(length, max_tokens=max_tokens, free_fraction=FREE_LENGTH_FRACTION)
+        length_factor(length, max_tokens=max_token_length, free_fraction=FREE_LENGTH_FRACTION)
         for length in lengths
     ]
 
@@ -239,7 +239,7 @@ class GSM8kEnv(BaseEnv):
             group_scores(
                 [score_verdict(verdict) for verdict in verdicts],
                 [len(trajectory.tokens) for trajectory in trajectories],
-                max_tokens=self.config.max_token_length,
+                max_token_length=self.config.max_token_length,
             ),
             is_muted=[t.num_completion_tokens < MIN_TRAINED_TOKENS for t in trajectories],
             generation_params={"temperature": self.config.temperature},
@@ -312,7 +312,7 @@ class GSM8kEnv(BaseEnv):
 
     def _prompt(self, problem: Problem) -> tuple[list[dict[str, str]], int]:
         limit = self.config.max_token_length
-        messages = prompt_messages(problem["question"], max_tokens=limit)
+        messages = prompt_messages(problem["question"], max_token_length=limit)
         return messages, completion_budget(self.tokenizer, messages, max_token_length=limit)
 
     async def _check(self, completions: Sequence[str], problem: Problem) -> list[MathVerdict]:

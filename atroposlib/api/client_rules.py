@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from atroposlib.errors import TrajectoryApiError
+from atroposlib.utils.io import retry_after_s
 
 __all__ = [
     "Body",
@@ -131,7 +132,7 @@ def read_answer(
         f"{method} {url} answered {status} (attempt {attempt}): {said[:_MAX_QUOTED_CHARS]}"
         + (f"; {remedy}" if remedy else ""),
         status=status,
-        retry_after_s=_seconds(headers.get("Retry-After")),
+        retry_after_s=retry_after_s(headers),
     )
 
 
@@ -142,13 +143,6 @@ def _spell(detail: Any) -> str:
     return "; ".join(
         str(entry.get("msg", entry)) if isinstance(entry, dict) else str(entry) for entry in detail
     )
-
-
-def _seconds(text: str | None) -> float | None:
-    try:
-        return max(0.0, float(text)) if text else None
-    except ValueError:  # the other form, a date, is not worth a parser
-        return None
 
 
 def with_status_defaults(answer: Mapping[str, Any]) -> dict[str, Any]:

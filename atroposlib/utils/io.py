@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-__all__ = ["parse_http_response"]
+__all__ = ["parse_http_response", "retry_after_s"]
 
 
 class HttpResponse(Protocol):
@@ -19,6 +20,20 @@ class HttpResponse(Protocol):
 
     async def text(self) -> str:
         """Return the body as text."""
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds a refusal asks to wait, at least 0.
+
+    None when it does not say, or says it as a date, which is not worth a parser.
+
+    Args:
+        headers: headers of the reply; looked up without regard to case by all HTTP clients.
+    """
+    try:
+        return max(0.0, float(headers.get("Retry-After", "")))
+    except ValueError:
+        return None
 
 
 async def parse_http_response(resp: HttpResponse, logger: logging.Logger | None = None) -> Any:

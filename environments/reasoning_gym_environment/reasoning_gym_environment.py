@@ -42,19 +42,20 @@ FREE_LENGTH_FRACTION = 0.75
 
 
 def group_scores(
-    scores: Sequence[float], lengths: Sequence[int], *, max_tokens: int
+    scores: Sequence[float], lengths: Sequence[int], *, max_token_length: int
 ) -> list[float]:
     """Return the scores of a group; in one where all are correct, long completions lose.
 
     Args:
         scores: [G] in [0, 1].
         lengths: [G] tokens of each trajectory, prompt included.
-        max_tokens: the length at which nothing is left; three quarters of it are free.
+        max_token_length: the length at which nothing is left; three quarters of it are free.
     """
     if any(score < CORRECT for score in scores):
         return list(scores)
     return [
-        score * length_factor(length, max_tokens=max_tokens, free_fraction=FREE_LENGTH_FRACTION)
+        score
+        * length_factor(length, max_tokens=max_token_length, free_fraction=FREE_LENGTH_FRACTION)
         for score, length in zip(scores, lengths, strict=True)
     ]
 
@@ -178,7 +179,7 @@ class ReasoningGymEnv(BaseEnv):
             group_scores(
                 raw,
                 [len(trajectory.tokens) for trajectory in trajectories],
-                max_tokens=self.config.max_token_length,
+                max_token_length=self.config.max_token_length,
             ),
             is_muted=[
                 self.config.mask_too_long_completions and trajectory.is_truncated

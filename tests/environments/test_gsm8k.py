@@ -89,12 +89,12 @@ def test_load_splits_without_the_hub_names_the_setting_that_helps(
 
 def test_group_scores_rank_by_length_only_when_all_are_right() -> None:
     # free up to 50 of 100; 75 is half way from there to the limit
-    assert group_scores([1.0, 1.0], [50, 75], max_tokens=100) == [1.0, 0.5]
-    assert group_scores([1.0, -1.0], [50, 75], max_tokens=100) == [1.0, -1.0]
+    assert group_scores([1.0, 1.0], [50, 75], max_token_length=100) == [1.0, 0.5]
+    assert group_scores([1.0, -1.0], [50, 75], max_token_length=100) == [1.0, -1.0]
 
 
 def test_prompt_names_the_budget_of_the_settings() -> None:
-    system = prompt_messages("Why?", max_tokens=777)[0]["content"]
+    system = prompt_messages("Why?", max_token_length=777)[0]["content"]
 
     assert "777 tokens" in system
     assert "\\boxed{number}" in system

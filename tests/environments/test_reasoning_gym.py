@@ -137,7 +137,7 @@ def test_settings_win_over_the_complexity() -> None:
 def test_long_completions_lose_only_where_all_are_correct(
     scores: list[float], lengths: list[int], expected: list[float]
 ) -> None:
-    assert group_scores(scores, lengths, max_tokens=100) == pytest.approx(expected)
+    assert group_scores(scores, lengths, max_token_length=100) == pytest.approx(expected)
 
 
 async def test_process_writes_groups_whose_scores_belong_to_their_texts(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
 import pytest
 from tenacity import RetryError
@@ -28,7 +29,9 @@ def engine_error(status: int, message: str = "no", wait_s: float | None = None) 
 
 def client_error(status: int, headers: dict[str, str] | None = None) -> openai.APIStatusError:
     # Which HTTP library the client builds on differs between its versions.
-    response: Any = SimpleNamespace(status_code=status, headers=headers or {}, request=None)
+    response: Any = SimpleNamespace(
+        status_code=status, headers=httpx.Headers(headers), request=None
+    )
     return openai.APIStatusError("no", response=response, body=None)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from atroposlib.envs.server_handling.retry import EngineStatusError
+from atroposlib.utils.io import retry_after_s
 
 __all__ = ["EngineHttp", "root_of"]
 
@@ -93,12 +94,8 @@ async def _decode(response: aiohttp.ClientResponse) -> Any:
     if response.status < 400:
         return json.loads(raw)
     text = raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT]
-    try:
-        wait_s: float | None = float(response.headers.get("Retry-After", ""))
-    except ValueError:  # absent, or a date
-        wait_s = None
     raise EngineStatusError(
         f"{response.url.path} answered {response.status}: {text}",
         status=response.status,
-        wait_s=wait_s,
+        wait_s=retry_after_s(response.headers),
     )

@@ -9,6 +9,7 @@ import aiohttp
 from tenacity import Future, RetryError
 
 from atroposlib.errors import ConfigError, ContextOverflowError, InferenceError
+from atroposlib.utils import io
 
 __all__ = [
     "MAX_ATTEMPTS",
@@ -132,11 +133,8 @@ def retry_after_s(error: BaseException) -> float | None:
     if isinstance(error, EngineStatusError):
         wanted = error.wait_s
     elif isinstance(error, openai.APIStatusError):
-        try:
-            wanted = float(error.response.headers.get("retry-after", ""))
-        except ValueError:  # absent, or a date
-            wanted = None
-    return None if wanted is None else min(max(wanted, 0.0), LONGEST_RETRY_AFTER_S)
+        wanted = io.retry_after_s(error.response.headers)
+    return None if wanted is None else min(wanted, LONGEST_RETRY_AFTER_S)
 
 
 def backoff_s(attempt: int, *, longest_s: float, draw: float) -> float:
