@@ -53,12 +53,14 @@ class ServingEnv(RegisteredEnv):
     Attributes:
         status_interval_s: seconds between two looks at the service's queue.
         shutdown_grace_s: seconds a finished group may take to be sent when the run ends.
+        empty_rollout_s: seconds a rollout without data keeps its slot at least.
         rollout_scheduler: owner of the rollout tasks.
         evaluation_runner: owner of the evaluation task.
     """
 
     status_interval_s = 0.2
     shutdown_grace_s = 10.0
+    empty_rollout_s = 0.1
 
     workers = PartAttribute("rollout_scheduler", "workers")
     backlog = PartAttribute("rollout_scheduler", "backlog")
@@ -234,6 +236,9 @@ class ServingEnv(RegisteredEnv):
             )
             self.rollout_scheduler.request_refresh()
         await settle(self.cleanup())
+        if not scored:
+            # Else an environment that swallows errors would run through its data set in seconds.
+            await asyncio.sleep(max(0.0, self.empty_rollout_s - duration_s))
         return scored
 
     async def _collect_scored_groups(self, item: Any) -> Any:

@@ -18,6 +18,7 @@ class SmallEnv(BaseEnv):
     status_interval_s = 0.02
     retry_interval_s = 0.01
     shutdown_grace_s = 1.0
+    empty_rollout_s = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

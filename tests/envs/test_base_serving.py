@@ -324,3 +324,22 @@ async def test_serve_refused_group_is_counted_with_the_services_words(
     assert env.drop_counts["refused_by_service"] == 1
     assert "422" in caplog.text
     assert "role" in caplog.text
+
+
+async def test_serve_rollout_without_data_keeps_its_slot_for_a_moment(make_env: MakeEnv) -> None:
+    env = make_env()
+    env.empty_rollout_s = 3600.0
+    env.collect_trajectories = _nothing
+
+    env.rollout_scheduler.start("item")
+    await until(lambda: env.task_duration)
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+    assert len(env.workers) == 1
+    assert env.running_items == {}
+    await env.rollout_scheduler.shut_down(grace_s=0.01)
+
+
+async def _nothing(item: Any) -> tuple[None, list[Any]]:
+    return None, []
