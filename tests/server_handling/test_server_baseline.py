@@ -174,15 +174,25 @@ async def test_health_check_starts_once_and_only_where_it_makes_sense(
 async def test_requests_wait_while_the_server_is_marked_down() -> None:
     server = RecordingServer()
     server.health_poll_s = 0.001
+    await server.completion(prompt="first")
     server.server_healthy = False
 
     request = asyncio.create_task(server.completion(prompt="hi"))
     await asyncio.sleep(0.005)
-    assert server.calls == []
+    assert len(server.calls) == 1
     server.server_healthy = True
     await request
 
-    assert server.attempts_list == [1]
+    assert server.attempts_list == [1, 1]
+
+
+async def test_first_request_without_health_check_takes_the_server_as_up() -> None:
+    server = RecordingServer(health_check=False)
+    server.server_healthy = False
+
+    await asyncio.wait_for(server.completion(prompt="hi"), timeout=1)
+
+    assert server.server_healthy
 
 
 async def test_weight_is_set_for_both_splits() -> None:

@@ -249,6 +249,8 @@ class APIServer(ABC):
             self.initialized = True
             if self._checks_health:
                 self._start_check(is_chat=is_chat)
+            else:
+                self.server_healthy = True  # nobody would ever correct an earlier verdict
         failures = _Failures()
         started: float | None = None
         while True:
