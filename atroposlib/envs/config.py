@@ -120,8 +120,8 @@ class BaseEnvConfig(BaseModel):
     min_batch_allocation: float | None = Field(
         None,
         ge=0,
-        le=1,
-        description="Fraction of every batch reserved for this environment; None reserves none.",
+        description="Fraction of every batch reserved for this environment, None reserves none; "
+        "where the environments' fractions exceed 1 together, the service scales them down.",
     )
     worker_timeout: float = Field(
         600.0, description="Seconds one group may take before it is given up; 0 or less waits."

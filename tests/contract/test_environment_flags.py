@@ -174,6 +174,10 @@ def test_base_env_config_max_reasoning_tokens_is_bounded(tokens: int, valid: boo
             BaseEnvConfig(max_reasoning_tokens=tokens)
 
 
+def test_base_env_config_min_batch_allocation_above_one_is_the_services_to_scale() -> None:
+    assert BaseEnvConfig(min_batch_allocation=1.5).min_batch_allocation == 1.5
+
+
 def test_eval_handling_values_are_their_names() -> None:
     assert {member.name: member.value for member in EvalHandlingEnum} == {
         "STOP_TRAIN": "STOP_TRAIN",
