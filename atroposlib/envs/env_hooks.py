@@ -105,9 +105,11 @@ class EnvHooks(ABC):
         Returns:
             A group, a list of groups, or None, and items to roll out next.
         """
-        results, backlog = await gather_rollouts(
-            self.collect_trajectory, item, group_size=self.config.group_size
-        )
+
+        async def collect(item: Item) -> Any:
+            return await settle(self.collect_trajectory(item))
+
+        results, backlog = await gather_rollouts(collect, item, group_size=self.config.group_size)
         overrides = type(self).postprocess_histories is not EnvHooks.postprocess_histories
         return assemble_group(results, is_scored_later=overrides), backlog
 

@@ -180,6 +180,9 @@ class PlainHooksEnv(SmallEnv):
     def get_next_item(self) -> int:  # type: ignore[override]
         return 1
 
+    def collect_trajectory(self, item: int) -> tuple[Any, list[Any]]:  # type: ignore[override]
+        return {"tokens": [65], "masks": [65], "scores": 1.0}, []
+
     def postprocess_histories(self, trajectories: Any) -> Any:  # type: ignore[override]
         return trajectories
 
