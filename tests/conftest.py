@@ -6,14 +6,17 @@ import socket
 
 import pytest
 
+OPTIONS = (("providers", "--runproviders"), ("gpu", "--run-gpu"), ("long", "--run-long"))
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runproviders", action="store_true", help="run tests that need a paid API")
     parser.addoption("--run-gpu", action="store_true", help="run tests that need a GPU")
+    parser.addoption("--run-long", action="store_true", help="run tests that take minutes each")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for marker, option in (("providers", "--runproviders"), ("gpu", "--run-gpu")):
+    for marker, option in OPTIONS:
         if config.getoption(option):
             continue
         skip = pytest.mark.skip(reason=f"needs {option}")

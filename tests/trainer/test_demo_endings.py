@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ PATIENCE_S = 240.0
 class RunningDemo:
     """A demo under way; every process it starts inherits a mark to be found by."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, steps: int) -> None:
         self.mark = uuid.uuid4().hex
         self.output = folder / "run"
         self.log = folder / "demo.log"
@@ -93,9 +94,9 @@ class RunningDemo:
             time.sleep(0.1)
 
 
-@pytest.fixture
-def demo(tmp_path: Path) -> Iterator[RunningDemo]:
-    running = RunningDemo(tmp_path)
+@contextlib.contextmanager
+def running_demo(folder: Path, *, steps: int) -> Iterator[RunningDemo]:
+    running = RunningDemo(folder, steps=steps)
     try:
         yield running
     finally:
@@ -106,16 +107,41 @@ def demo(tmp_path: Path) -> Iterator[RunningDemo]:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[RunningDemo]:
+    """A demo with more steps than any test waits for."""
+    with running_demo(tmp_path, steps=500) as running:
+        yield running
+
+
+@LINUX_ONLY
+def test_demo_finished_has_written_its_report_and_leaves_nothing(tmp_path: Path) -> None:
+    with running_demo(tmp_path, steps=3) as demo:
+        demo.wait_for("5. Reinforcement")
+        demo.relatives()
+
+        assert demo.process.wait(timeout=PATIENCE_S) == 0, demo.said()
+
+        summary = json.loads((demo.output / "summary.json").read_text())
+        steps = (demo.output / "trainer_metrics.jsonl").read_text().splitlines()
+        assert (summary["steps"], len(steps)) == (3, 3)
+        assert 0.0 <= summary["accuracy_before"] <= 1.0
+        assert "held-out accuracy" in demo.said()
+        assert (demo.output / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+        assert "<html" in (demo.output / "rollouts.html").read_text()
+        demo.assert_nothing_is_left()
+
+
 @LINUX_ONLY
 @pytest.mark.parametrize(
     ("moment", "signum", "code"),
     [
         ("1. Making", signal.SIGINT, 130),
-        ("2. Teaching", signal.SIGINT, 130),
-        ("3. Waiting", signal.SIGTERM, 143),
-        ("4. Measuring", signal.SIGINT, 130),
+        pytest.param("2. Teaching", signal.SIGINT, 130, marks=pytest.mark.long),
+        pytest.param("3. Waiting", signal.SIGTERM, 143, marks=pytest.mark.long),
+        pytest.param("4. Measuring", signal.SIGINT, 130, marks=pytest.mark.long),
         ("5. Reinforcement", signal.SIGINT, 130),
-        ("step ", signal.SIGINT, 130),
+        pytest.param("step ", signal.SIGINT, 130, marks=pytest.mark.long),
     ],
 )
 def test_demo_interrupted_leaves_nothing(
@@ -135,11 +161,11 @@ def test_demo_interrupted_leaves_nothing(
 @pytest.mark.parametrize(
     ("piece_of_command", "name"),
     [
-        ("vllm.entrypoints", "inference engine"),
+        pytest.param("vllm.entrypoints", "inference engine", marks=pytest.mark.long),
         ("VLLM::Worker", "inference engine"),
-        ("atroposlib.cli.run_api", "trajectory service"),
-        ("reasoning_gym_environment.py", "environment"),
-        ("example_trainer.grpo", "trainer"),
+        pytest.param("atroposlib.cli.run_api", "trajectory service", marks=pytest.mark.long),
+        pytest.param("reasoning_gym_environment.py", "environment", marks=pytest.mark.long),
+        pytest.param("example_trainer.grpo", "trainer", marks=pytest.mark.long),
     ],
 )
 def test_demo_killed_part_is_named_and_nothing_is_left(
@@ -159,6 +185,7 @@ def test_demo_killed_part_is_named_and_nothing_is_left(
 
 
 @LINUX_ONLY
+@pytest.mark.long
 def test_demo_kill_9_leaves_nothing(demo: RunningDemo) -> None:
     demo.wait_for("5. Reinforcement")
     assert len(demo.relatives()) >= 8  # four parts, each with a guardian
