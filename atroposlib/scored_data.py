@@ -199,7 +199,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     _check_finite("scores", group["scores"])
     for field in GROUP_FIELDS:
         rows = group.get(field.name)
-        if not field.aligned or rows is None:
+        # An empty list in an optional field is how some environments say that it was not filled.
+        if not field.aligned or rows is None or (not rows and not field.required):
             continue
         _check_count(field.name, rows, len(tokens))
         for i, (row, ids) in enumerate(zip(rows, tokens, strict=True)):

@@ -81,7 +81,7 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
         advantages = _token_advantages(group, rules)
     except GroupError as error:
         raise GroupError(f"{name}: {error}") from error
-    logprobs = group.get("inference_logprobs")
+    logprobs = group.get("inference_logprobs") or None  # empty when never filled
     rows = []
     for i, tokens in enumerate(group["tokens"]):
         keep = slice(0, rules.seq_len)

@@ -48,6 +48,7 @@ def test_constants_match_the_wire_convention() -> None:
 def test_check_group_well_formed_passes() -> None:
     check_group(make_group())
     check_group(make_group(inference_logprobs=None, advantages=[[0.5]]))
+    check_group(make_group(inference_logprobs=[]))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,7 @@ def test_check_group_well_formed_passes() -> None:
     [
         ({"tokens": []}, "tokens: empty"),
         ({"masks": None}, "masks: missing"),
+        ({"masks": []}, "masks: 0 entries, tokens has 2"),
         ({"masks": [[-100, 15, 2]]}, "masks: 1 entries, tokens has 2"),
         ({"masks": [[-100, 15, 2], [-100, 2]]}, r"masks\[1\]: 2 entries, tokens\[1\] has 4"),
         ({"scores": [1.0]}, "scores: 1 entries, tokens has 2"),

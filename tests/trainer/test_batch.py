@@ -130,8 +130,11 @@ def test_temperature_of_a_row_follows_the_priority_of_the_contract(sources, expe
     assert rows[0].temperature == expected
 
 
-def test_null_logprobs_become_placeholders():
-    batch = build_batch([group([[7], [8]], [1.0, 0.0])], RULES, microbatch_size=2)
+@pytest.mark.parametrize("never_filled", [None, []])
+def test_missing_logprobs_become_placeholders(never_filled):
+    unfilled = group([[7], [8]], [1.0, 0.0], inference_logprobs=never_filled)
+
+    batch = build_batch([unfilled], RULES, microbatch_size=2)
 
     assert torch.equal(batch.microbatches[0].inference_logprobs_BT, torch.ones(2, 64))
     assert batch.summary.num_rows_without_logprobs == 2
