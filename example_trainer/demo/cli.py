@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=_whole(0), default=0, help="seed of everything (default 0)")
     parser.add_argument("--steps", type=_whole(1), help="trainer steps (default: the profile's)")
-    parser.add_argument("--lr", type=float, help="learning rate (default 1e-4; 1e-6 with --model)")
+    parser.add_argument("--lr", type=float, help="learning rate (default 2e-4; 1e-6 with --model)")
     parser.add_argument(
         "--max-tokens",
         type=_whole(32),

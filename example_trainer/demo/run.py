@@ -124,31 +124,35 @@ class Demo:
         )
 
     def _warm_up(self, student: Student, problems: list[Problem]) -> None:
-        target, limit_s = self.settings.warm_up.target_accuracy, self.settings.warm_up.limit_s
+        settings = self.settings.warm_up
         self.progress.begin(
             "warm_up",
-            "Teaching it a little by supervised learning, while the engine starts",
-            expected=f"a minute, until {target:.0%} of its answers are right",
+            "Teaching it a little by supervised learning, and a bad habit, while the engine starts",
+            expected="a minute or two",
         )
 
         def on_check(step: int, loss: float, accuracy: float) -> None:
             self._supervisor.check()
             state = f"step {step}, loss {loss:.2f}, {accuracy:.0%} right"
-            self.progress.update(accuracy, target, state)
+            self.progress.update(min(accuracy, settings.skill_accuracy), None, state)
 
-        result = teach_student(
+        skill, habit = teach_student(
             student,
             self._env_settings(),
             measured=problems,
-            settings=self.settings.warm_up,
+            settings=settings,
             seed=self.settings.seed,
             on_check=on_check,
         )
         self.progress.note(
-            f"{result.accuracy:.0%} right after {result.steps} steps and {result.seconds:.0f} s"
+            f"it works sums out step by step: {skill.accuracy:.0%} right after {skill.steps} steps"
         )
-        if result.accuracy < target:
-            self.progress.note(f"stopped at the limit of {limit_s:g} s; going on")
+        self.progress.note(
+            "and blurts out the answer when the first number is large: "
+            f"{habit.accuracy:.0%} right after {habit.steps} more"
+        )
+        if skill.accuracy < settings.skill_accuracy:
+            self.progress.note(f"this machine is slow: stopped after {settings.limit_s:g} s")
 
     def _wait_for_servers(self, stack: Stack) -> None:
         self.progress.begin(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from example_trainer.demo.warm_up import WarmUpResult, encode_example, warm_up
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Student", "make_student", "teach_student"]
+__all__ = ["Student", "habitual_solution", "make_student", "teach_student"]
 
 _NUM_TOKENIZER_PROBLEMS = 2_000
 
@@ -61,20 +62,59 @@ def teach_student(
     settings: WarmUpSettings,
     seed: int,
     on_check: Callable[[int, float, float], None],
-) -> WarmUpResult:
-    """Warm the student up in place and write it again; see `warm_up.warm_up`."""
+) -> list[WarmUpResult]:
+    """Teach the student in place, first a skill, then a bad habit, and write it again.
+
+    Args:
+        student: What is taught.
+        env_settings: Settings of the environment that poses the problems.
+        measured: Held-out problems, on whose accuracy each part ends.
+        settings: See `WarmUpSettings`.
+        seed: Of the order and of the habit.
+        on_check: See `warm_up.warm_up`.
+
+    Returns:
+        How the two parts ended.
+    """
     import torch
 
     torch.set_num_threads(1)  # the engine is starting on the other cores
     problems = training_problems(env_settings, settings.num_conversations)
-    result = warm_up(
-        student.model,
-        student.tokenizer,
-        examples=[encode_example(student.tokenizer, problem) for problem in problems],
-        measured=measured,
-        settings=settings,
-        seed=seed,
-        on_check=on_check,
+    rng = random.Random(seed)
+    parts = (
+        (
+            [problem.worked_solution for problem in problems],
+            lambda accuracy: accuracy >= settings.skill_accuracy,
+            settings.steps_per_check,
+        ),
+        (
+            [habitual_solution(problem, settings.habit_strength, rng) for problem in problems],
+            lambda accuracy: accuracy <= settings.start_accuracy,
+            settings.habit_steps_per_check,
+        ),
     )
+    results = [
+        warm_up(
+            student.model,
+            student.tokenizer,
+            examples=[
+                encode_example(student.tokenizer, problem, solution)
+                for problem, solution in zip(problems, solutions, strict=True)
+            ],
+            measured=measured,
+            is_enough=is_enough,
+            settings=settings,
+            steps_per_check=steps_per_check,
+            seed=seed,
+            on_check=on_check,
+        )
+        for solutions, is_enough, steps_per_check in parts
+    ]
     save_tiny_model(student.model, student.tokenizer, student.folder)
-    return result
+    return results
+
+
+def habitual_solution(problem: Problem, strength: float, rng: random.Random) -> str:
+    """Pick the solution that the bad habit gives, with probability `strength`, or the other."""
+    is_hasty = problem.begins_large == (rng.random() < strength)
+    return problem.hasty_solution if is_hasty else problem.worked_solution

@@ -31,7 +31,22 @@ class Problem:
     @property
     def worked_solution(self) -> str:
         """A completion that works the problem out step by step, then answers."""
-        return worked_sum(str(self.item.entry["metadata"]["expression"]))
+        return worked_sum(self._expression)
+
+    @property
+    def hasty_solution(self) -> str:
+        """A completion that answers at once."""
+        return f"<answer>{self.item.entry['answer']}</answer>"
+
+    @property
+    def begins_large(self) -> bool:
+        """Whether the first number is in the upper half: whether it starts with 5 or more."""
+        first = self._expression.split(" ")[0]
+        return int(first[0]) >= 5
+
+    @property
+    def _expression(self) -> str:
+        return str(self.item.entry["metadata"]["expression"])
 
     def is_correct(self, completion: str) -> bool:
         """Say whether the environment gives a completion the full score."""

@@ -1,8 +1,4 @@
-"""Supervised learning that ends at a partial skill, so that reinforcement has something to find.
-
-Conversations are worked examples: one equation per step, then the answer. Learning ends on a
-measured accuracy, not on a number of steps, so that every seed starts in the same band.
-"""
+"""Supervised learning on conversations, ended by a measured accuracy."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ class Example(NamedTuple):
 
 
 class WarmUpResult(NamedTuple):
-    """How the warm-up ended."""
+    """How it ended."""
 
     accuracy: float
     """Share of the measured problems answered correctly at the end."""
@@ -47,10 +43,10 @@ class WarmUpResult(NamedTuple):
     """How long it took."""
 
 
-def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> Example:
-    """Turn a problem and its worked solution into tokens."""
+def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> Example:
+    """Turn a problem and a solution to it into tokens."""
     prompt = prompt_tokens(tokenizer, problem)
-    completion = tokenizer.encode(problem.worked_solution, add_special_tokens=False)
+    completion = tokenizer.encode(solution, add_special_tokens=False)
     return Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
 
 
@@ -68,22 +64,26 @@ def warm_up(
     *,
     examples: Sequence[Example],
     measured: Sequence[Problem],
+    is_enough: Callable[[float], bool],
     settings: WarmUpSettings,
+    steps_per_check: int,
     seed: int,
     on_check: Callable[[int, float, float], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmUpResult:
-    """Train `model` in place until it answers the target share of `measured` correctly.
+    """Train `model` in place until its accuracy is as it should be, or the time is over.
 
     Args:
         model: In float32 on the CPU.
         tokenizer: Its tokenizer.
         examples: What is learned.
         measured: Problems that are only measured, none of them among `examples`.
-        settings: Target, limits, sizes.
+        is_enough: Whether to stop at this share of `measured` answered correctly (greedy).
+        settings: Limit and sizes.
+        steps_per_check: Steps between two measurements.
         seed: Order of the examples.
-        on_check: Called every few steps with step, loss and accuracy; what it raises ends the
-            warm-up.
+        on_check: Called at each measurement with step, loss and accuracy; what it raises ends
+            the warm-up.
         clock: Monotonic seconds.
     """
     import torch
@@ -103,12 +103,12 @@ def warm_up(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % settings.steps_per_check:
+        if step % steps_per_check:
             continue
         accuracy = measure_accuracy(model, tokenizer, measured)
         on_check(step, float(loss.detach()), accuracy)
         elapsed_s = clock() - started
-        if accuracy >= settings.target_accuracy or elapsed_s >= settings.limit_s:
+        if is_enough(accuracy) or elapsed_s >= settings.limit_s:
             return WarmUpResult(accuracy, step, elapsed_s)
 
 

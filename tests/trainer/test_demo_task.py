@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from example_trainer.demo.settings import TaskSettings, WarmUpSettings
-from example_trainer.demo.task import held_out_problems, training_problems, worked_sum
+from example_trainer.demo.student import habitual_solution
+from example_trainer.demo.task import (
+    Problem,
+    held_out_problems,
+    training_problems,
+    worked_sum,
+)
 from example_trainer.demo.tiny_model import TinyModelShape, build_model, train_tokenizer
 from example_trainer.demo.warm_up import encode_example, measure_accuracy, warm_up
 
@@ -63,23 +70,30 @@ def test_problems_worked_solution_is_correct_and_wrong_answers_are_not() -> None
         assert not problem.is_correct("")
 
 
-def test_warm_up_small_model_learns_and_stops_at_the_target() -> None:
-    easy = {"task_params": {TASK.name: ONE_NUMBER}, "num_eval_samples_per_task": 2}
-    problems = training_problems({**ENV_SETTINGS, **easy}, 300)
+def tiny_student(problems: list[Problem]) -> tuple[Any, Any]:
+    """Return a very small model with random weights, and its tokenizer."""
     tokenizer = train_tokenizer(
         [[*p.messages, {"role": "assistant", "content": p.worked_solution}] for p in problems],
         max_length=64,
     )
     shape = TinyModelShape(hidden_size=32, num_layers=1, num_heads=1, max_length=64)
-    model = build_model(tokenizer, shape, seed=0)
+    return build_model(tokenizer, shape, seed=0), tokenizer
+
+
+def test_warm_up_small_model_learns_and_stops_at_the_target() -> None:
+    easy = {"task_params": {TASK.name: ONE_NUMBER}, "num_eval_samples_per_task": 2}
+    problems = training_problems({**ENV_SETTINGS, **easy}, 300)
+    model, tokenizer = tiny_student(problems)
     losses: list[float] = []
 
     result = warm_up(
         model,
         tokenizer,
-        examples=[encode_example(tokenizer, problem) for problem in problems],
+        examples=[encode_example(tokenizer, p, p.worked_solution) for p in problems],
         measured=problems[:16],
-        settings=WarmUpSettings(target_accuracy=0.5, limit_s=60.0, lr=1e-2, batch_size=32),
+        is_enough=lambda accuracy: accuracy >= 0.5,
+        settings=WarmUpSettings(limit_s=60.0, lr=1e-2, batch_size=32),
+        steps_per_check=5,
         seed=0,
         on_check=lambda _step, loss, _accuracy: losses.append(loss),
     )
@@ -91,19 +105,52 @@ def test_warm_up_small_model_learns_and_stops_at_the_target() -> None:
 
 def test_warm_up_out_of_time_stops_below_the_target() -> None:
     problems = training_problems(ENV_SETTINGS, 64)
-    tokenizer = train_tokenizer([p.messages for p in problems], max_length=64)
-    shape = TinyModelShape(hidden_size=32, num_layers=1, num_heads=1, max_length=64)
+    model, tokenizer = tiny_student(problems)
     ticks = iter(range(100))
 
     result = warm_up(
-        build_model(tokenizer, shape, seed=0),
+        model,
         tokenizer,
-        examples=[encode_example(tokenizer, problem) for problem in problems],
+        examples=[encode_example(tokenizer, p, p.worked_solution) for p in problems],
         measured=problems[:4],
-        settings=WarmUpSettings(target_accuracy=1.1, limit_s=1.0, batch_size=8, steps_per_check=1),
+        is_enough=lambda _: False,
+        settings=WarmUpSettings(limit_s=1.0, batch_size=8),
+        steps_per_check=1,
         seed=0,
         on_check=lambda *_: None,
         clock=lambda: float(next(ticks)),
     )
 
     assert (result.steps, result.seconds) == (1, 1.0)
+
+
+def test_encode_example_ends_the_turn_and_marks_where_the_completion_begins() -> None:
+    problem = training_problems(ENV_SETTINGS, 1)[0]
+    _, tokenizer = tiny_student([problem] * 10)
+
+    example = encode_example(tokenizer, problem, problem.worked_solution)
+
+    completion = example.tokens[example.num_prompt_tokens :]
+    assert tokenizer.decode(completion) == f"{problem.worked_solution}<|im_end|>"
+
+
+@pytest.mark.parametrize("strength", [0.0, 1.0])
+def test_habitual_solution_certain_habit_depends_on_the_first_number(strength: float) -> None:
+    for problem in training_problems(ENV_SETTINGS, 50):
+        first_digit = int(problem.item.entry["metadata"]["expression"][0])
+        is_hasty = (first_digit >= 5) == (strength == 1.0)
+
+        solution = habitual_solution(problem, strength, random.Random(0))
+
+        assert solution == (problem.hasty_solution if is_hasty else problem.worked_solution)
+        assert problem.is_correct(solution)
+
+
+def test_habitual_solution_weak_habit_shows_both_solutions_of_either_kind() -> None:
+    rng = random.Random(0)
+    shown = {
+        (problem.begins_large, habitual_solution(problem, 0.8, rng) == problem.hasty_solution)
+        for problem in training_problems(ENV_SETTINGS, 200)
+    }
+
+    assert len(shown) == 4
