@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -60,6 +61,8 @@ def _run(args: argparse.Namespace) -> None:
     from example_trainer.demo.repository import require_clone
     from example_trainer.demo.settings import DemoPaths, settings_for
 
+    # Python repeats these for other people's packages when it compiles them, on the first run.
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     _require_packages()
     require_clone()
     settings = settings_for(
