@@ -41,7 +41,9 @@ def measure_held_out(
     max_tokens: int,
     on_tick: Callable[[int], None],
 ) -> HeldOutResult:
-    """Ask an OpenAI-compatible server every problem once, greedily.
+    """Ask an OpenAI-compatible server every problem once, sampling at temperature 1.
+
+    That is how rollouts are drawn: it measures the policy that is trained, its habits included.
 
     Args:
         base_url: Address that ends in `/v1`.
@@ -71,18 +73,19 @@ async def _measure(
     connector = aiohttp.TCPConnector(limit=_CONCURRENT_REQUESTS)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-        async def ask(problem: Problem) -> bool:
+        async def ask(number: int, problem: Problem) -> bool:
             body = {
                 "model": model_name,
                 "messages": problem.messages,
-                "temperature": 0.0,
+                "temperature": 1.0,
+                "seed": number,
                 "max_tokens": max_tokens,
             }
             return problem.is_correct(
                 await _complete(session, f"{base_url}/chat/completions", body)
             )
 
-        tasks = [asyncio.create_task(ask(problem)) for problem in problems]
+        tasks = [asyncio.create_task(ask(*numbered)) for numbered in enumerate(problems)]
         pending = set(tasks)
         num_correct = 0
         try:

@@ -28,6 +28,7 @@ from example_trainer.processes import ManagedProcess, find_free_ports
 
 __all__ = ["Demo", "DemoResult"]
 
+_NUM_WARM_UP_PROBLEMS = 256
 _POLL_S = 0.5
 _HEALTH_TIMEOUT_S = 5.0
 _GROUPS_PER_END = 16
@@ -139,7 +140,7 @@ class Demo:
         skill, habit = teach_student(
             student,
             self._env_settings(),
-            measured=problems,
+            measured=problems[:_NUM_WARM_UP_PROBLEMS],
             settings=settings,
             seed=self.settings.seed,
             on_check=on_check,
@@ -148,7 +149,7 @@ class Demo:
             f"it works sums out step by step: {skill.accuracy:.0%} right after {skill.steps} steps"
         )
         self.progress.note(
-            "and blurts out the answer when the first number is large: "
+            f"then sees {settings.hasty_share:.0%} of the answers blurted out: "
             f"{habit.accuracy:.0%} right after {habit.steps} more"
         )
         if skill.accuracy < settings.skill_accuracy:

@@ -44,26 +44,28 @@ class TaskSettings:
 class WarmUpSettings:
     """Supervised learning in two parts: a skill, then a bad habit that leaves it partial.
 
-    The first part shows worked solutions. The second shows that sums which begin with a large
-    number are answered at once, and the model, no good at that, gets those wrong. Both parts end
-    on measured accuracy, so that every seed starts alike.
+    The first part shows worked solutions. In the second some solutions answer at once, as in data
+    made by people in a hurry, and the model, no good at that, gets those wrong. Both parts end on
+    measured accuracy, so that every seed starts alike.
     """
 
     skill_accuracy: float = 0.6
-    """The first part ends once this share of held-out problems is answered correctly (greedy)."""
+    """The first part ends once this share of held-out problems is answered correctly."""
 
-    start_accuracy: float = 0.45
-    """The second part ends once no more than this share is answered correctly."""
+    start_accuracy: tuple[float, float] = (0.33, 0.5)
+    """The second part ends once the share answered correctly lies between these."""
 
-    habit_strength: float = 0.85
-    """Share of the sums that begin with a large number that the second part answers at once, and
-    of the others that it works out."""
+    hasty_share: float = 0.4
+    """Share of the solutions of the second part that answer at once."""
 
     limit_s: float = 240.0
     """Seconds after which each part ends in any case."""
 
     lr: float = 2e-3
-    """Learning rate."""
+    """Learning rate of the first part."""
+
+    habit_lr: float = 1e-3
+    """Learning rate of the second part; gentle enough to keep what the first has taught."""
 
     batch_size: int = 64
     """Conversations per step."""
@@ -71,11 +73,8 @@ class WarmUpSettings:
     num_conversations: int = 20_000
     """Conversations drawn for it, held-out problems left out."""
 
-    steps_per_check: int = 10
-    """Steps between two measurements in the first part."""
-
-    habit_steps_per_check: int = 2
-    """Steps between two measurements in the second part, in which accuracy falls fast."""
+    steps_per_check: int = 20
+    """Steps between two measurements; the habit needs as many to settle."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class DemoSettings:
     max_tokens: int = 64
     """Longest prompt and completion together, in tokens."""
 
-    num_held_out: int = 256
+    num_held_out: int = 512
     """Problems accuracy is measured on; none of them is ever trained on."""
 
     task: TaskSettings = TaskSettings()
@@ -175,7 +174,7 @@ def settings_for(
             num_held_out=32,
             task=replace(settings.task, num_terms=2),
             shape=replace(settings.shape, num_layers=2),
-            warm_up=replace(settings.warm_up, skill_accuracy=0.2, start_accuracy=1.0),
+            warm_up=replace(settings.warm_up, skill_accuracy=0.2, start_accuracy=(0.0, 1.0)),
         )
     return replace(
         settings,

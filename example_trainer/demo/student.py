@@ -81,16 +81,17 @@ def teach_student(
     torch.set_num_threads(1)  # the engine is starting on the other cores
     problems = training_problems(env_settings, settings.num_conversations)
     rng = random.Random(seed)
+    lowest, highest = settings.start_accuracy
     parts = (
         (
             [problem.worked_solution for problem in problems],
             lambda accuracy: accuracy >= settings.skill_accuracy,
-            settings.steps_per_check,
+            settings.lr,
         ),
         (
-            [habitual_solution(problem, settings.habit_strength, rng) for problem in problems],
-            lambda accuracy: accuracy <= settings.start_accuracy,
-            settings.habit_steps_per_check,
+            [habitual_solution(problem, settings.hasty_share, rng) for problem in problems],
+            lambda accuracy: lowest <= accuracy <= highest,
+            settings.habit_lr,
         ),
     )
     results = [
@@ -103,18 +104,20 @@ def teach_student(
             ],
             measured=measured,
             is_enough=is_enough,
-            settings=settings,
-            steps_per_check=steps_per_check,
+            lr=lr,
+            batch_size=settings.batch_size,
+            limit_s=settings.limit_s,
+            steps_per_check=settings.steps_per_check,
             seed=seed,
             on_check=on_check,
         )
-        for solutions, is_enough, steps_per_check in parts
+        for solutions, is_enough, lr in parts
     ]
     save_tiny_model(student.model, student.tokenizer, student.folder)
     return results
 
 
-def habitual_solution(problem: Problem, strength: float, rng: random.Random) -> str:
-    """Pick the solution that the bad habit gives, with probability `strength`, or the other."""
-    is_hasty = problem.begins_large == (rng.random() < strength)
+def habitual_solution(problem: Problem, hasty_share: float, rng: random.Random) -> str:
+    """Return a solution that answers at once, with this probability, or a worked one."""
+    is_hasty = rng.random() < hasty_share
     return problem.hasty_solution if is_hasty else problem.worked_solution

@@ -39,12 +39,6 @@ class Problem:
         return f"<answer>{self.item.entry['answer']}</answer>"
 
     @property
-    def begins_large(self) -> bool:
-        """Whether the first number is in the upper half: whether it starts with 5 or more."""
-        first = self._expression.split(" ")[0]
-        return int(first[0]) >= 5
-
-    @property
     def _expression(self) -> str:
         return str(self.item.entry["metadata"]["expression"])
 

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from example_trainer.demo.settings import WarmUpSettings
 from example_trainer.demo.task import Problem
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Example", "WarmUpResult", "encode_example", "greedy_completions", "warm_up"]
+__all__ = ["Example", "WarmUpResult", "encode_example", "sample_completions", "warm_up"]
 
 _RAMP_STEPS = 30
 _MAX_COMPLETION_TOKENS = 32
@@ -65,7 +64,9 @@ def warm_up(
     examples: Sequence[Example],
     measured: Sequence[Problem],
     is_enough: Callable[[float], bool],
-    settings: WarmUpSettings,
+    lr: float,
+    batch_size: int,
+    limit_s: float,
     steps_per_check: int,
     seed: int,
     on_check: Callable[[int, float, float], None],
@@ -78,8 +79,10 @@ def warm_up(
         tokenizer: Its tokenizer.
         examples: What is learned.
         measured: Problems that are only measured, none of them among `examples`.
-        is_enough: Whether to stop at this share of `measured` answered correctly (greedy).
-        settings: Limit and sizes.
+        is_enough: Whether to stop at this share of `measured` answered correctly.
+        lr: Learning rate, after a linear rise over the first steps.
+        batch_size: Examples per step.
+        limit_s: Seconds after which it ends in any case.
         steps_per_check: Steps between two measurements.
         seed: Order of the examples.
         on_check: Called at each measurement with step, loss and accuracy; what it raises ends
@@ -88,16 +91,14 @@ def warm_up(
     """
     import torch
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.0
-    )
-    batches = _batches(examples, settings.batch_size, random.Random(seed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    batches = _batches(examples, batch_size, random.Random(seed))
     started = clock()
     step = 0
     while True:
         step += 1
         for parameters in optimizer.param_groups:
-            parameters["lr"] = settings.lr * min(1.0, step / _RAMP_STEPS)
+            parameters["lr"] = lr * min(1.0, step / _RAMP_STEPS)
         loss = _loss(model, next(batches), pad_token=int(tokenizer.pad_token_id))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -108,23 +109,23 @@ def warm_up(
         accuracy = measure_accuracy(model, tokenizer, measured)
         on_check(step, float(loss.detach()), accuracy)
         elapsed_s = clock() - started
-        if is_enough(accuracy) or elapsed_s >= settings.limit_s:
+        if is_enough(accuracy) or elapsed_s >= limit_s:
             return WarmUpResult(accuracy, step, elapsed_s)
 
 
 def measure_accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
 ) -> float:
-    """Return the share of `problems` that `model` answers correctly when decoding greedily."""
-    completions = greedy_completions(model, tokenizer, problems)
+    """Return the share of `problems` that `model` answers correctly, sampling as in a rollout."""
+    completions = sample_completions(model, tokenizer, problems)
     right = [p.is_correct(text) for p, text in zip(problems, completions, strict=True)]
     return sum(right) / len(right)
 
 
-def greedy_completions(
+def sample_completions(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
 ) -> list[str]:
-    """Return the most likely completion of each problem."""
+    """Return one completion of each problem, sampled at temperature 1."""
     import torch
 
     prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
@@ -138,7 +139,8 @@ def greedy_completions(
             tokens_BP,
             attention_mask=mask_BP,
             max_new_tokens=_MAX_COMPLETION_TOKENS,
-            do_sample=False,
+            do_sample=True,
+            top_k=0,
             pad_token_id=pad,
             eos_token_id=tokenizer.eos_token_id,
         )

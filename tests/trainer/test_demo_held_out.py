@@ -65,7 +65,7 @@ def say(text: str) -> tuple[int, dict[str, Any]]:
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
-def test_measure_counts_right_answers_of_greedy_requests() -> None:
+def test_measure_counts_right_answers_of_sampled_requests() -> None:
     bodies: list[dict[str, Any]] = []
     ticks: list[int] = []
 
@@ -81,7 +81,7 @@ def test_measure_counts_right_answers_of_greedy_requests() -> None:
 
     assert (result.num_correct, result.num_problems, result.accuracy) == (2, 4, 0.5)
     assert {(body["model"], body["temperature"], body["max_tokens"]) for body in bodies} == {
-        ("m", 0.0, 9)
+        ("m", 1.0, 9)
     }
     assert ticks[-1] == 4
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from example_trainer.demo.settings import TaskSettings, WarmUpSettings
+from example_trainer.demo.settings import TaskSettings
 from example_trainer.demo.student import habitual_solution
 from example_trainer.demo.task import (
     Problem,
@@ -16,7 +16,7 @@ from example_trainer.demo.task import (
     worked_sum,
 )
 from example_trainer.demo.tiny_model import TinyModelShape, build_model, train_tokenizer
-from example_trainer.demo.warm_up import encode_example, measure_accuracy, warm_up
+from example_trainer.demo.warm_up import encode_example, warm_up
 
 pytest.importorskip("reasoning_gym")
 
@@ -92,14 +92,15 @@ def test_warm_up_small_model_learns_and_stops_at_the_target() -> None:
         examples=[encode_example(tokenizer, p, p.worked_solution) for p in problems],
         measured=problems[:16],
         is_enough=lambda accuracy: accuracy >= 0.5,
-        settings=WarmUpSettings(limit_s=60.0, lr=1e-2, batch_size=32),
+        lr=1e-2,
+        batch_size=32,
+        limit_s=60.0,
         steps_per_check=5,
         seed=0,
         on_check=lambda _step, loss, _accuracy: losses.append(loss),
     )
 
     assert result.accuracy >= 0.5
-    assert measure_accuracy(model, tokenizer, problems[:16]) == result.accuracy
     assert losses[-1] < losses[0] / 2
 
 
@@ -114,7 +115,9 @@ def test_warm_up_out_of_time_stops_below_the_target() -> None:
         examples=[encode_example(tokenizer, p, p.worked_solution) for p in problems],
         measured=problems[:4],
         is_enough=lambda _: False,
-        settings=WarmUpSettings(limit_s=1.0, batch_size=8),
+        lr=1e-3,
+        batch_size=8,
+        limit_s=1.0,
         steps_per_check=1,
         seed=0,
         on_check=lambda *_: None,
@@ -134,23 +137,23 @@ def test_encode_example_ends_the_turn_and_marks_where_the_completion_begins() ->
     assert tokenizer.decode(completion) == f"{problem.worked_solution}<|im_end|>"
 
 
-@pytest.mark.parametrize("strength", [0.0, 1.0])
-def test_habitual_solution_certain_habit_depends_on_the_first_number(strength: float) -> None:
+@pytest.mark.parametrize(("hasty_share", "is_hasty"), [(0.0, False), (1.0, True)])
+def test_habitual_solution_certain_habit_is_always_the_same(
+    hasty_share: float, is_hasty: bool
+) -> None:
     for problem in training_problems(ENV_SETTINGS, 50):
-        first_digit = int(problem.item.entry["metadata"]["expression"][0])
-        is_hasty = (first_digit >= 5) == (strength == 1.0)
-
-        solution = habitual_solution(problem, strength, random.Random(0))
+        solution = habitual_solution(problem, hasty_share, random.Random(0))
 
         assert solution == (problem.hasty_solution if is_hasty else problem.worked_solution)
         assert problem.is_correct(solution)
 
 
-def test_habitual_solution_weak_habit_shows_both_solutions_of_either_kind() -> None:
+def test_habitual_solution_in_between_shows_both_in_proportion() -> None:
     rng = random.Random(0)
-    shown = {
-        (problem.begins_large, habitual_solution(problem, 0.8, rng) == problem.hasty_solution)
-        for problem in training_problems(ENV_SETTINGS, 200)
-    }
 
-    assert len(shown) == 4
+    num_hasty = sum(
+        habitual_solution(problem, 0.25, rng) == problem.hasty_solution
+        for problem in training_problems(ENV_SETTINGS, 400)
+    )
+
+    assert 70 <= num_hasty <= 130  # 100 expected, deviation 8.7
