@@ -38,7 +38,7 @@ class RunningDemo:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "example_trainer.demo.cli", "--profile", "quick"),
-                    *("--steps", "500", "--output", str(self.output)),
+                    *("--steps", str(steps), "--output", str(self.output)),
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
