@@ -15,6 +15,7 @@ import httpx
 
 from atroposlib.errors import InferenceError
 from example_trainer.demo import report
+from example_trainer.demo.engine_watch import EngineWatch
 from example_trainer.demo.held_out import HeldOutResult, measure_held_out
 from example_trainer.demo.progress import DemoProgress
 from example_trainer.demo.settings import DemoPaths, DemoSettings
@@ -57,6 +58,7 @@ class Demo:
         self.paths = paths
         self.progress = progress
         self._supervisor = Supervisor()
+        self._engine_watch: EngineWatch | None = None
 
     def run(self) -> DemoResult:
         """Go through all phases.
@@ -164,6 +166,7 @@ class Demo:
             (stack.engine, f"{stack.engine_url}/health"),
         ):
             self._wait_until_healthy(process, url)
+        self._engine_watch = EngineWatch(stack.engine)
         if self.settings.uses_tiny_model:
             control = EngineControl(stack.engine_url)
             try:
@@ -171,6 +174,12 @@ class Demo:
                 control.reload_weights(self.paths.tiny_model, pause_mode="keep")
             finally:
                 control.close()
+
+    def _check(self) -> None:
+        """Raise when a part, or a process the engine runs on, has ended."""
+        self._supervisor.check()
+        if self._engine_watch is not None:
+            self._engine_watch.check()
 
     def _wait_until_healthy(self, process: ManagedProcess, url: str) -> None:
         def is_healthy() -> bool:
@@ -197,7 +206,7 @@ class Demo:
         )
 
         def on_tick(num_answered: int) -> None:
-            self._supervisor.check()
+            self._check()
             self.progress.update(num_answered, len(problems), f"{num_answered} answers")
 
         try:
@@ -209,7 +218,7 @@ class Demo:
                 on_tick=on_tick,
             )
         except InferenceError:
-            self._supervisor.check()  # rather name the part that failed, when one did
+            self._check()  # rather name the part that failed, when one did
             raise
         self.progress.note(f"{result.num_correct} of {result.num_problems} right")
         return result
@@ -225,13 +234,13 @@ class Demo:
         self._supervisor.start(stack.environment, may_finish=True)
         watch = StallWatch(settings.stall_limit_s)
         while stack.trainer.is_alive():
-            self._supervisor.check()
+            self._check()
             steps = report.count_steps(self.paths.trainer_metrics)
             watch.check(steps, trainer=stack.trainer, environment=stack.environment)
             points = report.read_rewards(self.paths.environment_metrics)
             self.progress.update(steps, settings.steps, _state(steps, settings.steps, points))
             time.sleep(_POLL_S)
-        self._supervisor.check()
+        self._check()
 
     def _report(self, before: HeldOutResult, after: HeldOutResult) -> DemoResult:
         self.progress.begin("report", "Writing the report", expected="a few seconds")
