@@ -1,13 +1,95 @@
-"""The protocol every payload store implements."""
+"""The protocol every store of a run implements: a log, payloads by id, and a snapshot.
+
+    append(record, payloads) ──► log ──► apply(position, record), in log order, in every replica
+                             └─► payloads, until discarded
+
+The state of a run is what applying the log's records in order gives. A store knows nothing of what
+records mean: it writes them down, hands each to `apply` exactly once per process, and in the same
+order everywhere.
+
+Guarded records. A record that would be wrong had another replica acted meanwhile is appended with
+a *fence*: the number of guarded records applied so far. The store refuses it when the log holds
+more of them; the caller, who has then seen what the other replica wrote, decides anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from atroposlib.api.queue import QueuedGroup
 
-__all__ = ["GroupStore", "StoredGroup"]
+__all__ = ["Apply", "GroupStore", "Payload", "Restore", "RunStore", "StoredGroup"]
+
+Apply = Callable[[int, bytes], None]
+"""Takes a record and its position in the log (from 0); never awaited, never raises."""
+
+Restore = Callable[[bytes], None]
+"""Takes a snapshot of the state, before any record is applied."""
+
+
+class Payload(NamedTuple):
+    """The bytes of one group, as they are stored and sent."""
+
+    group_id: int
+    content: bytes
+
+
+class RunStore(Protocol):
+    """Keeps one run. Methods wait for a disk or another machine and are safe to cancel.
+
+    A cancelled `append` has written everything or nothing, and what it wrote is still applied.
+    """
+
+    async def open(self, apply: Apply, restore: Restore) -> None:
+        """Load the run: `restore` the snapshot if there is one, then `apply` the records behind it.
+
+        Raises:
+            ConfigError: the store cannot be used, e.g. another process holds the same file.
+        """
+
+    async def append(
+        self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
+    ) -> bool:
+        """Write a record with its payloads, all or nothing, and apply the log up to it.
+
+        Args:
+            record: what happened.
+            payloads: the groups it brings.
+            fence: for a guarded record, the guarded records applied so far; None for others.
+
+        Returns:
+            True once the record survives what the store survives and has been applied; False when
+            the fence has moved: nothing was written, and what others wrote has been applied.
+        """
+
+    async def sync(self) -> None:
+        """Apply what other replicas have appended; nothing to do where there are none."""
+
+    async def new_group_ids(self, count: int) -> range:
+        """Reserve ids that no replica has used or will use."""
+
+    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+        """Return payloads in the order asked for.
+
+        Raises:
+            KeyError: one of the groups is not in the store.
+        """
+
+    async def discard(self, group_ids: Collection[int]) -> None:
+        """Forget payloads; ids that are not there are skipped."""
+
+    async def compact(self, snapshot: bytes) -> None:
+        """Replace every record applied so far by a snapshot of what they led to.
+
+        Must be called without an `await` between taking the snapshot and calling.
+        """
+
+    async def alive_replicas(self) -> frozenset[str] | None:
+        """Return the names of replicas that serve this run; None: this process is the only one."""
+
+    async def close(self) -> None:
+        """Release what the store holds; called once, when the service stops."""
 
 
 class StoredGroup(NamedTuple):
