@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from atroposlib.api.store.base import StoredGroup
+from atroposlib.api.store.base import Apply, Payload, Restore, StoredGroup
 
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryRunStore", "MemoryStore"]
 
 
 class MemoryStore:
@@ -38,3 +38,76 @@ class MemoryStore:
     async def close(self) -> None:
         """Drop every payload."""
         self._payloads.clear()
+
+
+class MemoryRunStore:
+    """A `RunStore` for throw-away runs and tests; its methods never wait.
+
+    The run lasts as long as this object: opened again, it replays as a store on a disk would.
+    """
+
+    def __init__(self) -> None:
+        self._apply: Apply = _ignore
+        self._snapshot: bytes | None = None
+        self._first_position = 0
+        self._records: list[bytes] = []
+        self._num_guarded = 0
+        self._payloads: dict[int, bytes] = {}
+        self._next_group_id = 0
+
+    async def open(self, apply: Apply, restore: Restore) -> None:
+        """Hand the snapshot and the records behind it to the caller."""
+        self._apply = apply
+        if self._snapshot is not None:
+            restore(self._snapshot)
+        for position, record in enumerate(self._records, start=self._first_position):
+            apply(position, record)
+
+    async def append(
+        self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
+    ) -> bool:
+        """Keep a record with its payloads and apply it; False when the fence has moved."""
+        if fence is not None:
+            if fence < self._num_guarded:
+                return False
+            self._num_guarded += 1
+        self._payloads.update(payloads)
+        position = self._first_position + len(self._records)
+        self._records.append(record)
+        self._apply(position, record)
+        return True
+
+    async def sync(self) -> None:
+        """Do nothing: only this process writes."""
+
+    async def new_group_ids(self, count: int) -> range:
+        """Reserve ids that were not given before."""
+        first = self._next_group_id
+        self._next_group_id += count
+        return range(first, self._next_group_id)
+
+    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+        """Return payloads in the order asked for; KeyError when one is not there."""
+        return [self._payloads[group_id] for group_id in group_ids]
+
+    async def discard(self, group_ids: Collection[int]) -> None:
+        """Drop payloads; ids that are not there are skipped."""
+        for group_id in group_ids:
+            self._payloads.pop(group_id, None)
+
+    async def compact(self, snapshot: bytes) -> None:
+        """Replace the records kept so far by a snapshot."""
+        self._snapshot = snapshot
+        self._first_position += len(self._records)
+        self._records.clear()
+
+    async def alive_replicas(self) -> frozenset[str] | None:
+        """Return None: only this process serves the run."""
+        return None
+
+    async def close(self) -> None:
+        """Keep what there is: the run may be opened again while this object lives."""
+
+
+def _ignore(position: int, record: bytes) -> None:
+    """Stand in for the caller's `apply` until the store is opened."""
