@@ -79,10 +79,15 @@ class RunStore(Protocol):
     async def discard(self, group_ids: Collection[int]) -> None:
         """Forget payloads; ids that are not there are skipped."""
 
-    async def compact(self, snapshot: bytes) -> None:
-        """Replace every record applied so far by a snapshot of what they led to.
+    async def compact(self, snapshot: bytes, *, position: int) -> None:
+        """Replace the records before `position` by a snapshot of what they led to.
 
-        Must be called without an `await` between taking the snapshot and calling.
+        Records behind it stay: they may have been applied while the snapshot was written. A
+        snapshot older than the one that is stored changes nothing.
+
+        Args:
+            snapshot: the state after the first `position` records of the log.
+            position: position of the first record that the snapshot does not account for.
         """
 
     async def alive_replicas(self) -> frozenset[str] | None:
