@@ -9,9 +9,9 @@ environment always equal what a walk over the queue would find.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from atroposlib.api.packing import oldest_combination, pack_exact, pack_with_minimums
 
@@ -29,8 +29,16 @@ class QueuedGroup(NamedTuple):
     """Registered sender; None when nobody registered under the id it gave."""
     num_sequences: int
     num_tokens: int
-    version: int
-    """Trainer step at which the group was admitted."""
+    num_bytes: int = 0
+    """Bytes of the stored payload."""
+    lane: Literal["json", "msgpack"] = "json"
+    """Encoding of the stored payload."""
+    version: int = 0
+    """Policy version the sender stamped, else the trainer's at admission."""
+    received_at: float = 0.0
+    """Unix time of admission, in seconds."""
+    min_score: float = 0.0
+    max_score: float = 0.0
 
 
 class GroupQueue:
@@ -39,6 +47,8 @@ class GroupQueue:
     def __init__(self) -> None:
         self._groups: dict[int, QueuedGroup] = {}
         self._num_sequences = 0
+        self._num_tokens = 0
+        self._num_bytes = 0
         self._sizes: Counter[int] = Counter()
         self._sequences_by_env: Counter[int | None] = Counter()
         self._sizes_by_env: dict[int | None, Counter[int]] = {}
@@ -53,6 +63,16 @@ class GroupQueue:
     def num_sequences(self) -> int:
         """Sequences in all queued groups."""
         return self._num_sequences
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all queued groups."""
+        return self._num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of all queued groups."""
+        return self._num_bytes
 
     @property
     def largest_group(self) -> int:
@@ -85,14 +105,50 @@ class GroupQueue:
         self._groups[group.group_id] = group
         self._count(group, 1)
 
+    def get(self, group_id: int) -> QueuedGroup | None:
+        """Return a queued group by its id, None when it is not queued."""
+        return self._groups.get(group_id)
+
+    def window(self, offset: int, limit: int) -> list[QueuedGroup]:
+        """Return up to `limit` groups from position `offset`, oldest first."""
+        return list(islice(self, offset, offset + limit))
+
+    def remove(self, group_ids: Iterable[int]) -> list[QueuedGroup]:
+        """Take groups out of the queue, wherever they are; ids that are not queued are skipped.
+
+        Returns:
+            The removed groups, in the order asked for.
+        """
+        removed = []
+        for group_id in group_ids:
+            group = self._groups.pop(group_id, None)
+            if group is not None:
+                self._count(group, -1)
+                removed.append(group)
+        return removed
+
+    def restore_front(self, groups: Sequence[QueuedGroup]) -> None:
+        """Put groups back before all others, in the order given.
+
+        Raises:
+            ValueError: one of the groups is queued already; nothing has changed.
+        """
+        for group in groups:
+            if group.group_id in self._groups:
+                raise ValueError(f"group {group.group_id} is already queued")
+        restored = {group.group_id: group for group in groups}
+        self._groups = restored | self._groups
+        for group in restored.values():
+            self._count(group, 1)
+
     def clear(self) -> None:
         """Forget every queued group."""
         self.__init__()  # type: ignore[misc]
 
-    def take_batch(
+    def plan_batch(
         self, batch_size: int, minimums: Mapping[int, float] | None = None
     ) -> list[QueuedGroup] | None:
-        """Remove and return the next batch.
+        """Choose the next batch; the queue stays as it is.
 
         Without minimums: whole packs in order of completion; when packs do not add up, the oldest
         exact combination. With minimums: see `packing.pack_with_minimums`.
@@ -103,15 +159,20 @@ class GroupQueue:
 
         Returns:
             Groups in order of delivery that hold exactly `batch_size` sequences; None when the
-            queue cannot provide them, and is then unchanged.
+            queue cannot provide them.
         """
         if self._num_sequences < batch_size:
             return None
-        taken = self._find_guaranteed(batch_size, minimums) if minimums else self._find(batch_size)
-        if taken is None:
-            return None
-        self._remove(taken)
-        return taken
+        return self._find_guaranteed(batch_size, minimums) if minimums else self._find(batch_size)
+
+    def take_batch(
+        self, batch_size: int, minimums: Mapping[int, float] | None = None
+    ) -> list[QueuedGroup] | None:
+        """Remove and return the next batch, as `plan_batch` chooses it."""
+        planned = self.plan_batch(batch_size, minimums)
+        if planned is not None:
+            self.remove(group.group_id for group in planned)
+        return planned
 
     def _find(self, batch_size: int) -> list[QueuedGroup] | None:
         sizes = (group.num_sequences for group in self)
@@ -136,13 +197,10 @@ class GroupQueue:
         prefix = list(islice(self, max(positions) + 1))
         return [prefix[position] for position in positions]
 
-    def _remove(self, groups: Iterable[QueuedGroup]) -> None:
-        for group in groups:
-            del self._groups[group.group_id]
-            self._count(group, -1)
-
     def _count(self, group: QueuedGroup, sign: int) -> None:
         self._num_sequences += sign * group.num_sequences
+        self._num_tokens += sign * group.num_tokens
+        self._num_bytes += sign * group.num_bytes
         env_sizes = self._sizes_by_env.setdefault(group.env_id, Counter())
         for counter, key, amount in (
             (self._sizes, group.num_sequences, 1),
