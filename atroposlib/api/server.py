@@ -95,13 +95,14 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
         application.include_router(module.router)
     application.add_exception_handler(RequestValidationError, validation_refusal)
     # The middleware added last sees a request first.
-    application.add_middleware(
-        CORSMiddleware,
-        allow_origins=list(settings.cors_origins),
-        allow_credentials=True,
-        allow_methods=["*"],
-        allow_headers=["*"],
-    )
+    if settings.cors_origins:
+        application.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_credentials=True,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     application.add_middleware(
         GZipResponseMiddleware, min_bytes=settings.gzip_min_bytes, level=settings.gzip_level
     )

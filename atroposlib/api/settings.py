@@ -2,20 +2,87 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["ApiSettings"]
+__all__ = ["RUN_NAME_PATTERN", "ApiSettings"]
+
+_MIB = 1024 * 1024
+
+RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+"""What a run may be called: it names a file and a set of keys."""
+
+_STORE_PATTERN = r"^(memory|sqlite|rediss?://.+|unix://.+)$"
 
 
 class ApiSettings(BaseModel):
-    """How the service treats bodies and browsers; fixed once the application is built."""
+    """Where a service keeps its run, what it accepts and what it tells; fixed once it is built."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    store: str = Field(
+        default="memory",
+        pattern=_STORE_PATTERN,
+        description="Where the run lives: `memory` (gone when the process ends), `sqlite` (a file "
+        "under `data_dir`) or the address of a Redis server such as `redis://host:6379/0`, which "
+        "several services may share.",
+    )
+    data_dir: Path = Field(
+        default=Path("atropos_runs"), description="Folder of the files of `sqlite`, one per run."
+    )
+    run_name: str | None = Field(
+        default=None,
+        pattern=RUN_NAME_PATTERN,
+        description="Name of the run to create or resume; None starts a new one under a new name.",
+    )
+    fsync: bool = Field(
+        default=False,
+        description="Whether `sqlite` waits for the disk at every write: then a run survives a "
+        "power failure, too, and not just the end of the process.",
+    )
     max_body_bytes: int = Field(
-        default=512 * 1024 * 1024,
+        default=512 * _MIB,
         ge=1,
         description="Largest request body after decompression, in bytes; above it: 413.",
+    )
+    max_buffered_bytes: int = Field(
+        default=1024 * _MIB,
+        ge=1,
+        description="Request bodies in memory at one time, in bytes; further ones are read when "
+        "there is room again.",
+    )
+    max_queue_sequences: int = Field(
+        default=0,
+        ge=0,
+        description="Sequences that may wait for a trainer; above it groups are answered 503 with "
+        "Retry-After. 0: no limit.",
+    )
+    max_queue_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes of groups that may wait for a trainer; above it groups are answered "
+        "503 with Retry-After. 0: no limit.",
+    )
+    max_staleness_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Trainer steps a group may be old when it leaves; environments are told to "
+        "start no more groups than that allows. 0: no bound.",
+    )
+    env_expiry_s: float = Field(
+        default=600.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds of silence after which an environment counts as disconnected, until "
+        "it speaks again. 0: never.",
+    )
+    keep_past_groups: int = Field(
+        default=256, ge=0, description="Delivered groups kept for inspection, at most."
+    )
+    keep_past_bytes: int = Field(
+        default=256 * _MIB, ge=0, description="Bytes of delivered groups kept, at most."
     )
     gzip_min_bytes: int = Field(
         default=1000, ge=0, description="Smallest response body worth compressing, in bytes."
@@ -24,5 +91,15 @@ class ApiSettings(BaseModel):
         default=1, ge=1, le=9, description="Compression level of responses, 1 (fastest) to 9."
     )
     cors_origins: tuple[str, ...] = Field(
-        default=("*",), description="Origins whose pages may call the service; `*` is every one."
+        default=(),
+        description="Origins whose pages may call the service from a browser; `*` is every one, "
+        "an empty list none.",
+    )
+    token_file: Path | None = Field(
+        default=None,
+        description="File with the bearer tokens of environments, trainers and administrators; "
+        "None lets everybody call everything.",
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Form of log lines: for people, or one JSON object per line."
     )

@@ -118,20 +118,33 @@ def test_bodies_above_the_cap_are_413():
     }
 
 
-def test_any_origin_may_call(service):
-    answer = service.options(
-        "/scored_data",
-        headers={
-            "Origin": "http://example.org",
-            "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "X-Any",
-        },
-    )
+PREFLIGHT = {
+    "Origin": "http://example.org",
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "X-Any",
+}
+
+
+@pytest.mark.parametrize("origins", [("*",), ("http://example.org",)])
+def test_listed_origins_may_call(origins):
+    service = Service(ApiSettings(cors_origins=origins))
+
+    answer = service.options("/scored_data", headers=PREFLIGHT)
 
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] in ("*", "http://example.org")
     assert answer.headers["access-control-allow-credentials"] == "true"
     assert "POST" in answer.headers["access-control-allow-methods"]
+
+
+def test_other_origins_may_not_call(service):
+    elsewhere = Service(ApiSettings(cors_origins=("http://example.com",)))
+
+    for asked in (service, elsewhere):
+        answer = asked.options("/scored_data", headers=PREFLIGHT)
+
+        assert answer.status_code >= 400
+        assert "access-control-allow-origin" not in answer.headers
 
 
 @pytest.mark.parametrize(
