@@ -13,8 +13,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from httpx import Response
 
+from atroposlib.api.access import Role
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
+
+TOKENS = {role: f"token-for-tests-of-{role.value}" for role in Role}
 
 REGISTRATION: dict[str, Any] = {
     "wandb_group": "test",

@@ -1,0 +1,189 @@
+"""Bearer tokens: who holds which, and the check in front of the application.
+
+    Authorization: Bearer TOKEN ──► TokenTable.find ──► access.rule_for(path) ──► on, 401 or 403
+
+Without a token file there is no check at all. Tokens are kept as keyed hashes: neither a message
+nor a dump of the object shows one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from atroposlib.api.access import Role, Rule, path_of, rule_for
+from atroposlib.errors import ConfigError
+
+__all__ = ["BearerAuthMiddleware", "Holder", "TokenTable", "read_token_file"]
+
+logger = logging.getLogger(__name__)
+
+_MIN_TOKEN_CHARS = 16
+_MAX_LOGGED_REFUSALS = 256
+_TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
+_ASK_FOR_TOKEN = "Bearer"
+_UNKNOWN_TOKEN = 'Bearer error="invalid_token"'
+_OTHER_ROLE = 'Bearer error="insufficient_scope"'
+
+
+class Holder(NamedTuple):
+    """Whoever presents a token."""
+
+    role: Role
+    name: str
+    """How logs call the holder; the role and a number when the file gives no name."""
+
+
+class _Entry(NamedTuple):
+    digest: bytes
+    holder: Holder
+
+
+class TokenTable:
+    """Finds the holder of a token, in a time that says nothing about the tokens it knows."""
+
+    def __init__(self, holders: Iterable[tuple[str, Holder]] = ()) -> None:
+        self._key = secrets.token_bytes(32)
+        self._holders: dict[bytes, _Entry] = {}
+        for token, holder in holders:
+            self.add(token, holder)
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, token: str, holder: Holder) -> None:
+        """Let a token in.
+
+        Raises:
+            ConfigError: the token is in use already.
+        """
+        digest = self._digest(token.encode())
+        if digest in self._holders:
+            other = self._holders[digest].holder.name
+            raise ConfigError(f"this is also the token of {other!r}; each holder needs its own")
+        self._holders[digest] = _Entry(digest, holder)
+
+    def find(self, token: bytes) -> Holder | None:
+        """Return who holds the token, None when nobody does."""
+        digest = self._digest(token)
+        # Looking up a hash under a key nobody knows tells a caller nothing about the tokens.
+        known = self._holders.get(digest)
+        if known is None or not hmac.compare_digest(known.digest, digest):
+            return None
+        return known.holder
+
+    def _digest(self, token: bytes) -> bytes:
+        return hmac.digest(self._key, token, "sha256")
+
+
+def read_token_file(path: Path) -> TokenTable:
+    """Read a token file: one `role token [name]` per line; `#` starts a comment line.
+
+        # role        token                             name
+        environment   c2f6b1d0e0f24e0c9a7f5a2b6d3e8f10  math-cluster
+        trainer       7d1d4f6c0b9e4a63a1f0c8e2b5a79341
+        admin         e83b7a56d2c94f1f8f0e6a1c3b9d5d72  alice
+
+    A file that others than its owner can read is used, with a warning.
+
+    Raises:
+        ConfigError: the file cannot be read or says something else; the message names the line
+            and never shows a token.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the token file {path}: {error}") from error
+    if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        logger.warning("%s holds tokens and others can read it; run: chmod 600 %s", path, path)
+    table = TokenTable()
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            table.add(words[1] if len(words) > 1 else "", _holder_of(words, number))
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+    if not table:
+        raise ConfigError(f"{path} holds no token; expected lines of: role token [name]")
+    return table
+
+
+def _holder_of(words: list[str], number: int) -> Holder:
+    """Check the words of one line; what they hold stays out of the messages, save the role."""
+    roles = [role.value for role in Role]
+    if words[0] not in roles:
+        # The word may be a token whose role was forgotten.
+        raise ConfigError(f"the first word is no role; expected one of {', '.join(roles)}")
+    if not 2 <= len(words) <= 3:
+        raise ConfigError(f"{len(words)} words; expected: role token [name]")
+    if len(words[1]) < _MIN_TOKEN_CHARS or not _TOKEN.fullmatch(words[1]):
+        raise ConfigError(
+            f"the token must be at least {_MIN_TOKEN_CHARS} of the characters "
+            "A-Z a-z 0-9 - . _ ~ + / =; make one with: openssl rand -hex 32"
+        )
+    return Holder(Role(words[0]), words[2] if len(words) == 3 else f"{words[0]}, line {number}")
+
+
+class BearerAuthMiddleware:
+    """Lets a request through when the holder of its token may call its route.
+
+    Refusals come before a body is read: 401 without a token that is known, 403 with the role that
+    is needed. Browsers ask in advance without a token, so OPTIONS, which no route serves, passes.
+    """
+
+    def __init__(self, app: ASGIApp, *, tokens: TokenTable) -> None:
+        self.app = app
+        self._tokens = tokens
+        self._logged: set[tuple[str, str]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        refusal = None if scope.get("method") == "OPTIONS" else self._refusal_of(scope)
+        await (self.app if refusal is None else refusal)(scope, receive, send)
+
+    def _refusal_of(self, scope: Scope) -> Response | None:
+        rule = rule_for(path_of(scope))
+        if rule.is_open:
+            return None
+        token = _bearer_token(scope)
+        if token is None:
+            return self._refuse(401, rule, "nobody", "this route needs a token", _ASK_FOR_TOKEN)
+        holder = self._tokens.find(token)
+        if holder is None:
+            return self._refuse(401, rule, "nobody", "the token is unknown", _UNKNOWN_TOKEN)
+        if holder.role in rule.roles:
+            return None
+        needed = " or ".join(sorted(role.value for role in rule.roles))
+        message = f"this route needs the role {needed}; the token has {holder.role.value}"
+        return self._refuse(403, rule, holder.name, message, _OTHER_ROLE)
+
+    def _refuse(self, status: int, rule: Rule, name: str, text: str, challenge: str) -> Response:
+        """Answer a refusal; each kind of it is logged once."""
+        if (name, rule.route) not in self._logged and len(self._logged) < _MAX_LOGGED_REFUSALS:
+            self._logged.add((name, rule.route))
+            logger.warning("refused %s on %s: %s", name, rule.route, text)
+        return JSONResponse({"detail": text}, status, {"WWW-Authenticate": challenge})
+
+
+def _bearer_token(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            return token.strip() if scheme.lower() == b"bearer" else None
+    return None
