@@ -1,0 +1,162 @@
+"""What the service writes to its log, for a person or for a machine; levels are set by the door.
+
+Every line that belongs to a request can carry the request's id: `RequestErrorsMiddleware` gives one
+out, and answers an error nobody foresaw with it, so that the line and the answer can be matched.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from itertools import count
+from typing import Any, Literal, get_args
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["LogFormat", "RequestErrorsMiddleware", "log_config", "request_id"]
+
+logger = logging.getLogger(__name__)
+
+LogFormat = Literal["text", "json"]
+
+_SENDERS_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def request_id() -> str:
+    """Return the id of the request being served; empty outside of one."""
+    return _request_id.get()
+
+
+def log_config(log_format: LogFormat, *, level: str = "INFO") -> dict[str, Any]:
+    """Return a configuration of the loggers for `uvicorn.Config(log_config=)` or `dictConfig`.
+
+    uvicorn's own loggers pass through the same handler. What other packages log is shown from
+    WARNING on.
+
+    Args:
+        log_format: `text`: one readable line per event; `json`: one object per line.
+        level: least level of what the service and uvicorn log.
+
+    Raises:
+        ValueError: the format is neither.
+    """
+    if log_format not in get_args(LogFormat):
+        raise ValueError(f"log format {log_format!r}; expected one of {get_args(LogFormat)}")
+    formatter = _JsonFormatter if log_format == "json" else _TextFormatter
+    ours = {"level": level.upper()}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"service": {"()": formatter}},
+        "handlers": {
+            "service": {
+                "class": "logging.StreamHandler",
+                "formatter": "service",
+                "stream": "ext://sys.stderr",
+            },
+            "nowhere": {"class": "logging.NullHandler"},
+        },
+        "root": {"level": "WARNING", "handlers": ["service"]},
+        "loggers": {
+            "atroposlib": ours,
+            "uvicorn": {**ours, "handlers": [], "propagate": True},
+            # One line per request says nothing to an operator; metrics count requests.
+            "uvicorn.access": {"handlers": ["nowhere"], "propagate": False},
+        },
+    }
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message, request and traceback if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, str] = {
+            "time": _timestamp(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _encodable(record.getMessage()),
+        }
+        if request_id():
+            line["request_id"] = request_id()
+        if record.exc_info:
+            line["traceback"] = _encodable(self.formatException(record.exc_info))
+        return msgspec.json.encode(line).decode()
+
+
+class _TextFormatter(logging.Formatter):
+    """`2026-01-31T10:00:00.123Z WARNING atroposlib.api.run: what happened [request 5f2a-17]`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        # Names come from senders: one event stays one line whatever is in them.
+        message = _encodable(record.getMessage()).replace("\r", "\\r").replace("\n", "\\n")
+        text = f"{_timestamp(record)} {record.levelname} {record.name}: {message}"
+        if request_id():
+            text += f" [request {request_id()}]"
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return text
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+class RequestErrorsMiddleware:
+    """Names each request, and answers 500 with that name where the application fails.
+
+    A sender may bring an `X-Request-ID` of its own. A client that left while its body was read is
+    no error.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._prefix = secrets.token_hex(4)
+        self._numbers = count()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # Each request is served in a task of its own, so the id needs no resetting: what the
+        # server logs about the request afterwards still carries it.
+        _request_id.set(_senders_id(scope) or f"{self._prefix}-{next(self._numbers)}")
+        is_started = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, note_start)
+        except ClientDisconnect:
+            logger.debug("the client of %s %s left", scope["method"], scope["path"])
+        except Exception:
+            if is_started:
+                raise  # the server ends the connection and logs the traceback
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            headers = {"X-Request-ID": request_id()}
+            refusal = PlainTextResponse("Internal Server Error", 500, headers)
+            await refusal(scope, receive, send)
+
+
+def _senders_id(scope: Mapping[str, Any]) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            return value.decode() if _SENDERS_ID.fullmatch(value) else ""
+    return ""
