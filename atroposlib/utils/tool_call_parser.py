@@ -1,0 +1,80 @@
+"""Reading one tool call out of a completion; pure."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["ParsedToolCall", "extract_tool_call", "parse_tool_call"]
+
+logger = logging.getLogger(__name__)
+
+_NO_TOOL = "-ERROR-"
+
+
+class ParsedToolCall(NamedTuple):
+    """What a completion asks for; unpacks as `(name, arguments, is_error)`."""
+
+    name: str
+    """Name of the tool; `-ERROR-` when there is no usable call."""
+    arguments: Any
+    """Usually an object; whatever JSON the completion gave."""
+    is_error: bool
+
+
+def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
+    """Return the stripped content of the first pair of tags that occurs, None without one.
+
+    Args:
+        text: the completion.
+        preferred_tags: names of tags, tried in this order; `tool_call` when None.
+    """
+    for tag in preferred_tags or ("tool_call",):
+        found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+        if found:
+            return found.group(1).strip()
+    return None
+
+
+def parse_tool_call(
+    response: str,
+    available_tools: Sequence[Mapping[str, Any]] | None = None,
+    preferred_tags: Sequence[str] | None = None,
+) -> ParsedToolCall:
+    """Read the first tool call of a completion.
+
+    The JSON is read as it stands; only when that fails are single quotes taken for double ones,
+    as some models write them.
+
+    Args:
+        response: the completion.
+        available_tools: descriptions with `name` or `function.name`; a call of another tool is an
+            error. None allows every name.
+        preferred_tags: see `extract_tool_call`.
+    """
+    text = extract_tool_call(response, preferred_tags)
+    call = _read(text) if text else None
+    if not isinstance(call, dict):
+        return ParsedToolCall(_NO_TOOL, {}, True)
+    name, arguments = call.get("name", ""), call.get("arguments", {})
+    if available_tools is not None and name not in [_name_of(t) for t in available_tools]:
+        logger.debug("completion calls %r, which is not among the tools", name)
+        return ParsedToolCall(_NO_TOOL, arguments, True)
+    return ParsedToolCall(name, arguments, False)
+
+
+def _read(text: str) -> Any:
+    for candidate in (text, text.replace("'", '"')):
+        try:
+            # Not strict: models put line breaks into strings.
+            return json.loads(candidate, strict=False)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+    return None
+
+
+def _name_of(tool: Mapping[str, Any]) -> Any:
+    return tool.get("name") or (tool.get("function") or {}).get("name")
