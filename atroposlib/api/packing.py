@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["oldest_combination", "pack_exact", "pack_with_minimums"]
+__all__ = ["oldest_combination", "pack_exact", "pack_with_minimums", "scaled_needs"]
 
 
 def pack_exact(sizes: Iterable[int], *, largest: int, batch_size: int) -> list[int] | None:
@@ -114,18 +114,30 @@ def _minimum_needs(
     minimums: Mapping[int, float],
 ) -> dict[int, int] | None:
     """Return the sequences owed to each owner, None when one of them has nothing to give."""
+    owing = [owner for owner, share in minimums.items() if int(batch_size * share) > 0]
+    if any(not packable.get(owner) for owner in owing):
+        return None
+    smallest = {owner: min(groups[i][0] for i in packable[owner]) for owner in owing}
+    return scaled_needs(minimums, smallest, batch_size)
+
+
+def scaled_needs(
+    minimums: Mapping[int, float], smallest: Mapping[int, int], batch_size: int
+) -> dict[int, int]:
+    """Return the sequences owed to each owner of a share, scaled down to what a batch holds.
+
+    Args:
+        minimums: owner → share of the batch; shares below one sequence are left out.
+        smallest: owner → the smallest size it can provide, the least it is owed.
+        batch_size: sequences in the batch.
+    """
     needs = {owner: int(batch_size * share) for owner, share in minimums.items()}
     needs = {owner: need for owner, need in needs.items() if need > 0}
-    if any(not packable.get(owner) for owner in needs):
-        return None
     total = sum(needs.values())
     if total <= batch_size:
         return needs
     scale = batch_size / total
-    return {
-        owner: max(min(groups[position][0] for position in packable[owner]), int(need * scale))
-        for owner, need in needs.items()
-    }
+    return {owner: max(smallest[owner], int(need * scale)) for owner, need in needs.items()}
 
 
 def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
@@ -142,20 +154,38 @@ def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
     """
     if target <= 0:
         return []
+    candidates = _oldest_of_each_size(sizes, target)
     within_target = (1 << (target + 1)) - 1
-    reachable_from = [1]  # by the groups behind each position, built from the back
-    for size in reversed(sizes):
+    reachable_from = [1]  # by the candidates behind each one, built from the back
+    for position in reversed(candidates):
         later = reachable_from[-1]
-        reachable_from.append((later | later << size) & within_target if size <= target else later)
+        reachable_from.append((later | later << sizes[position]) & within_target)
     reachable_from.reverse()
     if not reachable_from[0] >> target & 1:
         return []
     taken: list[int] = []
     remainder = target
-    for position, size in enumerate(sizes):
-        if size <= remainder and reachable_from[position + 1] >> (remainder - size) & 1:
+    for index, position in enumerate(candidates):
+        size = sizes[position]
+        if size <= remainder and reachable_from[index + 1] >> (remainder - size) & 1:
             taken.append(position)
             remainder -= size
             if remainder == 0:
                 break
     return taken
+
+
+def _oldest_of_each_size(sizes: Sequence[int], target: int) -> list[int]:
+    """Return the positions that can be part of the oldest combination.
+
+    Of equally sized groups the older ones are preferred, so that of size `s` only the first
+    `target // s` can be chosen.
+    """
+    counts: dict[int, int] = {}
+    positions = []
+    for position, size in enumerate(sizes):
+        count = counts.get(size, 0)
+        if (count + 1) * size <= target:
+            counts[size] = count + 1
+            positions.append(position)
+    return positions

@@ -2,97 +2,116 @@
 
 It holds descriptions, never payloads, so its size does not depend on how long trajectories are.
 
-Invariants: a group is queued at most once; `num_sequences`, `sizes` and the counters per
-environment always equal what a walk over the queue would find.
+    append ──► front │ oldest … newest  ──► plan_batch, remove
+               ▲     └─ the same entries in rows by size, and by sender and size
+    restore_front
+
+Invariants: a group is queued at most once; every counter and every row equals what a walk over the
+queue would find. No request costs more because the queue is longer: adding and removing are O(1)
+per group, counters O(1), planning as `batch_plan` states.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
-from atroposlib.api.packing import oldest_combination, pack_exact, pack_with_minimums
+from atroposlib.api.allocation import QueueView
+from atroposlib.api.batch_plan import plan_combination, plan_packs, plan_with_minimums
+from atroposlib.api.queued_group import QueuedGroup
+from atroposlib.api.sender_totals import SenderTotals
+from atroposlib.api.size_rows import Entry, SizeRows
 
 __all__ = ["GroupQueue", "QueuedGroup"]
 
-_COMBINATION_WINDOW = 2048
-"""How many of the oldest groups the exact search looks at; bounds its cost."""
-
-
-class QueuedGroup(NamedTuple):
-    """What batching knows of a group; the store has the rest under `group_id`."""
-
-    group_id: int
-    env_id: int | None
-    """Registered sender; None when nobody registered under the id it gave."""
-    num_sequences: int
-    num_tokens: int
-    num_bytes: int = 0
-    """Bytes of the stored payload."""
-    lane: Literal["json", "msgpack"] = "json"
-    """Encoding of the stored payload."""
-    version: int = 0
-    """Policy version the sender stamped, else the trainer's at admission."""
-    received_at: float = 0.0
-    """Unix time of admission, in seconds."""
-    min_score: float = 0.0
-    max_score: float = 0.0
-
 
 class GroupQueue:
-    """First in, first out queue of groups; counting is O(1), removing O(groups removed)."""
+    """First in, first out queue of groups; it changes by the group, never by the queue."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, QueuedGroup] = {}
-        self._num_sequences = 0
-        self._num_tokens = 0
-        self._num_bytes = 0
-        self._sizes: Counter[int] = Counter()
-        self._sequences_by_env: Counter[int | None] = Counter()
-        self._sizes_by_env: dict[int | None, Counter[int]] = {}
+        self._restored: dict[int, Entry] = {}
+        """Entries before all of `_appended`, youngest first."""
+        self._appended: dict[int, Entry] = {}
+        self._first_place = 0
+        self._next_place = 0
+        self._rows = SizeRows()
+        self._senders: dict[int | None, SizeRows] = {}
+        self._totals = SenderTotals()
+        self._refused: tuple[int, Mapping[int, float]] | None = None
+        """The last plan with minimums that failed, while nothing changed that could help it."""
+        self.num_sequences = 0
+        """Sequences in all queued groups."""
+        self.num_tokens = 0
+        """Tokens in all queued groups."""
+        self.num_bytes = 0
+        """Payload bytes of all queued groups."""
+        self.groups_by_version: Counter[int] = Counter()
+        """Queued groups per policy version."""
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._restored) + len(self._appended)
 
     def __iter__(self) -> Iterator[QueuedGroup]:
-        return iter(self._groups.values())
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences in all queued groups."""
-        return self._num_sequences
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all queued groups."""
-        return self._num_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Payload bytes of all queued groups."""
-        return self._num_bytes
+        for _, group in chain(reversed(self._restored.values()), self._appended.values()):
+            yield group
 
     @property
     def largest_group(self) -> int:
         """Sequences in the largest queued group, 0 when the queue is empty."""
-        return max(self._sizes, default=0)
+        return self._rows.largest
 
     @property
     def sequences_by_env(self) -> Mapping[int | None, int]:
         """Queued sequences of every sender that has some."""
-        return self._sequences_by_env
+        return self._totals.sequences
 
     def largest_group_of(self, env_id: int) -> int:
         """Sequences in the largest queued group of one environment, 0 when it has none."""
-        return max(self._sizes_by_env.get(env_id, ()), default=0)
+        rows = self._senders.get(env_id)
+        return rows.largest if rows else 0
+
+    def has_packable(self, env_id: int) -> bool:
+        """Whether one environment could fill any of a guaranteed share."""
+        rows = self._senders.get(env_id)
+        return rows is not None and bool(rows.packable_rows(self.largest_group))
 
     @property
     def unpackable_sequences(self) -> int:
         """Sequences in groups whose size never adds up to the largest queued size."""
-        largest = self.largest_group
-        return sum(size * n for size, n in self._sizes.items() if largest % size)
+        return self._rows.unpackable_sequences()
+
+    def view_of(
+        self, env_id: int, *, group_size: int, batch_size: int, minimums: Mapping[int, float]
+    ) -> QueueView:
+        """Say how full the queue is from where one environment stands, as `queue_view` does.
+
+        O(1), except after the largest size, `batch_size` or `minimums` changed: then O(senders).
+
+        Args:
+            env_id: the asking environment.
+            group_size: sequences per group of the asking environment, at least 1.
+            batch_size: sequences per batch.
+            minimums: guaranteed shares; a mapping that is passed again must be unchanged.
+        """
+        others = self._totals.others_packed(
+            env_id,
+            pack_size=max(1, self.largest_group),
+            batch_size=batch_size,
+            minimums=minimums,
+        )
+        own = self._totals.sequences.get(env_id, 0)
+        return QueueView(queue_groups=(own + others) // group_size, own_groups=own // group_size)
+
+    def get(self, group_id: int) -> QueuedGroup | None:
+        """Return a queued group by its id, None when it is not queued."""
+        entry = self._appended.get(group_id) or self._restored.get(group_id)
+        return entry and entry[1]
+
+    def window(self, offset: int, limit: int) -> list[QueuedGroup]:
+        """Return up to `limit` groups from position `offset`, oldest first; O(offset)."""
+        entries = chain(reversed(self._restored.values()), self._appended.values())
+        return [group for _, group in islice(entries, offset, offset + limit)]
 
     def append(self, group: QueuedGroup) -> None:
         """Queue a group behind all others.
@@ -100,18 +119,25 @@ class GroupQueue:
         Raises:
             ValueError: the group is queued already.
         """
-        if group.group_id in self._groups:
-            raise ValueError(f"group {group.group_id} is already queued")
-        self._groups[group.group_id] = group
-        self._count(group, 1)
+        self._require_new(group)
+        entry = (self._next_place, group)
+        self._next_place += 1
+        self._appended[group.group_id] = entry
+        self._index(entry, at_front=False)
 
-    def get(self, group_id: int) -> QueuedGroup | None:
-        """Return a queued group by its id, None when it is not queued."""
-        return self._groups.get(group_id)
+    def restore_front(self, groups: Sequence[QueuedGroup]) -> None:
+        """Put groups back before all others, in the order given.
 
-    def window(self, offset: int, limit: int) -> list[QueuedGroup]:
-        """Return up to `limit` groups from position `offset`, oldest first."""
-        return list(islice(self, offset, offset + limit))
+        Raises:
+            ValueError: one of the groups is queued already; nothing has changed.
+        """
+        for group in groups:
+            self._require_new(group)
+        for group in reversed(groups):
+            self._first_place -= 1
+            entry = (self._first_place, group)
+            self._restored[group.group_id] = entry
+            self._index(entry, at_front=True)
 
     def remove(self, group_ids: Iterable[int]) -> list[QueuedGroup]:
         """Take groups out of the queue, wherever they are; ids that are not queued are skipped.
@@ -121,25 +147,11 @@ class GroupQueue:
         """
         removed = []
         for group_id in group_ids:
-            group = self._groups.pop(group_id, None)
-            if group is not None:
-                self._count(group, -1)
-                removed.append(group)
+            entry = self._appended.pop(group_id, None) or self._restored.pop(group_id, None)
+            if entry is not None:
+                self._unindex(entry[1])
+                removed.append(entry[1])
         return removed
-
-    def restore_front(self, groups: Sequence[QueuedGroup]) -> None:
-        """Put groups back before all others, in the order given.
-
-        Raises:
-            ValueError: one of the groups is queued already; nothing has changed.
-        """
-        for group in groups:
-            if group.group_id in self._groups:
-                raise ValueError(f"group {group.group_id} is already queued")
-        restored = {group.group_id: group for group in groups}
-        self._groups = restored | self._groups
-        for group in restored.values():
-            self._count(group, 1)
 
     def clear(self) -> None:
         """Forget every queued group."""
@@ -155,15 +167,22 @@ class GroupQueue:
 
         Args:
             batch_size: sequences wanted, at least 1.
-            minimums: environment → guaranteed share of the batch.
+            minimums: environment → guaranteed share of the batch; a mapping that is passed again
+                must be unchanged.
 
         Returns:
             Groups in order of delivery that hold exactly `batch_size` sequences; None when the
             queue cannot provide them.
         """
-        if self._num_sequences < batch_size:
+        if self.num_sequences < batch_size:
             return None
-        return self._find_guaranteed(batch_size, minimums) if minimums else self._find(batch_size)
+        if not minimums:
+            return plan_packs(self._rows, batch_size) or plan_combination(self._rows, batch_size)
+        if self._refused == (batch_size, minimums):
+            return None
+        planned = plan_with_minimums(self._senders, self.largest_group, batch_size, minimums)
+        self._refused = None if planned else (batch_size, minimums)
+        return planned
 
     def take_batch(
         self, batch_size: int, minimums: Mapping[int, float] | None = None
@@ -174,41 +193,37 @@ class GroupQueue:
             self.remove(group.group_id for group in planned)
         return planned
 
-    def _find(self, batch_size: int) -> list[QueuedGroup] | None:
-        sizes = (group.num_sequences for group in self)
-        positions = pack_exact(sizes, largest=self.largest_group, batch_size=batch_size)
-        if positions is None:
-            window = [group.num_sequences for group in islice(self, _COMBINATION_WINDOW)]
-            positions = oldest_combination(window, batch_size)
-        return self._at(positions) if positions else None
+    def _require_new(self, group: QueuedGroup) -> None:
+        if group.group_id in self._appended or group.group_id in self._restored:
+            raise ValueError(f"group {group.group_id} is already queued")
 
-    def _find_guaranteed(
-        self, batch_size: int, minimums: Mapping[int, float]
-    ) -> list[QueuedGroup] | None:
-        positions = pack_with_minimums(
-            [(group.num_sequences, group.env_id) for group in self],
-            largest=self.largest_group,
-            batch_size=batch_size,
-            minimums=minimums,
-        )
-        return None if positions is None else self._at(positions)
+    def _index(self, entry: Entry, *, at_front: bool) -> None:
+        group = entry[1]
+        largest = self._rows.largest
+        self._rows.add(entry, at_front=at_front)
+        rows = self._senders.get(group.env_id)
+        if rows is None:
+            rows = self._senders[group.env_id] = SizeRows()
+        in_row = rows.add(entry, at_front=at_front)
+        completes_pack = in_row * group.num_sequences % self._rows.largest == 0
+        if at_front or completes_pack or largest != self._rows.largest:
+            self._refused = None
+        self._count(group, 1)
 
-    def _at(self, positions: Collection[int]) -> list[QueuedGroup]:
-        prefix = list(islice(self, max(positions) + 1))
-        return [prefix[position] for position in positions]
+    def _unindex(self, group: QueuedGroup) -> None:
+        self._refused = None
+        self._rows.remove(group)
+        rows = self._senders[group.env_id]
+        rows.remove(group)
+        if not len(rows):
+            del self._senders[group.env_id]
+        self._count(group, -1)
 
     def _count(self, group: QueuedGroup, sign: int) -> None:
-        self._num_sequences += sign * group.num_sequences
-        self._num_tokens += sign * group.num_tokens
-        self._num_bytes += sign * group.num_bytes
-        env_sizes = self._sizes_by_env.setdefault(group.env_id, Counter())
-        for counter, key, amount in (
-            (self._sizes, group.num_sequences, 1),
-            (env_sizes, group.num_sequences, 1),
-            (self._sequences_by_env, group.env_id, group.num_sequences),
-        ):
-            counter[key] += sign * amount  # type: ignore[index]
-            if not counter[key]:  # type: ignore[index]
-                del counter[key]  # type: ignore[arg-type]
-        if not env_sizes:
-            del self._sizes_by_env[group.env_id]
+        self.num_sequences += sign * group.num_sequences
+        self.num_tokens += sign * group.num_tokens
+        self.num_bytes += sign * group.num_bytes
+        self._totals.add(group.env_id, sign * group.num_sequences)
+        self.groups_by_version[group.version] += sign
+        if not self.groups_by_version[group.version]:
+            del self.groups_by_version[group.version]

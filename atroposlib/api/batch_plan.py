@@ -1,0 +1,177 @@
+"""Which queued groups make the next batch, found from rows of equal size; pure.
+
+The same rules as in `packing`, which states them on a whole queue, at a cost that does not grow
+with the queue: B sequences per batch, S distinct sizes, R rows of senders (a sender's groups of
+one size), M the largest queued size.
+
+| function | cost | and at most |
+|---|---|---|
+| `plan_packs` | B + S | one pack of every size is read ahead: M/s groups of size s |
+| `plan_combination` | S·log B to find that there is none | B/s groups of every size s otherwise |
+| `plan_with_minimums` | B·log R + R + minimums | one pack of every row of a guaranteed sender |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from heapq import merge
+from itertools import islice
+
+from atroposlib.api.packing import oldest_combination, scaled_needs
+from atroposlib.api.queued_group import QueuedGroup
+from atroposlib.api.size_rows import Entry, Row, SizeRows
+
+__all__ = ["plan_combination", "plan_packs", "plan_with_minimums"]
+
+_COMBINATION_BITS = 1 << 28
+"""Bits the exact search may use (32 MiB): it looks at the oldest groups that fit."""
+
+
+def plan_packs(rows: SizeRows, batch_size: int) -> list[QueuedGroup] | None:
+    """Choose whole packs in order of completion, as `packing.pack_exact` does.
+
+    Returns:
+        Groups in order of delivery, or None when packs do not add up to `batch_size`.
+    """
+    largest = rows.largest
+    packable = rows.packable_rows(largest)
+    if sum(_packed_sequences(size, row, largest) for size, row in packable) < batch_size:
+        return None
+    taken: list[QueuedGroup] = []
+    num_sequences = 0
+    for _, pack in merge(*(_packs(row, largest // size) for size, row in packable)):
+        for _, group in pack:
+            taken.append(group)
+            num_sequences += group.num_sequences
+            if num_sequences >= batch_size:
+                return taken if num_sequences == batch_size else None
+    return None
+
+
+def plan_combination(rows: SizeRows, batch_size: int) -> list[QueuedGroup] | None:
+    """Choose the oldest groups that add up, as `packing.oldest_combination` does.
+
+    Exact for every queue as long as the candidates fit into the search: always up to batches of
+    4,096 sequences; beyond, the oldest candidates are searched.
+
+    Returns:
+        Groups in queue order, or None when no combination exists.
+    """
+    if not _is_reachable(rows, batch_size):
+        return None
+    # Of equally sized groups the oldest are preferred, so later ones can never be chosen.
+    candidates = sorted(
+        entry for size, row in rows.rows() for entry in islice(row.values(), batch_size // size)
+    )[: _COMBINATION_BITS // batch_size]
+    positions = oldest_combination([group.num_sequences for _, group in candidates], batch_size)
+    return [candidates[position][1] for position in positions] or None
+
+
+def plan_with_minimums(
+    senders: Mapping[int | None, SizeRows],
+    largest: int,
+    batch_size: int,
+    minimums: Mapping[int, float],
+) -> list[QueuedGroup] | None:
+    """Choose a batch with guaranteed shares, as `packing.pack_with_minimums` does.
+
+    Args:
+        senders: the queued groups of every sender.
+        largest: the largest queued size.
+        batch_size: sequences wanted.
+        minimums: sender → share of the batch.
+
+    Returns:
+        Groups in order of delivery, minimums first, or None.
+    """
+    smallest: dict[int, int] = {}
+    for owner, share in minimums.items():
+        if int(batch_size * share) <= 0:
+            continue
+        packable = senders[owner].packable_rows(largest) if owner in senders else []
+        if not packable:
+            return None
+        smallest[owner] = min(size for size, _ in packable)
+    draft = _Draft(batch_size)
+    for owner, need in scaled_needs(minimums, smallest, batch_size).items():
+        draft.take_share(senders[owner], largest, need)
+    if draft.room:
+        draft.fill(senders, largest)
+    return [group for _, group in draft.taken.values()] if draft.room == 0 else None
+
+
+class _Draft:
+    """A batch while it is put together; a row is left once its groups no longer fit."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.room = batch_size
+        self.taken: dict[int, Entry] = {}
+
+    def take_share(self, rows: SizeRows, largest: int, need: int) -> None:
+        """Take packs in order of completion until `need` sequences are held."""
+        held = 0
+        streams = [
+            _packs(row, largest // size, self, size) for size, row in rows.packable_rows(largest)
+        ]
+        for _, pack in merge(*streams):
+            for entry in pack:
+                size = entry[1].num_sequences
+                if held >= need:
+                    return
+                if size <= self.room:
+                    self._take(entry)
+                    held += size
+
+    def fill(self, senders: Mapping[int | None, SizeRows], largest: int) -> None:
+        """Take packable groups of everybody in queue order until the batch is full."""
+        streams = [
+            self._fitting(size, row, largest)
+            for rows in senders.values()
+            for size, row in rows.packable_rows(largest)
+        ]
+        for entry in merge(*streams):
+            if entry[1].num_sequences <= self.room and entry[1].group_id not in self.taken:
+                self._take(entry)
+                if self.room == 0:
+                    return
+
+    def _fitting(self, size: int, row: Row, largest: int) -> Iterator[Entry]:
+        for entry in islice(row.values(), _packed_sequences(size, row, largest) // size):
+            if size > self.room:
+                return
+            yield entry
+
+    def _take(self, entry: Entry) -> None:
+        self.taken[entry[1].group_id] = entry
+        self.room -= entry[1].num_sequences
+
+
+def _packed_sequences(size: int, row: Row, largest: int) -> int:
+    return len(row) * size // largest * largest
+
+
+def _packs(
+    row: Row, groups_per_pack: int, draft: _Draft | None = None, size: int = 0
+) -> Iterator[tuple[int, list[Entry]]]:
+    """Yield the packs of a row with the place at which each is complete."""
+    entries = iter(row.values())
+    while draft is None or size <= draft.room:
+        pack = list(islice(entries, groups_per_pack))
+        if len(pack) < groups_per_pack:
+            return
+        yield pack[-1][0], pack
+
+
+def _is_reachable(rows: SizeRows, target: int) -> bool:
+    """Whether some combination of groups holds exactly `target` sequences."""
+    within_target = (1 << (target + 1)) - 1
+    reachable = 1
+    for size, row in rows.rows():
+        left = min(len(row), target // size)
+        step = 1
+        while left > 0:  # powers of two make every count up to `left`
+            step = min(step, left)
+            reachable |= reachable << step * size & within_target
+            left -= step
+            step *= 2
+    return bool(reachable >> target & 1)

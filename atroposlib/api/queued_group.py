@@ -1,0 +1,27 @@
+"""What the queue knows of one group; the store has the rest under its id."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+__all__ = ["QueuedGroup"]
+
+
+class QueuedGroup(NamedTuple):
+    """What batching and inspection know of a group, without its tokens."""
+
+    group_id: int
+    env_id: int | None
+    """Registered sender; None when nobody registered under the id it gave."""
+    num_sequences: int
+    num_tokens: int
+    num_bytes: int = 0
+    """Bytes of the stored payload."""
+    lane: Literal["json", "msgpack"] = "json"
+    """Encoding of the stored payload."""
+    version: int = 0
+    """Policy version the sender stamped, else the trainer's at admission."""
+    received_at: float = 0.0
+    """Unix time of admission, in seconds."""
+    min_score: float = 0.0
+    max_score: float = 0.0
