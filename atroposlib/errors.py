@@ -13,6 +13,7 @@ __all__ = [
     "GroupError",
     "InferenceError",
     "MissingExtraError",
+    "RunStoreError",
     "TrajectoryApiError",
 ]
 
@@ -35,6 +36,10 @@ class InferenceError(AtroposError, RuntimeError):
 
 class ContextOverflowError(InferenceError):
     """The prompt and its completion do not fit the engine's context."""
+
+
+class RunStoreError(AtroposError, OSError):
+    """The store of a run cannot be reached or refuses to write; nothing was acknowledged."""
 
 
 class TrajectoryApiError(AtroposError, RuntimeError):

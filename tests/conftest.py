@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
+
+from tests.redis_server import RedisServer
 
 OPTIONS = (("providers", "--runproviders"), ("gpu", "--run-gpu"), ("long", "--run-long"))
 
@@ -31,3 +34,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """A real Redis that loses everything when it ends; tests tell their runs apart by name."""
+    server = RedisServer()
+    server.start()
+    yield server
+    server.close()
