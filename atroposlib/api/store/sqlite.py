@@ -1,0 +1,224 @@
+"""A run in one SQLite file: what was acknowledged survives the end of the process.
+
+    append ──► writer thread, which commits what waits together ──► apply, in log order ──► True
+    fetch  ──► reader thread, with a connection of its own
+
+Killing the process loses nothing that was acknowledged. A power cut may lose what was acknowledged
+in the moments before it, unless the store was opened with `fsync`, which waits for the disk at
+every commit; the file stays consistent either way. Memory holds requests in flight and two small
+page caches, never the queued payloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from asyncio import AbstractEventLoop, Future
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atroposlib.api.store.base import Apply, Payload, Restore
+from atroposlib.api.store.sqlite_file import FileLock, open_reader, open_writer
+from atroposlib.api.store.sqlite_requests import Append, Command, Done
+from atroposlib.api.store.sqlite_writer import Writer
+from atroposlib.errors import ConfigError, RunStoreError
+
+__all__ = ["SqliteRunStore"]
+
+RECORDS_PER_READ = 2000
+IDS_PER_RESERVATION = 4096
+"""Ids are reserved on disk in advance; those not given by then are skipped after a crash."""
+
+T = TypeVar("T")
+
+
+class SqliteRunStore:
+    """A `RunStore` in the file `path`, created with its directory; one process at a time.
+
+    Invariant: records are applied on the event loop that opened the store, in log order, once each
+    and after their commit.
+    """
+
+    def __init__(self, path: Path, *, fsync: bool = False) -> None:
+        self._path = path
+        self._fsync = fsync
+        self._lock = FileLock(path.with_name(path.name + ".lock"))
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="run-store-reader")
+        self._reader: sqlite3.Connection | None = None
+        self._writer: Writer | None = None
+        self._position = 0
+        self._num_guarded = 0
+        self._next_group_id = 0
+        self._reserved_until = 0
+
+    async def open(self, apply: Apply, restore: Restore) -> None:
+        """Lock and load the file; ConfigError when it cannot be used."""
+        self._apply = apply
+        self._loop: AbstractEventLoop = asyncio.get_running_loop()
+        connection, reader = await self._in_reader(self._open_file)
+        try:
+            await self._replay(reader, restore)
+        except BaseException:
+            reader.close()
+            connection.close()
+            self._lock.release()
+            raise
+        self._reader = reader
+        self._writer = Writer(connection, self._deliver)
+
+    async def append(
+        self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
+    ) -> bool:
+        """Write a record with its payloads and apply it; False when the fence has moved."""
+        future: Future[bool] = self._loop.create_future()
+        self._open_writer().submit(Append(record, payloads, fence, future))
+        return await future
+
+    async def sync(self) -> None:
+        """Do nothing: only this process writes."""
+
+    async def new_group_ids(self, count: int) -> range:
+        """Reserve ids that were not given before, in this process or an earlier one."""
+        first = self._next_group_id
+        end = self._next_group_id = first + count
+        if end > self._reserved_until:
+            reserved_until = end + IDS_PER_RESERVATION
+            await self._command(lambda writer: writer.reserve_ids(reserved_until))
+            self._reserved_until = max(self._reserved_until, reserved_until)
+        return range(first, end)
+
+    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+        """Return payloads in the order asked for; KeyError when one is not there."""
+        wanted = list(group_ids)
+        return await self._in_reader(lambda: self._read_payloads(wanted))
+
+    async def discard(self, group_ids: Collection[int]) -> None:
+        """Note payloads as garbage, to be deleted between other writes."""
+        unwanted = list(group_ids)
+        if unwanted:
+            await self._command(lambda writer: writer.discard(unwanted))
+
+    async def compact(self, snapshot: bytes) -> None:
+        """Let a snapshot stand for the records applied so far."""
+        position, num_guarded = self._position, self._num_guarded
+        await self._command(lambda writer: writer.compact(snapshot, position, num_guarded))
+
+    async def alive_replicas(self) -> frozenset[str] | None:
+        """Return None: only this process serves the run."""
+        return None
+
+    async def close(self) -> None:
+        """Write what is waiting, shrink the file if little is left in it, and unlock it."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        used_until = self._next_group_id
+        future: Future[None] = self._loop.create_future()
+        writer.submit(Command(lambda: writer.release_ids(used_until), future))
+        await self._in_reader(lambda: self._close_file(writer))
+        with contextlib.suppress(RunStoreError):  # the ids reserved are then skipped
+            await future
+        self._reading.shutdown(wait=False)
+
+    def _open_file(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} cannot be written ({error}); choose another --data-dir"
+            ) from error
+        try:
+            return open_writer(self._path, fsync=self._fsync), open_reader(self._path)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _close_file(self, writer: Writer) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        writer.close()
+        self._lock.release()
+
+    async def _replay(self, reader: sqlite3.Connection, restore: Restore) -> None:
+        """Restore the snapshot and apply the records behind it, a slice at a time."""
+        (row,) = await self._select(
+            reader,
+            "SELECT position, num_guarded, content, next_group_id FROM snapshot, ids",
+        )
+        self._position, self._num_guarded, snapshot, self._next_group_id = row
+        self._reserved_until = self._next_group_id
+        if snapshot is not None:
+            restore(snapshot)
+        while rows := await self._select(
+            reader,
+            "SELECT position, is_guarded, record FROM log WHERE position >= ?"
+            f" ORDER BY position LIMIT {RECORDS_PER_READ}",
+            self._position,
+        ):
+            for position, is_guarded, record in rows:
+                self._apply_record(position, record, is_guarded=bool(is_guarded))
+
+    async def _select(self, reader: sqlite3.Connection, query: str, *values: int) -> list[Any]:
+        return await self._in_reader(lambda: reader.execute(query, values).fetchall())
+
+    def _apply_record(self, position: int, record: bytes, *, is_guarded: bool) -> None:
+        self._position = position + 1
+        self._num_guarded += is_guarded
+        self._apply(position, record)
+
+    def _deliver(self, done: list[Done]) -> None:
+        """Pass outcomes from the writer thread to the event loop, if it still runs."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._settle, done)
+
+    def _settle(self, done: list[Done]) -> None:
+        for request, position, error in done:
+            if isinstance(request, Append) and position is not None:
+                self._apply_record(position, request.record, is_guarded=request.fence is not None)
+            if request.future.done():  # cancelled meanwhile
+                continue
+            if error is not None:
+                request.future.set_exception(error)
+            elif isinstance(request, Append):
+                request.future.set_result(position is not None)
+            else:
+                request.future.set_result(None)
+
+    async def _command(self, write: Callable[[Writer], None]) -> None:
+        writer = self._open_writer()
+        future: Future[None] = self._loop.create_future()
+        writer.submit(Command(lambda: write(writer), future))
+        await future
+
+    def _open_writer(self) -> Writer:
+        if self._writer is None:
+            raise RunStoreError(f"{self._path} is not open")
+        return self._writer
+
+    def _read_payloads(self, group_ids: list[int]) -> list[bytes]:
+        if self._reader is None or self._writer is None:
+            raise RunStoreError(f"{self._path} is not open")
+        try:
+            return [_read_payload(self._reader, group_id) for group_id in group_ids]
+        except sqlite3.Error as error:
+            raise RunStoreError(f"{self._path} could not be read: {error}") from error
+
+    async def _in_reader(self, read: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reading, read)
+
+
+def _read_payload(reader: sqlite3.Connection, group_id: int) -> bytes:
+    # A statement per payload: a long-lived one would keep the log file from starting anew.
+    rows = reader.execute(
+        "SELECT content FROM payload WHERE group_id = :id"
+        " AND NOT EXISTS (SELECT 1 FROM garbage WHERE group_id = :id)",
+        {"id": group_id},
+    ).fetchall()
+    if not rows:
+        raise KeyError(group_id)
+    content: bytes = rows[0][0]
+    return content
