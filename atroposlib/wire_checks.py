@@ -1,23 +1,23 @@
-"""What a decoded group must satisfy beyond `scored_data.check_group`; pure.
+"""What a decoded group must satisfy, told from the lengths of its rows; pure.
 
-`check_group` holds on both sides of the wire. These checks concern what only a foreign sender can
-get wrong: the outer shape of opaque fields, and numbers that slipped through lax conversion.
+`scored_data.check_group` holds on both sides of the wire; here it is asked about rows of which
+only the length is known, because a codec never holds all numbers of a group at once. The other
+checks concern what only a foreign sender can get wrong: the outer shape of opaque fields.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import GROUP_FIELDS
+from atroposlib.scored_data import GROUP_FIELDS, check_group
 
-__all__ = ["check_finite", "check_opaque", "is_loose"]
+__all__ = ["Lengths", "check_layout", "check_opaque", "is_loose"]
 
-_UNCHECKED_FLOAT_FIELDS = tuple(
-    f.name for f in GROUP_FIELDS if f.dtype == "float" and not f.required and not f.aligned
-)
+Lengths = Sequence[int | None]
+"""[G] entries of each row; None for one that is no row of numbers."""
+
 _LOOSE_FIELDS = tuple(f for f in GROUP_FIELDS if f.per_trajectory and not f.required)
 
 
@@ -58,38 +58,49 @@ def _check_messages(value: Any) -> None:
                 )
 
 
-def check_finite(fields: Mapping[str, Any]) -> None:
-    """Refuse `"nan"` and `"inf"` strings, which lax number conversion lets through.
+def check_layout(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> None:
+    """Ask `check_group` whether counts, lengths and scores are right.
+
+    Args:
+        lengths: of every field that is there, by name; `scores` aside.
+        scores: [G] the scores.
 
     Raises:
-        GroupError: names the field and the row.
+        GroupError: as `check_group`.
     """
-    for name in _UNCHECKED_FLOAT_FIELDS:
-        for i, row in enumerate(fields[name] or ()):
-            if not _is_finite(row):
-                raise GroupError(f"{name}[{i}]: holds a number that is not finite")
+    rows: dict[str, Any] = {
+        name: [_Row(length or 0) for length in of_field] for name, of_field in lengths.items()
+    }
+    check_group({**rows, "scores": scores})
 
 
-def _is_finite(value: float | list[Any]) -> bool:
-    if not isinstance(value, list):
-        return math.isfinite(value)
-    if value and isinstance(value[0], list):
-        return all(map(_is_finite, value))
-    return all(map(math.isfinite, value))
+class _Row:
+    """Stands for a row of numbers that were checked already."""
+
+    __slots__ = ("_length",)
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(())
 
 
-def is_loose(fields: Mapping[str, Any]) -> bool:
+def is_loose(lengths: Mapping[str, Lengths]) -> bool:
     """Whether an optional field has other counts or lengths than `tokens`; accepted, but odd."""
-    tokens = fields["tokens"]
+    tokens = lengths["tokens"]
     for field in _LOOSE_FIELDS:
-        rows = fields[field.name]
-        if not rows or not isinstance(rows, list):
+        rows = lengths.get(field.name)
+        if not rows:
             continue
         if len(rows) != len(tokens):
             return True
-        if field.dtype != "json" and any(
-            isinstance(row, list) and len(row) != len(ids)
-            for row, ids in zip(rows, tokens, strict=True)
+        if any(
+            length is not None and length != expected
+            for length, expected in zip(rows, tokens, strict=True)
         ):
             return True
     return False

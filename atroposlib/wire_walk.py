@@ -1,0 +1,103 @@
+"""Finds the rows of a JSON group by looking for brackets only; pure.
+
+A row of numbers ends at the next `]`, so most of a group's bytes need not be looked at to find
+where its columns lie. What is found this way is exact once every row has been decoded as an array:
+an array that ends at the first `]` is the whole value. The walk stops at the first thing it does
+not know, such as messages, and says where; the rest is for a real parser.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from atroposlib.scored_data import GROUP_FIELDS
+
+__all__ = ["Column", "Walk", "walk_group"]
+
+_ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape == "GL")
+_OPENING = re.compile(rb"[ \t\r\n]*\{")
+_KEY = re.compile(rb'[ \t\r\n]*"([a-z_]+)"[ \t\r\n]*:[ \t\r\n]*')
+_NULL = re.compile(rb"null(?=[ \t\r\n,}])")
+_INTEGER = re.compile(rb"-?[0-9]+(?=[ \t\r\n,}])")
+_AFTER_VALUE = re.compile(rb"[ \t\r\n]*([,}])")
+_ROWS_OPENING = re.compile(rb"\[[ \t\r\n]*(?=\[)")
+_AFTER_ROW = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
+class Column(NamedTuple):
+    """Where a field with one row per trajectory lies; nothing is copied."""
+
+    rows: list[memoryview]
+    """[G] the text of each row."""
+    whole: memoryview
+    """The text of all of it."""
+
+
+class Walk(NamedTuple):
+    """What a walk found."""
+
+    fields: dict[str, Any]
+    """None for null, the text of single values, a `Column` where there are rows."""
+    end: int
+    """Behind the closing brace, or behind the comma before the first field not walked."""
+    is_complete: bool
+    """Whether the closing brace was reached."""
+
+
+def walk_group(body: bytes, start: int = 0) -> Walk | None:
+    """Walk over one group.
+
+    Args:
+        body: what was received.
+        start: where the object begins.
+
+    Returns:
+        What was found; None when not even the first field could be walked.
+    """
+    opening = _OPENING.match(body, start)
+    if opening is None:
+        return None
+    fields: dict[str, Any] = {}
+    position = opening.end()
+    while True:
+        key = _KEY.match(body, position)
+        found = _walk_value(body, key.group(1).decode(), key.end()) if key else None
+        after = _AFTER_VALUE.match(body, found[1]) if found else None
+        if key is None or found is None or after is None:
+            return Walk(fields, position, False) if fields else None
+        fields[key.group(1).decode()] = found[0]
+        position = after.end()
+        if after.group(1) == b"}":
+            return Walk(fields, position, True)
+
+
+def _walk_value(body: bytes, name: str, start: int) -> tuple[Any, int] | None:
+    null = _NULL.match(body, start)
+    if null is not None:
+        return None, null.end()
+    if name in _ROW_FIELDS:
+        return _walk_rows(body, start)
+    if name == "scores":
+        end = body.find(b"]", start) + 1
+        return (body[start:end], end) if end and body.startswith(b"[", start) else None
+    integer = _INTEGER.match(body, start) if name in ("env_id", "policy_version") else None
+    return (integer.group(), integer.end()) if integer else None
+
+
+def _walk_rows(body: bytes, start: int) -> tuple[Column, int] | None:
+    opening = _ROWS_OPENING.match(body, start)
+    view = memoryview(body)
+    rows: list[memoryview] = []
+    position = opening.end() if opening else len(body)
+    while body.startswith(b"[", position):
+        end = body.find(b"]", position) + 1
+        rows.append(view[position:end])
+        after = _AFTER_ROW.match(body, end) if end else None
+        if after is None:
+            return None
+        if after.group(1) == b"]":
+            end = after.start(1) + 1
+            return Column(rows, view[start:end]), end
+        position = after.end()
+    return None
