@@ -1,0 +1,266 @@
+"""The figures that are read from a run when somebody asks for its metrics: one row each.
+
+Nothing here walks over the queue: a reading costs O(environments) at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from atroposlib.api.run_state import RunState
+from atroposlib.api.stalls import Stall
+
+__all__ = ["FIGURES", "Figure", "MeteredRun", "current_version"]
+
+_MAX_ENVIRONMENT_NAMES = 100
+_OTHER_NAMES = "other"
+_NO_NAME = "unregistered"
+_REFUSED = "groups/refused_"
+
+Reading: TypeAlias = float | Mapping[str, float] | None
+
+
+class MeteredRun(Protocol):
+    """What the metrics read of a run."""
+
+    state: RunState
+    counters: Counter[str]
+    """What this replica counted on its own."""
+
+    def stalls(self) -> list[Stall]:
+        """Name what keeps queued groups from becoming a batch."""
+
+
+class Figure(NamedTuple):
+    """One metric that is read from the run."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    help: str
+    read: Callable[[MeteredRun], Reading]
+    """A number; one per label value; None when there is nothing to tell."""
+    label: str | None = None
+
+
+def _counted(name: str) -> Callable[[MeteredRun], Reading]:
+    return lambda run: run.state.counters[name]
+
+
+def _by_reason(counters: Counter[str], prefix: str) -> Reading:
+    return {
+        name.removeprefix(prefix): count
+        for name, count in counters.items()
+        if name.startswith(prefix)
+    }
+
+
+def _batches_pending(run: MeteredRun) -> Reading:
+    in_flight = run.state.delivery.in_flight.values()
+    leased = sum(handout.lease_until is not None for handout in in_flight)
+    returned = len(run.state.delivery.returned)
+    return {"sending": len(in_flight) - leased, "leased": leased, "returned": returned}
+
+
+def _environments(run: MeteredRun) -> Reading:
+    found = {"connected": 0, "disconnected": 0, "expired": 0}
+    for env in run.state.envs:
+        state = "connected" if env.is_connected else "disconnected"
+        found["expired" if env.is_expired else state] += 1
+    return found
+
+
+def _queued_by_environment(run: MeteredRun) -> Reading:
+    """Sum queued sequences by environment name; names beyond the first hundred share a label."""
+    names = [env.desired_name for env in run.state.envs]
+    known = dict.fromkeys(islice(dict.fromkeys(names), _MAX_ENVIRONMENT_NAMES), 0.0)
+    for env_id, num_sequences in run.state.queue.sequences_by_env.items():
+        name = _NO_NAME if env_id is None else names[env_id]
+        name = name if name in known or env_id is None else _OTHER_NAMES
+        known[name] = known.get(name, 0.0) + num_sequences
+    return known
+
+
+def _stalled_sequences(run: MeteredRun) -> Reading:
+    found: dict[str, float] = {}
+    for stall in run.stalls():
+        found[stall.reason] = found.get(stall.reason, 0.0) + stall.num_sequences
+    return found
+
+
+def _oldest_age_s(run: MeteredRun) -> Reading:
+    oldest = next(iter(run.state.queue), None)
+    return 0.0 if oldest is None else max(0.0, time.time() - oldest.received_at)
+
+
+def current_version(state: RunState) -> int:
+    """Return the policy version the trainer told last; its step when it tells none."""
+    return state.step if state.policy_version is None else state.policy_version
+
+
+def _oldest_staleness(run: MeteredRun) -> Reading:
+    versions = run.state.queue.groups_by_version
+    return max(0, current_version(run.state) - min(versions)) if versions else 0
+
+
+FIGURES = (
+    Figure(
+        "atropos_step",
+        "gauge",
+        "Batches the trainer has, plus its first step.",
+        lambda run: run.state.step,
+    ),
+    Figure(
+        "atropos_policy_version",
+        "gauge",
+        "Policy version the trainer told last, else its step.",
+        lambda run: current_version(run.state),
+    ),
+    Figure(
+        "atropos_queue_groups",
+        "gauge",
+        "Groups that wait for a batch.",
+        lambda run: len(run.state.queue),
+    ),
+    Figure(
+        "atropos_queue_sequences",
+        "gauge",
+        "Sequences that wait for a batch.",
+        lambda run: run.state.queue.num_sequences,
+    ),
+    Figure(
+        "atropos_queue_tokens",
+        "gauge",
+        "Tokens that wait for a batch.",
+        lambda run: run.state.queue.num_tokens,
+    ),
+    Figure(
+        "atropos_queue_bytes",
+        "gauge",
+        "Payload bytes that wait for a batch.",
+        lambda run: run.state.queue.num_bytes,
+    ),
+    Figure(
+        "atropos_environment_queue_sequences",
+        "gauge",
+        "Sequences that wait for a batch, by the name their environment asked for.",
+        _queued_by_environment,
+        "environment",
+    ),
+    Figure(
+        "atropos_queue_oldest_age_seconds",
+        "gauge",
+        "Time since the next group came in.",
+        _oldest_age_s,
+    ),
+    Figure(
+        "atropos_queue_oldest_staleness_steps",
+        "gauge",
+        "Current policy version less the oldest one that waits.",
+        _oldest_staleness,
+    ),
+    Figure(
+        "atropos_buffered_sequences",
+        "gauge",
+        "Sequences that wait for others to add up to their environment's group size.",
+        lambda run: run.state.envs.buffered_sequences,
+    ),
+    Figure(
+        "atropos_buffered_bytes",
+        "gauge",
+        "Payload bytes of buffered sequences.",
+        lambda run: run.state.envs.buffered_bytes,
+    ),
+    Figure(
+        "atropos_stalled_sequences",
+        "gauge",
+        "Sequences that are stuck, or missing for a minimum share, by reason.",
+        _stalled_sequences,
+        "reason",
+    ),
+    Figure(
+        "atropos_batches_pending",
+        "gauge",
+        "Batches formed but not acknowledged, by state.",
+        _batches_pending,
+        "state",
+    ),
+    Figure(
+        "atropos_batches_pending_sequences",
+        "gauge",
+        "Sequences in batches formed but not acknowledged.",
+        lambda run: run.state.delivery.num_sequences,
+    ),
+    Figure(
+        "atropos_environments",
+        "gauge",
+        "Registered environments, by state.",
+        _environments,
+        "state",
+    ),
+    Figure(
+        "atropos_groups_received_total", "counter", "Groups stored.", _counted("groups/received")
+    ),
+    Figure(
+        "atropos_sequences_received_total",
+        "counter",
+        "Sequences stored.",
+        _counted("sequences/received"),
+    ),
+    Figure(
+        "atropos_tokens_received_total", "counter", "Tokens stored.", _counted("tokens/received")
+    ),
+    Figure(
+        "atropos_groups_loose_total",
+        "counter",
+        "Groups stored although an optional field does not line up with their tokens.",
+        _counted("groups/loose"),
+    ),
+    Figure(
+        "atropos_requests_repeated_total",
+        "counter",
+        "Requests answered from their idempotency key, without storing them again.",
+        _counted("requests/repeated"),
+    ),
+    Figure(
+        "atropos_requests_refused_total",
+        "counter",
+        "Requests with groups that were refused, by reason.",
+        lambda run: _by_reason(run.counters, _REFUSED),
+        "reason",
+    ),
+    Figure(
+        "atropos_batches_delivered_total",
+        "counter",
+        "Batches acknowledged.",
+        _counted("batches/delivered"),
+    ),
+    Figure(
+        "atropos_groups_delivered_total",
+        "counter",
+        "Groups of acknowledged batches.",
+        _counted("groups/delivered"),
+    ),
+    Figure(
+        "atropos_sequences_delivered_total",
+        "counter",
+        "Sequences of acknowledged batches.",
+        _counted("sequences/delivered"),
+    ),
+    Figure(
+        "atropos_tokens_delivered_total",
+        "counter",
+        "Tokens of acknowledged batches.",
+        _counted("tokens/delivered"),
+    ),
+    Figure(
+        "atropos_batches_returned_total",
+        "counter",
+        "Batches that came back and leave again, by reason; expired: a lease ran out.",
+        lambda run: _by_reason(run.state.counters, "batches/returned_"),
+        "reason",
+    ),
+)

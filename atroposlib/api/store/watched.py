@@ -1,0 +1,112 @@
+"""A store that remembers whether it works, and how long it takes; wraps any other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic, perf_counter
+
+from atroposlib.api.store.base import Apply, Payload, Restore, RunStore
+
+__all__ = ["Observe", "WatchedStore"]
+
+Observe = Callable[[str, float], None]
+"""Takes what was done, `append` or `fetch`, and the seconds it took."""
+
+_FAILURE_COUNTS_S = 30.0
+
+
+class WatchedStore:
+    """Passes every call on; see `problem` for what it adds.
+
+    Args:
+        store: the store that does the work.
+        observe: told of every append and fetch that succeeded.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        *,
+        observe: Observe = lambda operation, seconds: None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.store = store
+        self._observe = observe
+        self._clock = clock
+        self._failure: tuple[float, str] | None = None
+
+    async def problem(self, *, timeout_s: float = 2.0) -> str | None:
+        """Return why the store cannot be relied on now, None when it can.
+
+        Asks the store, and remembers writes and reads that failed for half a minute unless one
+        worked since: a disk that is full lets itself be asked.
+        """
+        try:
+            await asyncio.wait_for(self.sync(), timeout_s)
+        except asyncio.TimeoutError:
+            return f"the store did not answer within {timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+            return _told(error)
+        if self._failure is not None and self._clock() - self._failure[0] < _FAILURE_COUNTS_S:
+            return self._failure[1]
+        return None
+
+    async def open(self, apply: Apply, restore: Restore) -> None:
+        """Load the run."""
+        await self.store.open(apply, restore)
+
+    async def append(
+        self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
+    ) -> bool:
+        """Write a record with its payloads."""
+        with self._watch("append"):
+            return await self.store.append(record, payloads, fence=fence)
+
+    async def sync(self) -> None:
+        """Apply what other replicas have appended."""
+        await self.store.sync()
+
+    async def new_group_ids(self, count: int) -> range:
+        """Reserve ids."""
+        return await self.store.new_group_ids(count)
+
+    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+        """Return payloads."""
+        with self._watch("fetch"):
+            return await self.store.fetch(group_ids)
+
+    async def discard(self, group_ids: Collection[int]) -> None:
+        """Forget payloads."""
+        await self.store.discard(group_ids)
+
+    async def compact(self, snapshot: bytes, *, position: int) -> None:
+        """Replace records by a snapshot."""
+        await self.store.compact(snapshot, position=position)
+
+    async def alive_replicas(self) -> frozenset[str] | None:
+        """Return the names of replicas that serve this run."""
+        return await self.store.alive_replicas()
+
+    async def close(self) -> None:
+        """Release what the store holds."""
+        await self.store.close()
+
+    @contextmanager
+    def _watch(self, operation: str) -> Iterator[None]:
+        started = perf_counter()
+        try:
+            yield
+        except KeyError:
+            raise  # a group that is not there says nothing about the store
+        except Exception as error:
+            self._failure = (self._clock(), f"{operation}: {_told(error)}")
+            raise
+        self._failure = None
+        self._observe(operation, perf_counter() - started)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

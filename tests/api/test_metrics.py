@@ -1,0 +1,245 @@
+"""What the metrics say about a run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from itertools import count
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from atroposlib.api import records
+from atroposlib.api.delivery import Handout
+from atroposlib.api.metrics import ServiceMetrics
+from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.run_figures import FIGURES
+from atroposlib.api.run_state import RunState
+from atroposlib.api.schemas import RegisterEnv, Registration
+from atroposlib.api.stalls import Stall, find_stalls
+from tests.api.helpers import REGISTRATION
+
+
+class FakeRun:
+    """A run without a store: records are applied as they are made."""
+
+    def __init__(self) -> None:
+        self.state = RunState()
+        self.counters: Counter[str] = Counter()
+        self.now = time.time()
+        self._ids = count()
+
+    def stalls(self) -> list[Stall]:
+        return find_stalls(self.state.queue, self.state.envs, batch_size=self.state.batch_size)
+
+    def start(self, batch_size: int = 4) -> None:
+        settings = Registration(**{**REGISTRATION, "batch_size": batch_size}).model_dump()
+        self.state.apply(records.TrainerRegistered(settings, "1f", self.now))
+        self.state.apply(records.TrainerStarted(0))
+
+    def add_env(self, name: str = "env", group_size: int | None = None) -> None:
+        request = RegisterEnv(
+            max_token_length=8, desired_name=name, weight=1.0, group_size=group_size
+        )
+        self.state.apply(
+            records.EnvRegistered(len(self.state.envs), request.model_dump(), self.now)
+        )
+
+    def admit(self, *sizes: int, env_id: int | None = None, age_s: float = 0.0, version: int = 0):
+        at = self.now - age_s
+        groups = [
+            QueuedGroup(next(self._ids), env_id, n, 10 * n, 100 * n, "json", version, at)
+            for n in sizes
+        ]
+        self.state.apply(records.GroupsAdmitted(0, groups, at))
+
+    def form(self, lease_until: float | None = None) -> Handout:
+        groups = self.state.queue.plan_batch(self.state.batch_size, self.state.envs.minimums)
+        assert groups is not None
+        batch_id = self.state.delivery.next_id
+        ids = [group.group_id for group in groups]
+        self.state.apply(records.BatchFormed(batch_id, ids, "", self.now, lease_until))
+        return self.state.delivery.in_flight[batch_id]
+
+
+@pytest.fixture
+def run() -> FakeRun:
+    return FakeRun()
+
+
+def read(metrics: ServiceMetrics) -> dict[str, float]:
+    """Return every sample as the text format has it, by its name and labels."""
+    text = metrics.render()[0].decode()
+    return {
+        sample.name + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_of_a_fresh_run_are_zero(run: FakeRun) -> None:
+    found = read(ServiceMetrics(run))
+
+    plain = [figure.name for figure in FIGURES if figure.label is None]
+    assert {name: found[name] for name in plain} == dict.fromkeys(plain, 0.0)
+    assert found["process_resident_memory_bytes"] > 0
+
+
+def test_metrics_tell_what_waits(run: FakeRun) -> None:
+    run.start()
+    run.add_env("maths", group_size=4)
+    run.add_env("maths")
+    run.admit(4, 2, env_id=0)
+    run.admit(2, env_id=1, age_s=120, version=0)
+    run.state.apply(records.PolicyVersionSet(0, 7))
+
+    found = read(ServiceMetrics(run))
+
+    assert found["atropos_queue_groups"] == 2
+    assert found["atropos_queue_sequences"] == 6
+    assert found["atropos_queue_tokens"] == 60
+    assert found["atropos_queue_bytes"] == 600
+    assert found["atropos_environment_queue_sequences maths"] == 6
+    assert found["atropos_buffered_sequences"] == 2
+    assert found["atropos_queue_oldest_staleness_steps"] == 7
+    assert found["atropos_policy_version"] == 7
+    assert found["atropos_environments connected"] == 2
+
+
+def test_metrics_tell_the_age_of_the_next_group(run: FakeRun) -> None:
+    run.admit(2, age_s=120)
+    run.admit(2, age_s=1)
+
+    age_s = read(ServiceMetrics(run))["atropos_queue_oldest_age_seconds"]
+    assert 120 <= age_s < 180
+
+
+def test_metrics_tell_what_became_of_batches(run: FakeRun) -> None:
+    run.start(batch_size=4)
+    run.admit(4, 4, 4)
+    metrics = ServiceMetrics(run)
+    run.state.apply(records.BatchAcknowledged(run.form().batch_id, 1, run.now))
+    run.form(lease_until=run.now + 60)
+    lost = run.form()
+    run.state.apply(records.BatchesReturned([(lost.batch_id, 1)], "lost", run.now))
+
+    found = read(metrics)
+
+    states = ("sending", "leased", "returned")
+    assert [found[f"atropos_batches_pending {state}"] for state in states] == [0, 1, 1]
+    assert found["atropos_batches_pending_sequences"] == 8
+    assert found["atropos_batches_returned_total lost"] == 1
+    assert found["atropos_step"] == 1
+    for unit, expected in {"batches": 1, "groups": 1, "sequences": 4}.items():
+        assert found[f"atropos_{unit}_delivered_total"] == expected
+
+
+def test_metrics_tell_how_old_groups_were_when_they_left(run: FakeRun) -> None:
+    run.start(batch_size=4)
+    run.admit(2, age_s=10, version=0)
+    run.admit(2, age_s=100, version=3)
+    run.state.apply(records.PolicyVersionSet(0, 4))
+    metrics = ServiceMetrics(run)
+    handout = run.form()
+
+    metrics.observe_handout(handout)
+
+    found = read(metrics)
+    ages = [found[f"atropos_handed_out_age_seconds_bucket {le}"] for le in ("5.0", "15.0", "300.0")]
+    assert ages == [0, 1, 2]
+    assert found["atropos_handed_out_age_seconds_sum"] == pytest.approx(110)
+    staleness = "atropos_handed_out_staleness_steps_bucket"
+    assert [found[f"{staleness} {le}"] for le in ("0.0", "1.0", "3.0", "4.0")] == [0, 1, 1, 2]
+
+
+def test_batch_that_leaves_again_is_not_observed_twice(run: FakeRun) -> None:
+    run.start(batch_size=4)
+    run.admit(4)
+    metrics = ServiceMetrics(run)
+    first = run.form()
+    run.state.apply(records.BatchesReturned([(first.batch_id, 1)], "expired", run.now))
+    run.state.apply(records.BatchHandedOut(first.batch_id, 2, "", run.now))
+
+    metrics.observe_handout(first)
+    metrics.observe_handout(run.state.delivery.in_flight[first.batch_id])
+
+    assert read(metrics)["atropos_handed_out_age_seconds_count"] == 1
+
+
+def test_environments_beyond_a_hundred_names_share_a_label(run: FakeRun) -> None:
+    run.start()
+    for number in range(150):
+        run.add_env(f"env-{number}")
+        run.admit(1, env_id=number)
+    run.admit(3)
+
+    found = read(ServiceMetrics(run))
+
+    name = "atropos_environment_queue_sequences"
+    assert sum(key.startswith(name) for key in found) == 102
+    assert (found[f"{name} env-99"], found[f"{name} other"]) == (1, 50)
+    assert found[f"{name} unregistered"] == 3
+
+
+def test_metrics_name_refusals_stalls_and_expired_environments(run: FakeRun) -> None:
+    run.start(batch_size=4)
+    run.add_env()
+    run.counters["groups/refused_queue_full"] += 2
+    run.counters["something/else"] += 1
+    run.state.apply(records.EnvDisconnected(0, True, run.now))
+    run.admit(3, 4)
+
+    found = read(ServiceMetrics(run))
+
+    assert found["atropos_requests_refused_total queue_full"] == 2
+    assert found["atropos_stalled_sequences queue/unpackable"] == 3
+    assert found["atropos_environments expired"] == 1
+
+
+def test_metrics_are_rendered_as_the_scraper_asks(run: FakeRun) -> None:
+    metrics = ServiceMetrics(run)
+
+    text, text_type = metrics.render("text/plain")
+    open_metrics, open_type = metrics.render("application/openmetrics-text; version=1.0.0")
+
+    assert text_type.startswith("text/plain")
+    assert open_type.startswith("application/openmetrics-text")
+    assert open_metrics.endswith(b"# EOF\n")
+    assert not text.endswith(b"# EOF\n")
+
+
+def test_two_services_in_one_process_do_not_share_metrics() -> None:
+    first, second = FakeRun(), FakeRun()
+    one, other = ServiceMetrics(first), ServiceMetrics(second)
+    first.admit(2)
+
+    assert read(one)["atropos_queue_groups"] == 1
+    assert read(other)["atropos_queue_groups"] == 0
+
+
+def test_every_metric_has_one_name_and_a_help_text(run: FakeRun) -> None:
+    names = [metric.name for metric in ServiceMetrics(run).registry.collect()]
+
+    assert len(names) == len(set(names))
+    for metric in ServiceMetrics(run).registry.collect():
+        assert metric.documentation.endswith(".")
+        assert metric.name.startswith(("atropos_", "process_"))
+
+
+def test_rendering_does_not_depend_on_what_is_queued(run: FakeRun) -> None:
+    run.start()
+    for number in range(1000):
+        run.add_env(f"env-{number}")
+    run.admit(*[4] * 100_000, env_id=3)
+    metrics = ServiceMetrics(run)
+    metrics.render()
+
+    fastest_s = min(_seconds(metrics) for _ in range(5))
+
+    assert fastest_s < 0.010
+
+
+def _seconds(metrics: ServiceMetrics) -> float:
+    started = time.perf_counter()
+    metrics.render()
+    return time.perf_counter() - started
