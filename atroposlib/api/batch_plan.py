@@ -8,20 +8,25 @@ one size), M the largest queued size.
 |---|---|---|
 | `plan_packs` | B + S | one pack of every size is read ahead: M/s groups of size s |
 | `plan_combination` | S·log B to find that there is none | B/s groups of every size s otherwise |
-| `plan_with_minimums` | B·log R + R + minimums | one pack of every row of a guaranteed sender |
+| `plan_with_minimums` | B·log R + minimums | one pack of every row of a guaranteed sender is read |
+
+The first plan with minimums after M changed costs R more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import islice
 
 from atroposlib.api.packing import oldest_combination, scaled_needs
 from atroposlib.api.queued_group import QueuedGroup
+from atroposlib.api.sender_rows import SenderRows
 from atroposlib.api.size_rows import Entry, Row, SizeRows
 
 __all__ = ["plan_combination", "plan_packs", "plan_with_minimums"]
+
+_Pack = tuple[int, list[Entry]]
 
 _COMBINATION_BITS = 1 << 28
 """Bits the exact search may use (32 MiB): it looks at the oldest groups that fit."""
@@ -68,7 +73,7 @@ def plan_combination(rows: SizeRows, batch_size: int) -> list[QueuedGroup] | Non
 
 
 def plan_with_minimums(
-    senders: Mapping[int | None, SizeRows],
+    senders: SenderRows,
     largest: int,
     batch_size: int,
     minimums: Mapping[int, float],
@@ -84,17 +89,20 @@ def plan_with_minimums(
     Returns:
         Groups in order of delivery, minimums first, or None.
     """
-    smallest: dict[int, int] = {}
+    shared: dict[int, list[tuple[int, Row]]] = {}
     for owner, share in minimums.items():
         if int(batch_size * share) <= 0:
             continue
-        packable = senders[owner].packable_rows(largest) if owner in senders else []
+        rows = senders.get(owner)
+        packable = rows.packable_rows(largest) if rows else []
         if not packable:
             return None
-        smallest[owner] = min(size for size, _ in packable)
+        shared[owner] = packable
+    smallest = {owner: min(size for size, _ in rows) for owner, rows in shared.items()}
     draft = _Draft(batch_size)
     for owner, need in scaled_needs(minimums, smallest, batch_size).items():
-        draft.take_share(senders[owner], largest, need)
+        if draft.room:
+            draft.take_share(shared[owner], largest, need)
     if draft.room:
         draft.fill(senders, largest)
     return [group for _, group in draft.taken.values()] if draft.room == 0 else None
@@ -107,13 +115,10 @@ class _Draft:
         self.room = batch_size
         self.taken: dict[int, Entry] = {}
 
-    def take_share(self, rows: SizeRows, largest: int, need: int) -> None:
-        """Take packs in order of completion until `need` sequences are held."""
+    def take_share(self, rows: Sequence[tuple[int, Row]], largest: int, need: int) -> None:
+        """Take packs of one sender in order of completion until `need` sequences are held."""
         held = 0
-        streams = [
-            _packs(row, largest // size, self, size) for size, row in rows.packable_rows(largest)
-        ]
-        for _, pack in merge(*streams):
+        for _, pack in merge(*(self._fitting_packs(size, row, largest) for size, row in rows)):
             for entry in pack:
                 size = entry[1].num_sequences
                 if held >= need:
@@ -122,23 +127,22 @@ class _Draft:
                     self._take(entry)
                     held += size
 
-    def fill(self, senders: Mapping[int | None, SizeRows], largest: int) -> None:
+    def fill(self, senders: SenderRows, largest: int) -> None:
         """Take packable groups of everybody in queue order until the batch is full."""
-        streams = [
-            self._fitting(size, row, largest)
-            for rows in senders.values()
-            for size, row in rows.packable_rows(largest)
-        ]
-        for entry in merge(*streams):
+        sizes = senders.packable_sizes(largest)
+        for entry in merge(*(self._fitting(size, senders.packable(size)) for size in sizes)):
             if entry[1].num_sequences <= self.room and entry[1].group_id not in self.taken:
                 self._take(entry)
                 if self.room == 0:
                     return
 
-    def _fitting(self, size: int, row: Row, largest: int) -> Iterator[Entry]:
-        for entry in islice(row.values(), _packed_sequences(size, row, largest) // size):
-            if size > self.room:
-                return
+    def _fitting_packs(self, size: int, row: Row, largest: int) -> Iterator[_Pack]:
+        packs = _packs(row, largest // size)
+        while size <= self.room and (pack := next(packs, None)):
+            yield pack
+
+    def _fitting(self, size: int, entries: Iterator[Entry]) -> Iterator[Entry]:
+        while size <= self.room and (entry := next(entries, None)):
             yield entry
 
     def _take(self, entry: Entry) -> None:
@@ -150,15 +154,10 @@ def _packed_sequences(size: int, row: Row, largest: int) -> int:
     return len(row) * size // largest * largest
 
 
-def _packs(
-    row: Row, groups_per_pack: int, draft: _Draft | None = None, size: int = 0
-) -> Iterator[tuple[int, list[Entry]]]:
-    """Yield the packs of a row with the place at which each is complete."""
+def _packs(row: Row, groups_per_pack: int) -> Iterator[_Pack]:
+    """Yield the packs of a row, each with the place at which it is complete."""
     entries = iter(row.values())
-    while draft is None or size <= draft.room:
-        pack = list(islice(entries, groups_per_pack))
-        if len(pack) < groups_per_pack:
-            return
+    while len(pack := list(islice(entries, groups_per_pack))) == groups_per_pack:
         yield pack[-1][0], pack
 
 

@@ -20,6 +20,7 @@ from itertools import chain, islice
 from atroposlib.api.allocation import QueueView
 from atroposlib.api.batch_plan import plan_combination, plan_packs, plan_with_minimums
 from atroposlib.api.queued_group import QueuedGroup
+from atroposlib.api.sender_rows import SenderRows
 from atroposlib.api.sender_totals import SenderTotals
 from atroposlib.api.size_rows import Entry, SizeRows
 
@@ -36,7 +37,7 @@ class GroupQueue:
         self._first_place = 0
         self._next_place = 0
         self._rows = SizeRows()
-        self._senders: dict[int | None, SizeRows] = {}
+        self._senders = SenderRows()
         self._totals = SenderTotals()
         self._refused: tuple[int, Mapping[int, float]] | None = None
         """The last plan with minimums that failed, while nothing changed that could help it."""
@@ -199,24 +200,18 @@ class GroupQueue:
 
     def _index(self, entry: Entry, *, at_front: bool) -> None:
         group = entry[1]
-        largest = self._rows.largest
+        former_largest = self._rows.largest
         self._rows.add(entry, at_front=at_front)
-        rows = self._senders.get(group.env_id)
-        if rows is None:
-            rows = self._senders[group.env_id] = SizeRows()
-        in_row = rows.add(entry, at_front=at_front)
+        in_row = self._senders.add(entry, at_front=at_front)
         completes_pack = in_row * group.num_sequences % self._rows.largest == 0
-        if at_front or completes_pack or largest != self._rows.largest:
+        if at_front or completes_pack or former_largest != self._rows.largest:
             self._refused = None
         self._count(group, 1)
 
     def _unindex(self, group: QueuedGroup) -> None:
         self._refused = None
         self._rows.remove(group)
-        rows = self._senders[group.env_id]
-        rows.remove(group)
-        if not len(rows):
-            del self._senders[group.env_id]
+        self._senders.remove(group)
         self._count(group, -1)
 
     def _count(self, group: QueuedGroup, sign: int) -> None:

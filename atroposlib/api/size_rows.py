@@ -43,6 +43,10 @@ class SizeRows:
         """Yield every size with its row."""
         return iter(self._rows.items())
 
+    def row(self, size: int) -> Row:
+        """Return the row of one size, an empty one when there is none."""
+        return self._rows.get(size) or OrderedDict()
+
     def add(self, entry: Entry, *, at_front: bool = False) -> int:
         """Add a group behind all others of its size, or before them; return how many there are."""
         group = entry[1]

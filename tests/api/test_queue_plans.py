@@ -240,3 +240,18 @@ def test_plan_finds_a_combination_however_far_back_its_groups_are():
 
     # 6 never adds up to 13 without the one group of 1.
     assert ids(queue.plan_batch(13)) == [0, 1, 5000]
+
+
+def test_a_sender_whose_pack_breaks_and_mends_is_planned_once():
+    queue = GroupQueue()
+    queue.append(entry(0, 4, 1))
+    for group_id in (1, 2):
+        queue.append(entry(group_id, 2, 0))
+    assert ids(queue.plan_batch(8, {1: 0.5})) == [0, 1, 2]
+
+    queue.remove([2])
+    for group_id in range(3, 8):
+        queue.append(entry(group_id, 2, 0))
+
+    # The oldest group of the sender is the same as before its pack broke.
+    assert ids(queue.plan_batch(16, {1: 0.25})) == [0, 1, 3, 4, 5, 6, 7]
