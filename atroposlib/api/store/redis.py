@@ -141,9 +141,15 @@ class RedisRunStore:
             chosen = ids[start : start + _DISCARD_GROUPS]
             await self._link.command("HDEL", self._keys.payloads, *chosen)
 
-    async def compact(self, snapshot: bytes) -> None:
-        """Replace the records applied so far by a snapshot, unless another replica's is newer."""
-        await self._log.compact(snapshot)
+    async def compact(self, snapshot: bytes, *, position: int | None = None) -> None:
+        """Replace records by a snapshot of what they led to, unless another replica's is newer.
+
+        Args:
+            snapshot: the state after the first `position` records.
+            position: None when the snapshot holds every record applied so far, and was taken
+                without an `await` before this call.
+        """
+        await self._log.compact(snapshot, position)
 
     async def alive_replicas(self) -> frozenset[str] | None:
         """Return the replicas that Redis heard of lately.

@@ -174,7 +174,8 @@ class RedisLink:
                 "trainer catch up, or give Redis more memory"
             )
         tries = f" after {attempts} attempts" if attempts > 1 else ""
-        return RunStoreError(f"Redis at {self.address} failed{tries}: {error}")
+        reason = str(error).rstrip(".")
+        return RunStoreError(f"Redis at {self.address} failed{tries}: {reason}")
 
     async def _warn(self, info: dict[str, Any]) -> None:
         """Say in the log what this server's settings put at risk."""
@@ -247,7 +248,8 @@ def _passes(error: Exception) -> bool:
     """Whether waiting may help: the server is away, starts, or hands over to another."""
     from redis import exceptions
 
-    if isinstance(error, (exceptions.AuthenticationError, exceptions.AuthorizationError)):
+    refusals = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+    if isinstance(error, refusals) or isinstance(error.__cause__, refusals):
         return False
     passing = (
         exceptions.ConnectionError,

@@ -120,10 +120,11 @@ class RedisLog:
         """Apply what others appended before this call."""
         await self._enqueue(_Item(None))
 
-    async def compact(self, snapshot: bytes) -> None:
-        """Replace the records applied so far by a snapshot, unless another's is newer."""
+    async def compact(self, snapshot: bytes, position: int | None) -> None:
+        """Replace the records before a position by a snapshot, unless another's is newer."""
         keys = (self._keys.meta, self._keys.log, self._keys.snapshot)
-        await self._link.call(scripts.COMPACT, keys, (self._position, self._tag, snapshot))
+        at = self._position if position is None else position
+        await self._link.call(scripts.COMPACT, keys, (self._position, self._tag, snapshot, at))
 
     async def close(self) -> None:
         """Send what waits, a few seconds at most, and stop following."""

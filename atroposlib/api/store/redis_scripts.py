@@ -144,16 +144,20 @@ record, number of payloads, then id and bytes of each. Answers the position of e
 COMPACT = (
     _FREES
     + _KNOWN
-    + """
-if known >= base then
-  redis.call('LTRIM', KEYS[2], known - base, -1)
-  redis.call('HSET', KEYS[1], 'base', known, 'base_tag', ARGV[2])
+    + f"""
+local at = tonumber(ARGV[4])
+if at >= base then
+  if at > base then
+    base_tag = string.sub(redis.call('LINDEX', KEYS[2], at - stop - 1), 1, {TAG_BYTES})
+  end
+  redis.call('LTRIM', KEYS[2], at - base, -1)
+  redis.call('HSET', KEYS[1], 'base', at, 'base_tag', base_tag)
   redis.call('SET', KEYS[3], ARGV[3])
 end
-return {'ok'}
+return {{'ok'}}
 """
 )
-"""KEYS meta log snapshot; ARGV known, tag, snapshot. Behind another's snapshot it does nothing."""
+"""KEYS meta log snapshot; ARGV known, tag, snapshot, its position. Behind another it does nothing."""
 
 OPEN = (
     _FILLS

@@ -207,6 +207,22 @@ async def test_compaction_by_the_slower_replica_changes_nothing(redis_server: Re
         await third.store.close()
 
 
+async def test_compaction_of_an_earlier_position_keeps_the_records_behind_it(
+    redis_server: RedisServer,
+) -> None:
+    async with replicas(redis_server.url, 1) as (writer,):
+        for number in range(4):
+            await writer.store.append(b"%d" % number)
+
+        await writer.store.compact(b'["0", "1"]', position=2)
+        await writer.store.append(b"4")
+
+        reader = await Replica(redis_server.url, writer.run_name).open()
+        assert reader.num_restored == 1
+        assert reader.applied == writer.applied == [b"%d" % number for number in range(5)]
+        await reader.store.close()
+
+
 async def test_compaction_under_load_keeps_every_record(redis_server: RedisServer) -> None:
     async with replicas(redis_server.url, 2) as (first, second):
         for round_number in range(10):
