@@ -95,11 +95,13 @@ class MemoryRunStore:
         for group_id in group_ids:
             self._payloads.pop(group_id, None)
 
-    async def compact(self, snapshot: bytes) -> None:
-        """Replace the records kept so far by a snapshot."""
-        self._snapshot = snapshot
-        self._first_position += len(self._records)
-        self._records.clear()
+    async def compact(self, snapshot: bytes, *, position: int) -> None:
+        """Replace the records before a position by a snapshot."""
+        num_records = position - self._first_position
+        if num_records >= 0:
+            self._snapshot = snapshot
+            self._first_position = position
+            del self._records[:num_records]
 
     async def alive_replicas(self) -> frozenset[str] | None:
         """Return None: only this process serves the run."""

@@ -17,11 +17,29 @@ REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 MAX_RUN_NAME = 100
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.+-]{{0,{MAX_RUN_NAME - 1}}}")
 WORDS = (
-    "amber aspen birch cedar cliff cloud coral delta ember fern fjord flint grove harbor hazel "
-    "heath ivory juniper lagoon larch linen maple marsh meadow mist moss oak olive opal orchid "
-    "pebble pine prairie quartz rain reed ridge river saffron sage sand shore slate snow spruce "
-    "stone summit thistle tide topaz tundra umber valley violet walnut wave willow winter wren"
-).split()
+    "aspen",
+    "birch",
+    "cedar",
+    "coral",
+    "delta",
+    "fern",
+    "grove",
+    "hazel",
+    "ivory",
+    "maple",
+    "meadow",
+    "moss",
+    "olive",
+    "opal",
+    "pine",
+    "quartz",
+    "reed",
+    "sage",
+    "slate",
+    "tide",
+    "topaz",
+    "wren",
+)
 
 
 def fresh_run_name(now: datetime | None = None) -> str:

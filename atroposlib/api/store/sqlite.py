@@ -49,8 +49,6 @@ class SqliteRunStore:
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="run-store-reader")
         self._reader: sqlite3.Connection | None = None
         self._writer: Writer | None = None
-        self._position = 0
-        self._num_guarded = 0
         self._next_group_id = 0
         self._reserved_until = 0
 
@@ -101,10 +99,9 @@ class SqliteRunStore:
         if unwanted:
             await self._command(lambda writer: writer.discard(unwanted))
 
-    async def compact(self, snapshot: bytes) -> None:
-        """Let a snapshot stand for the records applied so far."""
-        position, num_guarded = self._position, self._num_guarded
-        await self._command(lambda writer: writer.compact(snapshot, position, num_guarded))
+    async def compact(self, snapshot: bytes, *, position: int) -> None:
+        """Let a snapshot stand for the records before a position."""
+        await self._command(lambda writer: writer.compact(snapshot, position))
 
     async def alive_replicas(self) -> frozenset[str] | None:
         """Return None: only this process serves the run."""
@@ -146,29 +143,24 @@ class SqliteRunStore:
     async def _replay(self, reader: sqlite3.Connection, restore: Restore) -> None:
         """Restore the snapshot and apply the records behind it, a slice at a time."""
         (row,) = await self._select(
-            reader,
-            "SELECT position, num_guarded, content, next_group_id FROM snapshot, ids",
+            reader, "SELECT position, content, next_group_id FROM snapshot, ids"
         )
-        self._position, self._num_guarded, snapshot, self._next_group_id = row
+        position, snapshot, self._next_group_id = row
         self._reserved_until = self._next_group_id
         if snapshot is not None:
             restore(snapshot)
         while rows := await self._select(
             reader,
-            "SELECT position, is_guarded, record FROM log WHERE position >= ?"
+            "SELECT position, record FROM log WHERE position >= ?"
             f" ORDER BY position LIMIT {RECORDS_PER_READ}",
-            self._position,
+            position,
         ):
-            for position, is_guarded, record in rows:
-                self._apply_record(position, record, is_guarded=bool(is_guarded))
+            for place, record in rows:
+                self._apply(place, record)
+            position = rows[-1][0] + 1
 
     async def _select(self, reader: sqlite3.Connection, query: str, *values: int) -> list[Any]:
         return await self._in_reader(lambda: reader.execute(query, values).fetchall())
-
-    def _apply_record(self, position: int, record: bytes, *, is_guarded: bool) -> None:
-        self._position = position + 1
-        self._num_guarded += is_guarded
-        self._apply(position, record)
 
     def _deliver(self, done: list[Done]) -> None:
         """Pass outcomes from the writer thread to the event loop, if it still runs."""
@@ -178,7 +170,7 @@ class SqliteRunStore:
     def _settle(self, done: list[Done]) -> None:
         for request, position, error in done:
             if isinstance(request, Append) and position is not None:
-                self._apply_record(position, request.record, is_guarded=request.fence is not None)
+                self._apply(position, request.record)
             if request.future.done():  # cancelled meanwhile
                 continue
             if error is not None:

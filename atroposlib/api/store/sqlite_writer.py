@@ -77,12 +77,15 @@ class Writer:
             )
         self._has_garbage = True
 
-    def compact(self, snapshot: bytes, position: int, num_guarded: int) -> None:
+    def compact(self, snapshot: bytes, position: int) -> None:
         """Let a snapshot stand for the log before a position; its records become garbage."""
         with self._transaction():
             self._connection.execute(
-                "UPDATE snapshot SET position = ?, num_guarded = ?, content = ?",
-                (position, num_guarded, snapshot),
+                "UPDATE snapshot SET position = :position, content = :content,"
+                " num_guarded = num_guarded + (SELECT coalesce(sum(is_guarded), 0) FROM log"
+                " WHERE log.position >= snapshot.position AND log.position < :position)"
+                " WHERE position <= :position",
+                {"position": position, "content": snapshot},
             )
         self._unsaved_bytes += len(snapshot)
         self._has_garbage = True
