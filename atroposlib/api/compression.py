@@ -1,35 +1,41 @@
-"""gzip in both directions, and the cap on request bodies; ASGI middleware.
+"""Compression and size of bodies, as ASGI middleware.
 
-    request  ── GZipRequestMiddleware: cap, gunzip ──► application
-    response ◄─ GZipResponseMiddleware: gzip ────────  application
+    request  ── GZipRequestMiddleware: budget, cap, gunzip ──► application
+    response ◄─ GZipResponseMiddleware: gzip ────────────────  application
 
-Bodies are inflated and deflated piece by piece: a bomb is noticed at the cap, and a large batch is
-compressed while it is being sent, with other requests served between the pieces.
+Large bodies are taken in piece by piece, while the `BodyBudget` has room for them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import zlib
+from concurrent.futures import Executor
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atroposlib.api.bodies import Account, BodyBudget
+from atroposlib.api.gzip_pieces import (
+    BodyTooLargeError,
+    Deflater,
+    DeflaterStream,
+    GzipError,
+    Inflater,
+    accepts_gzip,
+)
+
 __all__ = ["GZipRequestMiddleware", "GZipResponseMiddleware"]
 
-_GZIP_WINDOW = 16 + zlib.MAX_WBITS
-_PIECE_BYTES = 256 * 1024
-_DEFAULT_MAX_BODY_BYTES = 512 * 1024 * 1024
-
-
-class _GzipError(Exception):
-    """The body is not one or more complete gzip members."""
-
-
-class _TooLargeError(Exception):
-    """The body exceeds the cap."""
+_MIB = 1024 * 1024
+_SMALL_BYTES = 64 * 1024
+"""Bodies that the connection has buffered anyway before anybody asks for them."""
+_INFLATED_AT_ONCE = 64 * 1024
+"""Compressed bytes looked at in one go; bounds what a bomb can make of them."""
+_MAX_SILENCE_S = 60.0
+_PLAIN_ENCODINGS = ("", "identity", "utf-8", "utf8")
+"""`Content-Encoding` of bodies that are not compressed; some senders name a charset there."""
 
 
 class GZipRequestMiddleware:
@@ -38,55 +44,65 @@ class GZipRequestMiddleware:
     Args:
         app: the application behind.
         max_body_bytes: cap on the body as the application reads it.
+        budget: shares the memory for bodies with other requests; None: one for this middleware.
+        threads: where bodies are inflated; None: the threads of the event loop.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int = _DEFAULT_MAX_BODY_BYTES) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int = 128 * _MIB,
+        budget: BodyBudget | None = None,
+        threads: Executor | None = None,
+    ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
+        self._budget = budget or BodyBudget(4 * max_body_bytes)
+        self._threads = threads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        announced = headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced) > self.max_body_bytes:
+        length, encoding = _announced(scope)
+        if length is not None and length > self.max_body_bytes:
             await self._too_large()(scope, receive, send)
-        elif "gzip" in headers.get("content-encoding", "").lower():
-            await self._serve_gzip(scope, receive, send)
+        elif encoding in _PLAIN_ENCODINGS and length is not None and length <= _SMALL_BYTES:
+            await self.app(scope, receive, send)
+        elif encoding not in _PLAIN_ENCODINGS and "gzip" not in encoding:
+            await _unknown_encoding(encoding)(scope, receive, send)
         else:
-            await self.app(scope, _capped(receive, self.max_body_bytes), send)
+            account = self._budget.open()
+            try:
+                await self._serve_large(scope, receive, send, account)
+            finally:
+                account.close()
 
-    async def _serve_gzip(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve_large(
+        self, scope: Scope, receive: Receive, send: Send, account: Account
+    ) -> None:
+        paced = _paced(receive)
+        if "gzip" not in _announced(scope)[1]:
+            await self.app(scope, _capped(paced, self.max_body_bytes, account), send)
+            return
         try:
-            body = await self._gunzip_body(receive)
-        except _GzipError:
+            pieces = await self._gunzip_body(paced, account)
+        except GzipError:
             await PlainTextResponse("Invalid gzip payload", 400)(scope, receive, send)
-            return
-        except _TooLargeError:
+        except BodyTooLargeError:
             await self._too_large()(scope, receive, send)
-            return
-        if body is None:
-            return
-        plain_scope = dict(scope)
-        plain_scope["headers"] = [
-            (name, value)
-            for name, value in scope["headers"]
-            if name.lower() not in (b"content-encoding", b"content-length", b"transfer-encoding")
-        ] + [(b"content-length", str(len(body)).encode())]
-        unread = [body]
+        except HTTPException as error:
+            await _refusal(error)(scope, receive, send)
+        else:
+            if pieces is not None:
+                await self.app(_plain_scope(scope, pieces), _replay(pieces, receive), send)
 
-        async def replay() -> Message:
-            if unread:
-                return {"type": "http.request", "body": unread.pop(), "more_body": False}
-            return await receive()
-
-        await self.app(plain_scope, replay, send)
-
-    async def _gunzip_body(self, receive: Receive) -> bytes | None:
+    async def _gunzip_body(self, receive: Receive, account: Account) -> list[bytes] | None:
         """Return the decompressed body; None when the client left before it was complete."""
-        inflater = _Inflater(self.max_body_bytes)
+        inflater = Inflater(self.max_body_bytes, self._threads)
+        pieces: list[bytes] = []
         more_body = True
         while more_body:
             message = await receive()
@@ -94,117 +110,152 @@ class GZipRequestMiddleware:
                 return None
             more_body = message.get("more_body", False)
             compressed = message.get("body", b"")
-            for start in range(0, len(compressed), _PIECE_BYTES):
-                piece = compressed[start : start + _PIECE_BYTES]
-                # zlib lets other threads run while it works; a large body must not stall them.
-                await asyncio.to_thread(inflater.feed, piece)
-        return inflater.finish()
+            for start in range(0, len(compressed), _INFLATED_AT_ONCE):
+                data = compressed[start : start + _INFLATED_AT_ONCE]
+                while inflated := await inflater.inflate(data):
+                    await account.take(sum(map(len, inflated)))
+                    pieces += inflated
+                    data = b""
+        inflater.finish()
+        return pieces
 
     def _too_large(self) -> JSONResponse:
         return JSONResponse({"detail": _too_large_message(self.max_body_bytes)}, 413)
+
+
+def _announced(scope: Scope) -> tuple[int | None, str]:
+    """Return the length a request announces, 0 without a body, None unknown; and its encoding."""
+    length: int | None = 0
+    encoding = ""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            length = int(value) if value.isdigit() else None
+        elif name == b"transfer-encoding":
+            length = None
+        elif name == b"content-encoding":
+            encoding = value.decode("latin-1").strip().lower()
+    return length, encoding
 
 
 def _too_large_message(max_body_bytes: int) -> str:
     return f"request body larger than {max_body_bytes} bytes; post fewer groups at a time"
 
 
-class _Inflater:
-    """Inflates one gzip stream of any number of members up to a cap."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._member = zlib.decompressobj(_GZIP_WINDOW)
-        self._is_member_open = False
-        self._pieces: list[bytes] = []
-        self._room = max_bytes
-
-    def feed(self, data: bytes) -> None:
-        """Inflate a piece; raises when it is not gzip or the cap is exceeded."""
-        while data:
-            self._is_member_open = True
-            try:
-                piece = self._member.decompress(data, self._room + 1)
-            except zlib.error as error:
-                raise _GzipError from error
-            self._room -= len(piece)
-            if self._room < 0:
-                raise _TooLargeError
-            self._pieces.append(piece)
-            data = self._member.unconsumed_tail
-            if self._member.eof:
-                data = self._member.unused_data.lstrip(b"\0")  # members may be padded with zeros
-                self._member = zlib.decompressobj(_GZIP_WINDOW)
-                self._is_member_open = False
-
-    def finish(self) -> bytes:
-        """Return everything inflated; raises when the stream is cut short."""
-        if self._is_member_open:
-            raise _GzipError
-        return b"".join(self._pieces)
+def _unknown_encoding(encoding: str) -> JSONResponse:
+    text = f"Content-Encoding {encoding!r} is not understood; send gzip or an uncompressed body"
+    return JSONResponse({"detail": text}, 415, {"Accept-Encoding": "gzip"})
 
 
-def _capped(receive: Receive, max_body_bytes: int) -> Receive:
-    """Pass messages on until the body exceeds the cap, then raise a 413."""
+def _refusal(error: HTTPException) -> JSONResponse:
+    return JSONResponse({"detail": error.detail}, error.status_code)
+
+
+def _plain_scope(scope: Scope, pieces: list[bytes]) -> Scope:
+    headers = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name not in (b"content-encoding", b"content-length", b"transfer-encoding")
+    ]
+    length = str(sum(map(len, pieces))).encode()
+    return {**scope, "headers": [*headers, (b"content-length", length)]}
+
+
+def _replay(pieces: list[bytes], receive: Receive) -> Receive:
+    """Hand out the pieces of a body, then what the connection has to say."""
+    unread = iter([*pieces, b""])
+
+    async def replay() -> Message:
+        for piece in unread:
+            return {"type": "http.request", "body": piece, "more_body": bool(piece)}
+        return await receive()
+
+    return replay
+
+
+def _paced(receive: Receive) -> Receive:
+    """Pass messages on; refuse a sender that falls silent in the middle of its body with 408."""
+    is_complete = False
+
+    async def paced() -> Message:
+        nonlocal is_complete
+        if is_complete:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), _MAX_SILENCE_S)
+        except asyncio.TimeoutError as error:
+            raise HTTPException(
+                408, f"nothing of the body came for {_MAX_SILENCE_S:g} s"
+            ) from error
+        is_complete = not message.get("more_body", False)
+        return message
+
+    return paced
+
+
+def _capped(receive: Receive, max_body_bytes: int, account: Account) -> Receive:
+    """Pass messages on while there is room for them; a body above the cap is refused with 413."""
     room = max_body_bytes
 
     async def capped() -> Message:
         nonlocal room
         message = await receive()
-        room -= len(message.get("body", b""))
+        num_bytes = len(message.get("body", b""))
+        room -= num_bytes
         if room < 0:
             raise HTTPException(413, _too_large_message(max_body_bytes))
+        if num_bytes:
+            await account.take(num_bytes)
         return message
 
     return capped
 
 
 class GZipResponseMiddleware:
-    """Compresses responses of at least `min_bytes` for clients that accept gzip.
+    """Compresses responses for clients that accept gzip, when they are long enough.
 
     Only responses that announce their length are touched, so small ones never are.
     """
 
-    def __init__(self, app: ASGIApp, *, min_bytes: int, level: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, min_bytes: int, level: int, threads: Executor | None = None
+    ) -> None:
         self.app = app
-        self.min_bytes = min_bytes
-        self.level = level
+        self.deflater = Deflater(min_bytes=min_bytes, level=level, threads=threads)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http" and _accepts_gzip(Headers(scope=scope)):
-            send = _GzipSender(send, min_bytes=self.min_bytes, level=self.level)
+        if scope["type"] == "http" and accepts_gzip(Headers(scope=scope)):
+            send = _GzipSender(send, self.deflater, Headers(scope=scope))
         await self.app(scope, receive, send)
-
-
-def _accepts_gzip(headers: Headers) -> bool:
-    for choice in headers.get("accept-encoding", "").lower().split(","):
-        name, _, quality = choice.partition(";")
-        if name.strip() == "gzip":
-            return quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
-    return False
 
 
 class _GzipSender:
     """The `send` of one response, compressing when the start of the response allows it."""
 
-    def __init__(self, send: Send, *, min_bytes: int, level: int) -> None:
+    def __init__(self, send: Send, deflater: Deflater, request_headers: Headers) -> None:
         self._send = send
-        self._min_bytes = min_bytes
-        self._level = level
-        self._deflater: zlib._Compress | None = None
+        self._deflater = deflater
+        self._request_headers = request_headers
+        self._stream: DeflaterStream | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(raw=list(message["headers"]))
-            length = int(headers.get("content-length", "0"))
-            headers.add_vary_header("Accept-Encoding")
-            if length >= self._min_bytes and "content-encoding" not in headers:
-                self._deflater = zlib.compressobj(self._level, zlib.DEFLATED, _GZIP_WINDOW)
-                headers["Content-Encoding"] = "gzip"
-                del headers["Content-Length"]
-            message = {**message, "headers": headers.raw}
-        elif message["type"] == "http.response.body" and self._deflater is not None:
-            body = self._deflater.compress(message.get("body", b""))
-            if not message.get("more_body", False):
-                body += self._deflater.flush()
+            message = self._start(message)
+        elif message["type"] == "http.response.body" and self._stream is not None:
+            body, more_body = message.get("body", b""), message.get("more_body", False)
+            if body or not more_body:
+                body = await self._stream.feed(body, is_last=not more_body)
             message = {**message, "body": body}
         await self._send(message)
+
+    def _start(self, message: Message) -> Message:
+        headers = MutableHeaders(raw=list(message["headers"]))
+        length = int(headers.get("content-length", "0"))
+        headers.add_vary_header("Accept-Encoding")
+        if "content-encoding" not in headers and self._deflater.applies_to(
+            self._request_headers, length
+        ):
+            self._stream = self._deflater.start()
+            headers["Content-Encoding"] = "gzip"
+            del headers["Content-Length"]
+        return {**message, "headers": headers.raw}

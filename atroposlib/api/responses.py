@@ -1,77 +1,156 @@
-"""HTTP answers that the framework has no class for: spliced JSON, refusals of bodies."""
+"""HTTP answers that the framework has no class for: bodies in pieces, refusals of bodies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from atroposlib.api.connection import Connection
+from atroposlib.api.gzip_pieces import Deflater
 from atroposlib.wire import BODY_NOT_TEXT, WireError
 
-__all__ = ["SplicedResponse", "refusal_of", "validation_refusal"]
+__all__ = ["PiecesResponse", "json_response", "refusal_of", "validation_refusal"]
 
-_PIECE_BYTES = 64 * 1024
+logger = logging.getLogger(__name__)
+
+_SLICE_BYTES = 256 * 1024
 _MAX_ECHO_BYTES = 200
 
+Report = Callable[[], Awaitable[Any]]
 
-class SplicedResponse(Response):
-    """JSON that is already encoded, sent in pieces, with word of whether it arrived.
+
+class PiecesResponse(Response):
+    """A body that lies in pieces, sent without joining them, with word of whether it arrived.
+
+    Other requests are served between slices of 256 KiB.
+
+    What *arrived* means. Under `run-api`, everything was confirmed by the client's machine before
+    the client closed or broke the connection. Under another ASGI server, everything was handed
+    to the connection and the client was still there. Neither proves that the client's program
+    read the body: what fits into the socket buffers of its machine counts as arrived even if the
+    program then ends without reading. Where that matters, the client must say so itself.
 
     Args:
-        content: the body.
-        on_sent: awaited once the body was handed to the connection in full.
-        on_lost: called instead when the client left, or sending failed, before that.
+        pieces: the body.
+        media_type: its type.
+        headers: more headers.
+        deflater: compresses the body for clients that accept it; None leaves that to middleware.
+        on_arrived: awaited once the body has arrived, before the response is complete: the next
+            request on the same connection is read after it.
+        on_lost: awaited instead when the client left, or sending failed, before that.
     """
-
-    media_type = "application/json"
 
     def __init__(
         self,
-        content: bytes,
+        pieces: Sequence[bytes],
         *,
-        on_sent: Callable[[], Awaitable[None]] | None = None,
-        on_lost: Callable[[], None] | None = None,
+        media_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+        deflater: Deflater | None = None,
+        on_arrived: Report | None = None,
+        on_lost: Report | None = None,
     ) -> None:
-        super().__init__(content)
-        self._on_sent = on_sent
+        length = sum(map(len, pieces))
+        super().__init__(
+            headers={**(headers or {}), "Content-Length": str(length)}, media_type=media_type
+        )
+        self._pieces = pieces
+        self._deflater = deflater
+        self._on_arrived = on_arrived
         self._on_lost = on_lost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the body and report."""
         gone = asyncio.ensure_future(_wait_until_gone(receive))
-        is_sent = False
+        has_arrived = False
         try:
-            is_sent = await self._send_pieces(send, gone)
+            await self._compress(scope, gone)
+            has_arrived = await self._deliver(scope, send, gone)
         finally:
             gone.cancel()
-            if not is_sent and self._on_lost is not None:
-                self._on_lost()
-        if is_sent and self._on_sent is not None:
-            await self._on_sent()
+            await self._report(self._on_arrived if has_arrived else self._on_lost)
+        if has_arrived:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_pieces(self, send: Send, gone: asyncio.Future[None]) -> bool:
+    async def _compress(self, scope: Scope, gone: asyncio.Future[None]) -> None:
+        if self._deflater is None:
+            return
+        self.headers.add_vary_header("Accept-Encoding")
+        length = int(self.headers["Content-Length"])
+        if self._deflater.applies_to(Headers(scope=scope), length):
+            self._pieces = await self._deflater.deflate(_slices(self._pieces), gone.done)
+            self.headers["Content-Encoding"] = "gzip"
+            self.headers["Content-Length"] = str(sum(map(len, self._pieces)))
+
+    async def _deliver(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> bool:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        body = bytes(self.body)
-        for offset in range(0, len(body), _PIECE_BYTES):
-            # Also lets other requests run, and word of a disconnect arrive, between the pieces.
+        for piece in _slices(self._pieces):
+            # Lets other requests run, and word of a disconnect arrive.
             await asyncio.sleep(0)
             if gone.done():
                 return False
-            piece = body[offset : offset + _PIECE_BYTES]
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+        # Servers wait here until most of the pieces before have left this process.
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        connection = Connection.of(scope)
+        if connection is not None and self._on_arrived is not None:
+            return await connection.wait_until_confirmed(gone.done)
         await asyncio.sleep(0)
-        if gone.done():
-            return False
-        # Waits until the pieces before have left this process, bar a small buffer.
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return True
+        return not gone.done()
+
+    async def _report(self, report: Report | None) -> None:
+        if report is None:
+            return
+        try:
+            await report()
+        except Exception:
+            # The body is out: the client cannot be told any more.
+            logger.exception("could not write down what became of a response")
+
+
+class SplicedResponse(PiecesResponse):
+    """A body in one piece."""
+
+    def __init__(
+        self,
+        content: bytes,
+        *,
+        on_sent: Report | None = None,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        async def lost() -> None:
+            if on_lost is not None:
+                on_lost()
+
+        super().__init__([content], on_arrived=on_sent, on_lost=lost)
+
+
+def _slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
+    """Cut the pieces into slices worth a write each: small ones joined, large ones divided."""
+    small: list[bytes] = []
+    room = _SLICE_BYTES
+    for piece in pieces:
+        if len(piece) > room and small:
+            yield b"".join(small)
+            small, room = [], _SLICE_BYTES
+        if len(piece) <= room:
+            small.append(piece)
+            room -= len(piece)
+            continue
+        for start in range(0, len(piece), _SLICE_BYTES):
+            yield piece[start : start + _SLICE_BYTES]
+    if small:
+        yield b"".join(small)
 
 
 async def _wait_until_gone(receive: Receive) -> None:
@@ -79,10 +158,17 @@ async def _wait_until_gone(receive: Receive) -> None:
         pass
 
 
+def json_response(content: Any, status: int = 200, **headers: str) -> Response:
+    """Answer with JSON."""
+    return Response(
+        msgspec.json.encode(content), status, headers=headers, media_type="application/json"
+    )
+
+
 def refusal_of(error: WireError) -> Response:
     """Answer a body that is not a well-formed group, in the framework's shape."""
     if error.kind == "not_text":
-        return _json(400, {"detail": BODY_NOT_TEXT})
+        return json_response({"detail": BODY_NOT_TEXT}, 400)
     return _detail([{"type": error.kind, "loc": ("body", *error.path), "msg": str(error)}])
 
 
@@ -93,8 +179,7 @@ async def validation_refusal(request: Request, error: Exception) -> Response:
 
 
 def _detail(errors: Sequence[Any]) -> Response:
-    return _json(
-        422,
+    return json_response(
         {
             "detail": [
                 {
@@ -106,6 +191,7 @@ def _detail(errors: Sequence[Any]) -> Response:
                 for error in errors
             ]
         },
+        422,
     )
 
 
@@ -117,7 +203,3 @@ def _echo(value: Any) -> Any:
     except (TypeError, ValueError, OverflowError, RecursionError):
         pass
     return ascii(value)[:_MAX_ECHO_BYTES]
-
-
-def _json(status: int, content: Any) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
