@@ -90,6 +90,7 @@ class SqliteRunStore:
 
     async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
         """Return payloads in the order asked for; KeyError when one is not there."""
+        self._open_writer()
         wanted = list(group_ids)
         return await self._in_reader(lambda: self._read_payloads(wanted))
 
@@ -135,8 +136,9 @@ class SqliteRunStore:
             raise
 
     def _close_file(self, writer: Writer) -> None:
-        if self._reader is not None:
-            self._reader.close()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
         writer.close()
         self._lock.release()
 
@@ -192,10 +194,11 @@ class SqliteRunStore:
         return self._writer
 
     def _read_payloads(self, group_ids: list[int]) -> list[bytes]:
-        if self._reader is None or self._writer is None:
+        reader = self._reader
+        if reader is None:
             raise RunStoreError(f"{self._path} is not open")
         try:
-            return [_read_payload(self._reader, group_id) for group_id in group_ids]
+            return [_read_payload(reader, group_id) for group_id in group_ids]
         except sqlite3.Error as error:
             raise RunStoreError(f"{self._path} could not be read: {error}") from error
 

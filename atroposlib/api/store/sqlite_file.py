@@ -13,6 +13,7 @@ import os
 import sqlite3
 import sys
 from pathlib import Path
+from typing import Any
 
 from atroposlib.errors import ConfigError
 
@@ -25,6 +26,13 @@ APPLICATION_ID = 0x41_54_52_50
 SCHEMA_VERSION = 1
 CACHE_KIB = 4096
 """Page cache of one connection."""
+
+# A connection is used by one thread at a time, but not by the thread that opened it.
+CONNECTION_OPTIONS: dict[str, Any] = {
+    "isolation_level": None,
+    "check_same_thread": False,
+    "timeout": 10.0,
+}
 
 WAL_KEPT_BYTES = 64 * 2**20
 SHRINK_BELOW_BYTES = 32 * 2**20
@@ -104,33 +112,24 @@ def open_writer(path: Path, *, fsync: bool) -> sqlite3.Connection:
     Raises:
         ConfigError: the file is not one of a run, or a later version wrote it.
     """
-    connection = _connect(path)
     try:
-        _check_owner(connection, path)
-        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
-        # The writer checkpoints between commits, so that no append waits for it unannounced.
-        connection.execute("PRAGMA wal_autocheckpoint = 0")
-        connection.execute(f"PRAGMA journal_size_limit = {WAL_KEPT_BYTES}")
-        # Some builds overwrite deleted bytes with zeros, which doubles what is written.
-        connection.execute("PRAGMA secure_delete = OFF")
-        if _schema_version(connection) == 0:
-            connection.executescript(SCHEMA)
+        connection: sqlite3.Connection = sqlite3.connect(path, **CONNECTION_OPTIONS)
+        try:
+            _prepare(connection, path, fsync=fsync)
+        except BaseException:
+            connection.close()
+            raise
     except sqlite3.DatabaseError as error:
-        connection.close()
         raise ConfigError(
             f"{path} cannot be used as the file of a run ({error}); choose another run with --run"
         ) from error
-    except ConfigError:
-        connection.close()
-        raise
     return connection
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
     """Open an existing file of a run for reading."""
-    connection = _connect(path)
+    connection: sqlite3.Connection = sqlite3.connect(path, **CONNECTION_OPTIONS)
+    _limit_memory(connection)
     connection.execute("PRAGMA query_only = ON")
     return connection
 
@@ -143,12 +142,24 @@ def shrink(connection: sqlite3.Connection) -> None:
         connection.execute("VACUUM")
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    # Each connection is used by one thread at a time, but not by the thread that opened it.
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+def _prepare(connection: sqlite3.Connection, path: Path, *, fsync: bool) -> None:
+    _limit_memory(connection)
+    _check_owner(connection, path)
+    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
+    # The writer checkpoints between commits, so that no append waits for it unannounced.
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    connection.execute(f"PRAGMA journal_size_limit = {WAL_KEPT_BYTES}")
+    # Some builds overwrite deleted bytes with zeros, which doubles what is written.
+    connection.execute("PRAGMA secure_delete = OFF")
+    if _schema_version(connection) == 0:
+        connection.executescript(SCHEMA)
+
+
+def _limit_memory(connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     connection.execute("PRAGMA mmap_size = 0")
-    return connection
 
 
 def _schema_version(connection: sqlite3.Connection) -> int:
