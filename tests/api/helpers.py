@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from httpx import Response
+from starlette.types import ASGIApp
 
 from atroposlib.api.access import Role
+from atroposlib.api.http_protocol import ObservedHttpProtocol
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 
@@ -87,9 +88,11 @@ class Service(TestClient):
 
 
 @contextmanager
-def serve(app: FastAPI, port: int) -> Iterator[str]:
+def serve(app: ASGIApp, port: int) -> Iterator[str]:
     """Serve an application from a thread; yields its address."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error")
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="error", http=ObservedHttpProtocol
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
