@@ -141,14 +141,8 @@ class RedisRunStore:
             chosen = ids[start : start + _DISCARD_GROUPS]
             await self._link.command("HDEL", self._keys.payloads, *chosen)
 
-    async def compact(self, snapshot: bytes, *, position: int | None = None) -> None:
-        """Replace records by a snapshot of what they led to, unless another replica's is newer.
-
-        Args:
-            snapshot: the state after the first `position` records.
-            position: None when the snapshot holds every record applied so far, and was taken
-                without an `await` before this call.
-        """
+    async def compact(self, snapshot: bytes, *, position: int) -> None:
+        """Replace the records before `position` by a snapshot, unless a newer one is there."""
         await self._log.compact(snapshot, position)
 
     async def alive_replicas(self) -> frozenset[str] | None:

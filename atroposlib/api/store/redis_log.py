@@ -120,11 +120,11 @@ class RedisLog:
         """Apply what others appended before this call."""
         await self._enqueue(_Item(None))
 
-    async def compact(self, snapshot: bytes, position: int | None) -> None:
+    async def compact(self, snapshot: bytes, position: int) -> None:
         """Replace the records before a position by a snapshot, unless another's is newer."""
         keys = (self._keys.meta, self._keys.log, self._keys.snapshot)
-        at = self._position if position is None else position
-        await self._link.call(scripts.COMPACT, keys, (self._position, self._tag, snapshot, at))
+        known = (self._position, self._tag)
+        await self._link.call(scripts.COMPACT, keys, (*known, snapshot, position))
 
     async def close(self) -> None:
         """Send what waits, a few seconds at most, and stop following."""

@@ -157,7 +157,7 @@ end
 return {{'ok'}}
 """
 )
-"""KEYS meta log snapshot; ARGV known, tag, snapshot, its position. Behind another it does nothing."""
+"""KEYS meta log snapshot; ARGV known, tag, snapshot, its position. An older one changes nothing."""
 
 OPEN = (
     _FILLS

@@ -42,7 +42,8 @@ class Replica:
         return group_id
 
     async def compact(self) -> None:
-        await self.store.compact(json.dumps([record.decode() for record in self.applied]).encode())
+        records = [record.decode() for record in self.applied]
+        await self.store.compact(json.dumps(records).encode(), position=len(records))
 
     def _apply(self, position: int, record: bytes) -> None:
         assert position == len(self.applied)
