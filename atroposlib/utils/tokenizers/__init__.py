@@ -1,0 +1,1 @@
+"""Tokenizers whose own chat template needs replacing."""

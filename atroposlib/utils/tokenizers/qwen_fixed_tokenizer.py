@@ -1,0 +1,74 @@
+"""A Qwen tokenizer whose chat template keeps what the model wrote.
+
+The templates that ship with these models drop the thinking of earlier turns, so that a rendered
+history differs from the tokens that were sampled. The one beside this module renders every message
+as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["QwenFixedTokenizer"]
+
+_TEMPLATE = Path(__file__).with_name("qwen_chat_template.jinja")
+
+
+class QwenFixedTokenizer:
+    """Wraps a tokenizer; everything but the chat template is the wrapped one's.
+
+    Args:
+        model_name_or_path: as for `transformers.AutoTokenizer.from_pretrained`.
+        **kwargs: passed on to it.
+    """
+
+    def __init__(self, model_name_or_path: str, **kwargs: Any) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **kwargs)
+        self.tokenizer.chat_template = _TEMPLATE.read_text(encoding="utf-8")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "tokenizer":  # not there yet, e.g. while being copied
+            raise AttributeError(name)
+        return getattr(self.tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Tokenise text, as the wrapped tokenizer does."""
+        return self.tokenizer(*args, **kwargs)
+
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Any = None,
+        tokenize: bool = True,
+        padding: bool = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool = False,
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Render a conversation; see the method of the same name in transformers.
+
+        Returns:
+            Token ids as a plain list unless `return_dict` asks for a mapping; text when `tokenize`
+            is False.
+        """
+        return self.tokenizer.apply_chat_template(
+            conversation,
+            tools=tools,
+            tokenize=tokenize,
+            padding=padding,
+            truncation=truncation,
+            max_length=max_length,
+            return_tensors=return_tensors,
+            return_dict=return_dict,
+            add_generation_prompt=add_generation_prompt,
+            **kwargs,
+        )
