@@ -13,7 +13,9 @@ __all__ = [
     "env_weight",
     "minimum_shares",
     "queue_view",
+    "total_weight",
     "unallocated_fraction",
+    "weight_share",
 ]
 
 MIN_ENV_WEIGHT = 0.01
@@ -57,7 +59,16 @@ def env_weight(env: EnvShare, envs: Iterable[EnvShare]) -> float:
     Environments count by context length times weight; a disconnected one adds nothing to the
     total but is still answered. Nobody with a positive weight gives `MIN_ENV_WEIGHT`.
     """
-    total = sum(e.max_token_length * max(0.0, e.weight) for e in envs if e.is_connected)
+    return weight_share(env, total_weight(envs))
+
+
+def total_weight(envs: Iterable[EnvShare]) -> float:
+    """Return context length times weight, summed over connected environments."""
+    return sum(e.max_token_length * max(0.0, e.weight) for e in envs if e.is_connected)
+
+
+def weight_share(env: EnvShare, total: float) -> float:
+    """Return the share of one environment in a total, at least `MIN_ENV_WEIGHT`."""
     if total <= 0:
         return MIN_ENV_WEIGHT
     share = env.max_token_length * env.weight / total

@@ -1,79 +1,203 @@
 """Which batches are on their way to a trainer; pure.
 
-    hand_out ──► in flight ── acknowledge ──► gone
+    hand_out ──► in flight ── acknowledge ──► gone (its step counted)
                     │  ▲
-          give_back ▼  │ next_returned
-                  returned (delivered again before anything new is formed)
+          give_back ▼  │ hand_out_again (next attempt)
+                  returned (leaves again before anything new is formed)
 
-A handout that the service no longer knows (it was reset meanwhile) is answered with False, so a
-late acknowledgement changes nothing.
+Every handing out of a batch is an *attempt* with a token of its own. A batch that came back may
+still be acknowledged under its last token until it is handed out again; after that the old token is
+expired. A token that is not known (the service was reset meanwhile) changes nothing.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from atroposlib.api.queue import QueuedGroup
 
-__all__ = ["Delivery", "Handout"]
+__all__ = ["AckResult", "BatchToken", "Delivery", "Handout", "parse_token"]
+
+_KEPT_ACKNOWLEDGEMENTS = 4096
+
+AckResult: TypeAlias = Literal["acked", "returned", "repeated", "expired", "unknown"]
+"""What became of an acknowledgement (`acked`) or of giving a batch back (`returned`). `repeated`:
+it had happened before; `expired`: the batch has moved on; `unknown`: no such batch."""
 
 
-@dataclass(frozen=True)
-class Handout:
+class BatchToken(NamedTuple):
+    """Names one attempt to deliver one batch; written as `17-1`."""
+
+    batch_id: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.batch_id}-{self.attempt}"
+
+
+def parse_token(text: str) -> BatchToken | None:
+    """Read a token; None when the text is none."""
+    batch_id, separator, attempt = text.partition("-")
+    if not (separator and _is_number(batch_id) and _is_number(attempt)):
+        return None
+    return BatchToken(int(batch_id), int(attempt))
+
+
+def _is_number(text: str) -> bool:
+    return len(text) < 19 and text.isascii() and text.isdigit()
+
+
+class Handout(msgspec.Struct, frozen=True, array_like=True):
     """One batch, given to one client."""
 
     batch_id: int
+    attempt: int
     groups: tuple[QueuedGroup, ...]
+    owner: str
+    """The replica that handed it out."""
+    at: float
+    """Unix time at which it was handed out, in seconds."""
+    lease_until: float | None = None
+    """Unix time until which its receiver may acknowledge; None while the body is being sent."""
+
+    @property
+    def token(self) -> str:
+        """What the receiver acknowledges."""
+        return str(BatchToken(self.batch_id, self.attempt))
 
     @property
     def group_ids(self) -> list[int]:
         """Ids of the groups, in order of delivery."""
         return [group.group_id for group in self.groups]
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in all groups."""
+        return sum(group.num_sequences for group in self.groups)
+
 
 class Delivery:
     """Keeps a batch until its receiver has it; a returned one is the first to leave again."""
 
     def __init__(self) -> None:
-        self._next_id = 0
-        self._in_flight: dict[int, Handout] = {}
-        self._returned: deque[Handout] = deque()
+        self.next_id = 0
+        self.in_flight: dict[int, Handout] = {}
+        self.returned: dict[int, Handout] = {}
+        self.acknowledged: dict[int, int] = {}
+        """Batches acknowledged lately → the attempt that was, oldest first."""
+        self.num_sequences = 0
+        """Sequences of every batch that is formed but not acknowledged."""
 
     @property
     def num_pending(self) -> int:
         """Batches formed but not acknowledged."""
-        return len(self._in_flight) + len(self._returned)
+        return len(self.in_flight) + len(self.returned)
 
-    def hand_out(self, groups: Sequence[QueuedGroup]) -> Handout:
+    @property
+    def oldest_returned(self) -> Handout | None:
+        """The batch to hand out next; None when none came back."""
+        return self.returned[min(self.returned)] if self.returned else None
+
+    def pending(self) -> Iterable[Handout]:
+        """Every batch that is formed but not acknowledged."""
+        return [*self.in_flight.values(), *self.returned.values()]
+
+    def hand_out(
+        self, groups: Sequence[QueuedGroup], *, owner: str, at: float, lease_until: float | None
+    ) -> Handout:
         """Put a newly formed batch in flight."""
-        handout = Handout(self._next_id, tuple(groups))
-        self._next_id += 1
-        self._in_flight[handout.batch_id] = handout
+        handout = Handout(self.next_id, 1, tuple(groups), owner, at, lease_until)
+        self.next_id += 1
+        self.in_flight[handout.batch_id] = handout
+        self.num_sequences += handout.num_sequences
         return handout
 
-    def next_returned(self) -> Handout | None:
-        """Put the batch that came back first in flight again; None when there is none."""
-        if not self._returned:
+    def hand_out_again(
+        self, token: BatchToken, *, owner: str, at: float, lease_until: float | None
+    ) -> Handout | None:
+        """Put a returned batch in flight under its next attempt; None when it is not waiting."""
+        before = self.returned.get(token.batch_id)
+        if before is None or before.attempt + 1 != token.attempt:
             return None
-        handout = self._returned.popleft()
-        self._in_flight[handout.batch_id] = handout
+        del self.returned[token.batch_id]
+        again = Handout(token.batch_id, token.attempt, before.groups, owner, at, lease_until)
+        self.in_flight[token.batch_id] = again
+        return again
+
+    def acknowledge(self, token: BatchToken) -> Handout | None:
+        """Forget a batch that its receiver has; None when the token is not the current one."""
+        handout = self._current(token)
+        if handout is None:
+            return None
+        self._forget(handout)
+        self.acknowledged[token.batch_id] = token.attempt
+        while len(self.acknowledged) > _KEPT_ACKNOWLEDGEMENTS:
+            del self.acknowledged[next(iter(self.acknowledged))]
         return handout
 
-    def acknowledge(self, handout: Handout) -> bool:
-        """Forget a batch that its receiver has; False when it was not in flight."""
-        return self._in_flight.pop(handout.batch_id, None) is not None
+    def give_back(self, token: BatchToken) -> Handout | None:
+        """Let a batch wait for redelivery; None when the token is not in flight."""
+        handout = self.find(token)
+        if handout is None:
+            return None
+        del self.in_flight[token.batch_id]
+        self.returned[token.batch_id] = handout
+        return handout
 
-    def give_back(self, handout: Handout) -> bool:
-        """Queue a batch for redelivery, older ones first; False when it was not in flight."""
-        if self._in_flight.pop(handout.batch_id, None) is None:
-            return False
-        self._returned.append(handout)
-        self._returned = deque(sorted(self._returned, key=lambda h: h.batch_id))
-        return True
+    def dissolve(self, batch_id: int) -> tuple[QueuedGroup, ...]:
+        """Forget a returned batch and return its groups: they become part of other batches."""
+        handout = self.returned[batch_id]
+        self._forget(handout)
+        return handout.groups
+
+    def find(self, token: BatchToken) -> Handout | None:
+        """Return the batch that is in flight under a token."""
+        handout = self.in_flight.get(token.batch_id)
+        return handout if handout is not None and handout.attempt == token.attempt else None
+
+    def ack_result(self, token: BatchToken) -> AckResult:
+        """Say what acknowledging would answer; `acked` when it would count."""
+        if self._current(token) is not None:
+            return "acked"
+        return (
+            "repeated"
+            if self.acknowledged.get(token.batch_id) == token.attempt
+            else (self._stale_result(token))
+        )
+
+    def return_result(self, token: BatchToken) -> AckResult:
+        """Say what giving back would answer; `returned` when it would change something."""
+        handout = self._current(token)
+        if handout is None:
+            return self._stale_result(token)
+        return "returned" if token.batch_id in self.in_flight else "repeated"
+
+    def restore(self, in_flight: Iterable[Handout], returned: Iterable[Handout]) -> None:
+        """Take over the batches of a snapshot; there must be none yet."""
+        self.in_flight = {handout.batch_id: handout for handout in in_flight}
+        self.returned = {handout.batch_id: handout for handout in returned}
+        self.num_sequences = sum(handout.num_sequences for handout in self.pending())
 
     def clear(self) -> None:
         """Forget every batch; ids go on, so that late answers are recognised."""
-        self._in_flight.clear()
-        self._returned.clear()
+        self.in_flight.clear()
+        self.returned.clear()
+        self.acknowledged.clear()
+        self.num_sequences = 0
+
+    def _current(self, token: BatchToken) -> Handout | None:
+        handout = self.in_flight.get(token.batch_id) or self.returned.get(token.batch_id)
+        return handout if handout is not None and handout.attempt == token.attempt else None
+
+    def _stale_result(self, token: BatchToken) -> AckResult:
+        pending = self.in_flight.get(token.batch_id) or self.returned.get(token.batch_id)
+        last = pending.attempt if pending else self.acknowledged.get(token.batch_id, 0)
+        return "expired" if 1 <= token.attempt <= last else "unknown"
+
+    def _forget(self, handout: Handout) -> None:
+        self.in_flight.pop(handout.batch_id, None)
+        self.returned.pop(handout.batch_id, None)
+        self.num_sequences -= handout.num_sequences

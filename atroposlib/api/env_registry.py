@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from atroposlib.api.allocation import minimum_shares
+from atroposlib.api.allocation import minimum_shares, total_weight
 from atroposlib.api.packing import oldest_combination
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.schemas import RegisterEnv
@@ -27,11 +27,17 @@ class EnvRecord:
     """Registered sequences per group; None when groups of every size are queued as they come."""
     last_update: float
     """Unix time of the registration, in seconds."""
+    last_seen: float = 0.0
+    """Unix time at which the run last noted a sign of life, in seconds."""
     is_connected: bool = True
+    is_expired: bool = False
+    """Whether it was disconnected for its silence; it comes back when it is seen again."""
     largest_group: int = 1
-    """The unit in which this environment is told queue sizes, in sequences."""
+    """The unit in which this environment is told queue sizes, in sequences; kept per replica."""
     buffer: list[QueuedGroup] = field(default_factory=list)
     """Groups smaller than `group_size`, oldest first, that do not add up to it yet."""
+    _reachable: int = field(default=0, init=False, repr=False, compare=False)
+    """Bit set of the sums the buffer can make, 0 when it must be computed anew."""
 
     @property
     def buffered_sequences(self) -> int:
@@ -43,13 +49,31 @@ class EnvRecord:
         return self.group_size is not None and num_sequences < self.group_size
 
     def buffer_group(self, group: QueuedGroup) -> list[QueuedGroup]:
-        """Add a group to the buffer; return the groups that now add up, oldest first."""
+        """Add a group to the buffer; return the groups that now add up, oldest first.
+
+        The buffer is searched only when the new group completes a sum.
+        """
+        target = self.group_size or 0
+        within_target = (1 << (target + 1)) - 1
+        reachable = self._reachable or _reachable_sums(self.buffer, within_target)
         self.buffer.append(group)
+        reachable |= reachable << group.num_sequences & within_target
+        self._reachable = reachable
+        if not reachable >> target & 1:
+            return []
         sizes = [waiting.num_sequences for waiting in self.buffer]
-        positions = set(oldest_combination(sizes, self.group_size or 0))
+        positions = set(oldest_combination(sizes, target))
         released = [g for i, g in enumerate(self.buffer) if i in positions]
         self.buffer = [g for i, g in enumerate(self.buffer) if i not in positions]
+        self._reachable = 0
         return released
+
+
+def _reachable_sums(groups: Iterable[QueuedGroup], within_target: int) -> int:
+    reachable = 1
+    for group in groups:
+        reachable |= reachable << group.num_sequences & within_target
+    return reachable
 
 
 class EnvRegistry:
@@ -57,6 +81,13 @@ class EnvRegistry:
 
     def __init__(self) -> None:
         self._envs: list[EnvRecord] = []
+        self._minimums: Mapping[int, float] | None = None
+        self._total_weight: float | None = None
+        self._buffered_by_env: dict[int, int] = {}
+        self.buffered_sequences = 0
+        """Sequences in all buffers."""
+        self.buffered_bytes = 0
+        """Payload bytes in all buffers."""
 
     def __len__(self) -> int:
         return len(self._envs)
@@ -76,9 +107,11 @@ class EnvRegistry:
             min_batch_allocation=request.min_batch_allocation,
             group_size=request.group_size,
             last_update=now,
+            last_seen=now,
             largest_group=request.group_size or 1,
         )
         self._envs.append(env)
+        self._forget_sums()
         return env
 
     def find(self, env_id: int | None) -> EnvRecord | None:
@@ -87,16 +120,51 @@ class EnvRegistry:
             return None
         return self._envs[env_id]
 
+    def connect(self, env: EnvRecord, is_connected: bool, *, is_expired: bool = False) -> None:
+        """Note that an environment left, or came back."""
+        env.is_connected = is_connected
+        env.is_expired = is_expired
+        self._forget_sums()
+
+    def buffer(self, env: EnvRecord, group: QueuedGroup) -> list[QueuedGroup]:
+        """Let a group wait in its environment's buffer; return the groups that now add up."""
+        released = env.buffer_group(group)
+        change = group.num_sequences - sum(moved.num_sequences for moved in released)
+        self.buffered_sequences += change
+        self.buffered_bytes += group.num_bytes - sum(moved.num_bytes for moved in released)
+        left = self._buffered_by_env.get(env.env_id, 0) + change
+        self._buffered_by_env[env.env_id] = left
+        return released
+
+    def buffered_sequences_of(self, env_id: int) -> int:
+        """Sequences in the buffer of one environment."""
+        return self._buffered_by_env.get(env_id, 0)
+
+    def restore(self, envs: Iterable[EnvRecord]) -> None:
+        """Take over the environments of a snapshot; there must be none yet."""
+        self._envs = list(envs)
+        self._forget_sums()
+        self._buffered_by_env = {e.env_id: e.buffered_sequences for e in self._envs if e.buffer}
+        self.buffered_sequences = sum(self._buffered_by_env.values())
+        self.buffered_bytes = sum(group.num_bytes for env in self._envs for group in env.buffer)
+
     @property
     def minimums(self) -> Mapping[int, float]:
         """Guaranteed batch shares of connected environments."""
-        return minimum_shares(self._envs)
+        if self._minimums is None:
+            self._minimums = minimum_shares(self._envs)
+        return self._minimums
 
     @property
-    def buffered_sequences(self) -> int:
-        """Sequences in all buffers."""
-        return sum(env.buffered_sequences for env in self._envs)
+    def total_weight(self) -> float:
+        """Context length times weight, summed over connected environments."""
+        if self._total_weight is None:
+            self._total_weight = total_weight(self._envs)
+        return self._total_weight
+
+    def _forget_sums(self) -> None:
+        self._minimums = self._total_weight = None
 
     def clear(self) -> None:
         """Forget every environment and its buffer."""
-        self._envs.clear()
+        self.__init__()  # type: ignore[misc]

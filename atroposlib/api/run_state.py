@@ -1,262 +1,313 @@
-"""The state of one run: registration, environments, queue, step; no HTTP, no globals.
+"""The state of one run: what applying the records of its log, in order, gives; pure.
 
-Invariants: a group is in the store before it is in the queue or a buffer, and leaves the store only
-after its batch was acknowledged; the step grows by one per acknowledged batch and by nothing else.
-Everything between two awaits is one step for other requests, so no lock is needed.
+Invariants:
+
+- `apply` never fails and depends on nothing but the state and the record, so every replica that
+  applied the same records holds the same state. A record that comes twice or too late changes
+  nothing.
+- A group's payload is given up for discarding only after its batch was acknowledged and it is no
+  longer among `past`, when its request repeats one that was stored, or when the run was reset.
+- The step grows by one per acknowledged batch and by nothing else.
+- `fence` is the number of guarded records applied.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-from uuid import uuid4
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
 
-from atroposlib.api.allocation import env_weight, queue_view, unallocated_fraction
-from atroposlib.api.delivery import Delivery, Handout
-from atroposlib.api.env_registry import EnvRecord, EnvRegistry
+from atroposlib.api import records
+from atroposlib.api.admission import Admission, Placement, RunLimits, Waiting
+from atroposlib.api.delivery import BatchToken, Delivery
+from atroposlib.api.env_registry import EnvRegistry
+from atroposlib.api.idempotency import KeyBook
+from atroposlib.api.past import PastGroups
 from atroposlib.api.queue import GroupQueue, QueuedGroup
 from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.stalls import Stall, find_stalls
-from atroposlib.api.store.base import GroupStore, StoredGroup
-from atroposlib.errors import ConfigError
-from atroposlib.wire import DecodedGroup
 
-__all__ = ["EnvView", "Placement", "RegistrationConflictError", "RunState"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["RunState"]
 
 _KEPT_TRAINER_IDS = 256
 
 
-class RegistrationConflictError(ConfigError):
-    """A trainer registered settings that differ from those of the running run."""
-
-
-class Placement(NamedTuple):
-    """Where a posted group went."""
-
-    buffered_sequences: int | None
-    """Sequences left in the sender's buffer; None when the group went straight to the queue."""
-
-
-class EnvView(NamedTuple):
-    """The service as one environment sees it; every key of `GET /status-env`."""
-
-    current_step: int
-    queue_size: int
-    unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    env_weight: float
-
-
 class RunState:
-    """One run of one trainer with any number of environments."""
+    """One run of one trainer with any number of environments; changed by `apply` only."""
 
-    def __init__(self, store: GroupStore, *, clock: Callable[[], float] = time.time) -> None:
-        self.store = store
+    def __init__(self, limits: RunLimits | None = None) -> None:
+        limits = limits or RunLimits()
         self.registration: Registration | None = None
+        self.started_at: float | None = None
+        """Unix time of the registration that started the run, in seconds."""
         self.envs = EnvRegistry()
         self.queue = GroupQueue()
         self.delivery = Delivery()
+        self.past = PastGroups(max_groups=limits.keep_past_groups, max_bytes=limits.keep_past_bytes)
+        """Delivered groups whose payloads can still be looked at."""
+        self.keys = KeyBook()
         self.step = 0
         self.is_started = False
         """Whether the trainer has asked for a batch; environments wait until it has."""
+        self.policy_version: int | None = None
+        """What the trainer told last; None when it never did."""
         self.trainer_ids: deque[int] = deque(maxlen=_KEPT_TRAINER_IDS)
-        self.latest_payload: bytes | None = None
+        self.latest: QueuedGroup | None = None
+        """The group queued last; its payload is kept until another one is."""
         self.counters: Counter[str] = Counter()
-        self._clock = clock
-        self._next_group_id = 0
-        self._num_resets = 0
-        self._last_stall = ""
+        """Counts over the whole life of the run, resets included."""
+        self.epoch = 0
+        """How often the run was reset."""
+        self.fence = 0
+        self.latest_is_held = False
+        """Whether the latest group is kept for nothing but being the latest."""
+        self._discardable: list[int] = []
+        self._handlers: dict[type[Any], Callable[[Any], Admission | None]] = {
+            records.GroupsAdmitted: self._admit,
+            records.TrainerRegistered: self._register_trainer,
+            records.TrainerStarted: self._start,
+            records.EnvRegistered: self._register_env,
+            records.EnvDisconnected: self._disconnect_env,
+            records.EnvRevived: self._revive_env,
+            records.EnvsSeen: self._note_seen,
+            records.BatchFormed: self._form_batch,
+            records.BatchHandedOut: self._hand_out_again,
+            records.BatchAcknowledged: self._acknowledge,
+            records.BatchesReturned: self._take_back,
+            records.PolicyVersionSet: self._set_policy_version,
+            records.RunReset: self._reset,
+        }
+
+    def apply(self, record: records.Record) -> Admission | None:
+        """Change the state by what happened.
+
+        Returns:
+            For admitted groups what their sender is told; None for everything else.
+        """
+        if record.is_guarded:
+            self.fence += 1
+        return self._handlers[type(record)](record)
 
     @property
-    def _batch_size(self) -> int:
+    def batch_size(self) -> int:
+        """Sequences per batch, 0 before a trainer registered."""
         return self.registration.batch_size if self.registration else 0
 
-    def register_trainer(self, registration: Registration) -> int:
-        """Start a run, or join the running one with the same settings.
+    @property
+    def latest_group_id(self) -> int | None:
+        """The group queued last."""
+        return self.latest.group_id if self.latest else None
 
-        The first registration always starts a run; groups that arrived earlier stay queued. A
-        later one may differ in `starting_step` only, unless it asks to `replace` the settings.
+    @property
+    def current_version(self) -> int:
+        """The policy version that staleness counts from: as the trainer told, else the step."""
+        return self.step if self.policy_version is None else self.policy_version
 
-        Returns:
-            A random 128-bit id.
-
-        Raises:
-            RegistrationConflictError: the settings differ; the message names both values.
-        """
-        if self.registration is None or registration.replace:
-            self.registration = registration
-            self.step = registration.starting_step
-        else:
-            _refuse(self.registration.differences(registration))
-        trainer_id = uuid4().int
-        self.trainer_ids.append(trainer_id)
-        return trainer_id
-
-    def register_env(self, request: RegisterEnv) -> EnvRecord | None:
-        """Add an environment to the run; None while there is no trainer asking for batches."""
-        if self.registration is None or not self.is_started:
-            return None
-        env = self.envs.add(request, now=self._clock())
-        logger.info("environment %d registered as %s", env.env_id, env.real_name)
-        return env
-
-    async def admit(self, groups: Sequence[DecodedGroup]) -> list[Placement]:
-        """Store groups, all or none, then queue or buffer each in order.
-
-        Waits for the store. Cancelling before it answers admits nothing.
-        """
-        num_resets = self._num_resets
-        stored = [StoredGroup(self._describe(group), group.payload) for group in groups]
-        await self.store.append(stored)
-        if num_resets != self._num_resets:
-            # The run these groups belong to was reset while they were written.
-            await self.store.discard([group.entry.group_id for group in stored])
-            return [Placement(None) for _ in groups]
-        placements, latest = [], None
-        for group in stored:
-            placement, queued = self._place(group.entry)
-            placements.append(placement)
-            latest = queued[-1] if queued else latest
-        self.counters["groups/received"] += len(groups)
-        self.counters["groups/loose"] += sum(group.is_loose for group in groups)
-        if latest is not None:
-            await self._remember_latest(latest, stored)
-        return placements
-
-    def _describe(self, group: DecodedGroup) -> QueuedGroup:
-        env = self.envs.find(group.env_id)
-        entry = QueuedGroup(
-            group_id=self._next_group_id,
-            env_id=None if env is None else env.env_id,
-            num_sequences=group.num_sequences,
-            num_tokens=group.num_tokens,
-            version=self.step,
-        )
-        self._next_group_id += 1
-        return entry
-
-    def _place(self, entry: QueuedGroup) -> tuple[Placement, list[QueuedGroup]]:
-        env = self.envs.find(entry.env_id)
-        if env is None or not env.wants_to_buffer(entry.num_sequences):
-            self.queue.append(entry)
-            return Placement(None), [entry]
-        released = env.buffer_group(entry)
-        for group in released:
-            self.queue.append(group)
-        return Placement(env.buffered_sequences), released
-
-    async def _remember_latest(self, entry: QueuedGroup, stored: Sequence[StoredGroup]) -> None:
-        payloads = {group.entry.group_id: group.payload for group in stored}
-        if entry.group_id not in payloads:
-            payloads[entry.group_id] = (await self.store.fetch([entry.group_id]))[0]
-        self.latest_payload = payloads[entry.group_id]
-
-    async def next_batch(self) -> tuple[Handout, list[bytes]] | None:
-        """Hand out the oldest batch that can be formed, returned ones first.
-
-        Must be followed by `acknowledge` or `give_back`. Waits for the store; a batch whose
-        payloads could not be read goes back.
-
-        Returns:
-            The handout and its payloads in order of delivery; None when no batch can be formed.
-        """
+    @property
+    def may_form_batch(self) -> bool:
+        """Whether trying to hand out a batch is worth it: one came back, or enough is queued."""
         if self.registration is None:
-            return None
-        self.is_started = True
-        handout = self.delivery.next_returned()
-        if handout is None:
-            groups = self.queue.take_batch(self.registration.batch_size, self.envs.minimums)
-            if groups is None:
-                self._report_stall()
-                return None
-            handout = self.delivery.hand_out(groups)
-        try:
-            return handout, await self.store.fetch(handout.group_ids)
-        except BaseException:
-            self.delivery.give_back(handout)
-            raise
+            return False
+        return bool(self.delivery.returned) or self.queue.num_sequences >= self.batch_size
 
-    async def acknowledge(self, handout: Handout) -> None:
-        """Count a batch as delivered and forget its groups; nothing happens after a reset."""
-        if not self.delivery.acknowledge(handout):
+    @property
+    def waiting(self) -> Waiting:
+        """What is in the queue and in buffers."""
+        return Waiting(
+            self.queue.num_sequences + self.envs.buffered_sequences,
+            self.queue.num_bytes + self.envs.buffered_bytes,
+        )
+
+    @property
+    def num_alive_groups(self) -> int:
+        """Groups whose payloads the store must have, about: buffers are counted by sequences."""
+        in_batches = sum(len(handout.groups) for handout in self.delivery.pending())
+        return len(self.queue) + self.envs.buffered_sequences + in_batches + len(self.past)
+
+    @property
+    def discardable(self) -> Sequence[int]:
+        """Ids of groups whose payloads nobody needs any more."""
+        return self._discardable
+
+    def take_discardable(self, limit: int | None = None) -> list[int]:
+        """Return, and forget, ids of groups whose payloads nobody needs any more.
+
+        Args:
+            limit: the most to return; None for all.
+        """
+        taken = self._discardable[:limit]
+        self._discardable = self._discardable[len(taken) :]
+        return taken
+
+    def put_back_discardable(self, group_ids: Iterable[int]) -> None:
+        """Note ids again that could not be discarded."""
+        self._discardable.extend(group_ids)
+
+    def find_group(self, group_id: int) -> QueuedGroup | None:
+        """Return a group whose payload the store has, wherever it is."""
+        if self.latest is not None and self.latest.group_id == group_id:
+            return self.latest
+        found = self.queue.get(group_id) or self.past.get(group_id)
+        if found is not None:
+            return found
+        elsewhere = chain.from_iterable(
+            (
+                *(env.buffer for env in self.envs),
+                *(handout.groups for handout in self.delivery.pending()),
+            )
+        )
+        return next((group for group in elsewhere if group.group_id == group_id), None)
+
+    def _admit(self, record: records.GroupsAdmitted) -> Admission:
+        if record.epoch != self.epoch:
+            # The run these groups belong to was reset while they were written.
+            self._discardable.extend(group.group_id for group in record.groups)
+            return Admission([Placement(None) for _ in record.groups])
+        known = self.keys.find(record.key) if record.key is not None else None
+        if known is not None:
+            self._discardable.extend(group.group_id for group in record.groups)
+            is_same = known.digest == record.digest
+            return Admission(known.placements, is_repeat=is_same, is_key_reused=not is_same)
+        placements = [self._place(group) for group in record.groups]
+        self.counters["groups/received"] += len(record.groups)
+        self.counters["groups/loose"] += record.num_loose
+        if record.key is not None:
+            self.keys.remember(record.key, record.digest, placements)
+        return Admission(placements)
+
+    def _place(self, group: QueuedGroup) -> Placement:
+        env = self.envs.find(group.env_id)
+        if env is not None:
+            env.last_seen = max(env.last_seen, group.received_at)
+        if env is None or not env.wants_to_buffer(group.num_sequences):
+            self._enqueue(group)
+            return Placement(None)
+        for released in self.envs.buffer(env, group):
+            self._enqueue(released)
+        return Placement(self.envs.buffered_sequences_of(env.env_id))
+
+    def _enqueue(self, group: QueuedGroup) -> None:
+        if self.queue.get(group.group_id) is not None:
+            return
+        self.queue.append(group)
+        if self.latest_is_held and self.latest is not None:
+            self._discardable.append(self.latest.group_id)
+        self.latest = group
+        self.latest_is_held = False
+
+    def _register_trainer(self, record: records.TrainerRegistered) -> None:
+        self.trainer_ids.append(int(record.trainer_id, 16))
+        asked = Registration(**record.settings)
+        if self.registration is not None and not asked.replace:
+            return
+        self.started_at = record.at
+        self.registration = asked
+        self.step = asked.starting_step
+        self.policy_version = None
+        self._dissolve_misfits()
+
+    def _dissolve_misfits(self) -> None:
+        """Let returned batches that do not have the batch size any more be packed anew."""
+        misfits = [
+            batch_id
+            for batch_id, handout in sorted(self.delivery.returned.items())
+            if handout.num_sequences != self.batch_size
+        ]
+        groups = [group for batch_id in misfits for group in self.delivery.dissolve(batch_id)]
+        if groups:
+            self.queue.restore_front(groups)
+
+    def _start(self, record: records.TrainerStarted) -> None:
+        if record.epoch == self.epoch:
+            self.is_started = True
+
+    def _register_env(self, record: records.EnvRegistered) -> None:
+        if record.env_id == len(self.envs):
+            self.envs.add(RegisterEnv(**record.request), now=record.at)
+
+    def _disconnect_env(self, record: records.EnvDisconnected) -> None:
+        env = self.envs.find(record.env_id)
+        if env is not None:
+            self.envs.connect(env, False, is_expired=record.is_expired)
+
+    def _revive_env(self, record: records.EnvRevived) -> None:
+        env = self.envs.find(record.env_id)
+        if env is not None and env.is_expired:
+            env.last_seen = max(env.last_seen, record.at)
+            self.envs.connect(env, True)
+
+    def _note_seen(self, record: records.EnvsSeen) -> None:
+        if record.epoch != self.epoch:
+            return
+        for env_id, at in record.seen.items():
+            env = self.envs.find(env_id)
+            if env is not None:
+                env.last_seen = max(env.last_seen, at)
+
+    def _form_batch(self, record: records.BatchFormed) -> None:
+        if record.batch_id != self.delivery.next_id:
+            return
+        groups = self.queue.remove(record.group_ids)
+        self.delivery.hand_out(
+            groups, owner=record.owner, at=record.at, lease_until=record.lease_until
+        )
+        self.counters["batches/formed"] += 1
+
+    def _hand_out_again(self, record: records.BatchHandedOut) -> None:
+        self.delivery.hand_out_again(
+            BatchToken(record.batch_id, record.attempt),
+            owner=record.owner,
+            at=record.at,
+            lease_until=record.lease_until,
+        )
+
+    def _acknowledge(self, record: records.BatchAcknowledged) -> None:
+        handout = self.delivery.acknowledge(BatchToken(record.batch_id, record.attempt))
+        if handout is None:
             return
         self.step += 1
         self.counters["batches/delivered"] += 1
-        await self.store.discard(handout.group_ids)
+        self.counters["groups/delivered"] += len(handout.groups)
+        self.counters["sequences/delivered"] += handout.num_sequences
+        self.release(self.past.add(handout.groups))
 
-    def give_back(self, handout: Handout) -> None:
-        """Queue a batch that did not arrive for delivery to whoever asks next."""
-        if self.delivery.give_back(handout):
-            self.counters["batches/returned"] += 1
-            logger.warning("batch %d did not reach the trainer; it is next", handout.batch_id)
+    def release(self, group_ids: Iterable[int]) -> None:
+        """Give payloads up for discarding, except that of the latest group."""
+        for group_id in group_ids:
+            if group_id == self.latest_group_id:
+                self.latest_is_held = True
+            else:
+                self._discardable.append(group_id)
 
-    def view_for(self, env: EnvRecord) -> EnvView:
-        """Return what one environment needs to decide how much to produce.
+    def _take_back(self, record: records.BatchesReturned) -> None:
+        for batch_id, attempt in record.handouts:
+            if self.delivery.give_back(BatchToken(batch_id, attempt)) is not None:
+                self.counters["batches/returned"] += 1
+                self.counters[f"batches/returned_{record.reason}"] += 1
+        self._dissolve_misfits()
 
-        Remembers the largest group the environment has queued: later answers are in that unit.
-        """
-        env.largest_group = max(env.largest_group, self.queue.largest_group_of(env.env_id))
-        minimums = self.envs.minimums
-        pack_size = max(1, self.queue.largest_group)
-        view = queue_view(
-            env.env_id,
-            self.queue.sequences_by_env,
-            group_size=env.largest_group,
-            pack_size=pack_size,
-            batch_size=self._batch_size,
-            minimums=minimums,
-        )
-        return EnvView(
-            current_step=self.step,
-            queue_size=view.queue_groups,
-            unallocated_fraction=unallocated_fraction(minimums),
-            self_queue_size=view.own_groups,
-            max_group_size=pack_size,
-            env_weight=env_weight(env, self.envs),
-        )
+    def _set_policy_version(self, record: records.PolicyVersionSet) -> None:
+        if record.epoch == self.epoch:
+            self.policy_version = record.version
 
-    def stalls(self) -> list[Stall]:
-        """Name what keeps queued groups from becoming a batch."""
-        return find_stalls(self.queue, self.envs, batch_size=self._batch_size)
-
-    def _report_stall(self) -> None:
-        """Log why enough data makes no batch, once per reason."""
-        text = ""
-        if self.queue.num_sequences >= self._batch_size:
-            text = "; ".join(stall.message for stall in self.stalls())
-            text = text or "the sizes of the queued groups do not add up"
-        if text and text != self._last_stall:
-            logger.warning("no batch of %d sequences: %s", self._batch_size, text)
-        self._last_stall = text
-
-    async def reset(self) -> None:
-        """Forget everything: registration, environments, groups, batches and the step."""
-        self._num_resets += 1
+    def _reset(self, record: records.RunReset) -> None:
+        self.epoch += 1
+        forgotten = [group.group_id for group in self.queue]
+        forgotten += [group.group_id for env in self.envs for group in env.buffer]
+        forgotten += [i for handout in self.delivery.pending() for i in handout.group_ids]
+        forgotten += self.past.clear()
+        if self.latest_is_held and self.latest is not None:
+            forgotten.append(self.latest.group_id)
+        self._discardable.extend(forgotten)
         self.registration = None
+        self.started_at = None
         self.envs.clear()
         self.queue.clear()
         self.delivery.clear()
+        self.keys.clear()
         self.step = 0
         self.is_started = False
+        self.policy_version = None
         self.trainer_ids.clear()
-        self.latest_payload = None
-        self._last_stall = ""
-        await self.store.clear()
-
-
-def _refuse(differences: Sequence[str]) -> None:
-    if not differences:
-        return
-    message = (
-        f"a trainer is already registered with other settings: {'; '.join(differences)}; "
-        "send the same settings to join its run, `replace: true` to change them, "
-        "or GET /reset_data to start anew"
-    )
-    logger.warning("refused a registration: %s", message)
-    raise RegistrationConflictError(message)
+        self.latest = None
+        self.latest_is_held = False

@@ -1,7 +1,7 @@
 """The HTTP application of the trajectory service.
 
 environments ── POST /scored_data ──►┐           ┌── GET /batch ──► trainer
-                                     ├─ RunState ┤
+                                     ├─── Run ───┤
 environments ◄─ GET /status-env ─────┘           └── GET /status ─► anybody
 """
 
@@ -31,7 +31,7 @@ from atroposlib.api.routes.environments import (
 from atroposlib.api.routes.inspection import get_latest_example, get_status, info, wandb_info
 from atroposlib.api.routes.operations import reset_data, root
 from atroposlib.api.routes.trainer import get_batch, register
-from atroposlib.api.run_state import RunState
+from atroposlib.api.run import Run
 from atroposlib.api.schemas import (
     EnvIdentifier,
     Info,
@@ -42,7 +42,7 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.state_view import StateView
-from atroposlib.api.store.memory import MemoryStore
+from atroposlib.api.store.memory import MemoryRunStore
 from atroposlib.wire import decode_group
 
 __all__ = [
@@ -82,12 +82,13 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
         settings: limits and switches; the defaults when None.
     """
     settings = settings or ApiSettings()
-    run = RunState(MemoryStore())
+    run = Run(MemoryRunStore())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await run.open()
         yield
-        await run.store.close()
+        await run.close()
 
     application = FastAPI(title="AtroposLib API", lifespan=lifespan)
     application.state = StateView(run)
@@ -120,6 +121,6 @@ def _scored_data_to_dict(scored_data: ScoredData) -> dict[str, Any]:
 
 async def _process_scored_data(scored_data: ScoredData) -> dict[str, Any]:
     """Admit a group to the run of the module's `app`; answers like `POST /scored_data`."""
-    run: RunState = app.state.run
-    (placement,) = await run.admit([decode_group(scored_data.model_dump_json().encode())])
-    return reply_of(placement)
+    run: Run = app.state.run
+    admission = await run.admit([decode_group(scored_data.model_dump_json().encode())])
+    return reply_of(admission.placements[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import State
 
 from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.run import Run
 from atroposlib.api.run_state import RunState
 
 __all__ = ["StateView"]
@@ -16,13 +17,13 @@ class StateView(State):
     Groups are listed by their descriptions; their payloads are in the store.
     """
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__({"run": run})
 
     @property
     def _run(self) -> RunState:
-        run: RunState = self._state["run"]
-        return run
+        run: Run = self._state["run"]
+        return run.state
 
     @property
     def queue(self) -> list[QueuedGroup]:
@@ -68,9 +69,9 @@ class StateView(State):
         return list(self._run.trainer_ids)
 
     @property
-    def latest(self) -> bytes | None:
-        """Payload of the group queued last."""
-        return self._run.latest_payload
+    def latest(self) -> QueuedGroup | None:
+        """Description of the group queued last."""
+        return self._run.latest
 
     @property
     def group(self) -> str | None:

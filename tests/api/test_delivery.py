@@ -2,60 +2,172 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import socket
 import time
 
 import httpx
 import pytest
 
-from atroposlib.api.delivery import Delivery
+from atroposlib.api.delivery import BatchToken, Delivery, Handout, parse_token
 from atroposlib.api.queue import QueuedGroup
-from atroposlib.api.run_state import RunState
-from atroposlib.api.schemas import Registration
 from atroposlib.api.server import create_app
-from atroposlib.api.store.memory import MemoryStore
-from atroposlib.wire import decode_group
+from atroposlib.api.store.memory import MemoryRunStore
 from tests.api.helpers import REGISTRATION, make_group, serve
+from tests.api.run_helpers import Clock, decoded, started_run, take
 
 
-def group(group_id: int) -> QueuedGroup:
-    return QueuedGroup(group_id, None, 1, 1, 0)
+def hand_out(delivery: Delivery, group_id: int = 0) -> BatchToken:
+    groups = [QueuedGroup(group_id, None, 1, 1)]
+    handout = delivery.hand_out(groups, owner="", at=0.0, lease_until=None)
+    return BatchToken(handout.batch_id, handout.attempt)
 
 
-def test_returned_batches_leave_again_oldest_first():
+def hand_out_again(delivery: Delivery) -> Handout | None:
+    oldest = delivery.oldest_returned
+    if oldest is None:
+        return None
+    token = BatchToken(oldest.batch_id, oldest.attempt + 1)
+    return delivery.hand_out_again(token, owner="", at=1.0, lease_until=None)
+
+
+def test_returned_batches_leave_again_oldest_first_under_a_new_token():
     delivery = Delivery()
-    first, second = delivery.hand_out([group(0)]), delivery.hand_out([group(1)])
+    first, second = hand_out(delivery, 0), hand_out(delivery, 1)
     delivery.give_back(second)
     delivery.give_back(first)
 
-    again = [delivery.next_returned(), delivery.next_returned(), delivery.next_returned()]
+    again = [hand_out_again(delivery), hand_out_again(delivery), hand_out_again(delivery)]
 
-    assert again == [first, second, None]
-    assert delivery.num_pending == 2
+    assert [handout and handout.token for handout in again] == ["0-2", "1-2", None]
+    assert (delivery.num_pending, delivery.num_sequences) == (2, 2)
 
 
-def test_acknowledge_counts_only_what_is_in_flight():
+def test_acknowledge_counts_once():
     delivery = Delivery()
-    handout = delivery.hand_out([group(0)])
+    token = hand_out(delivery)
 
-    assert [delivery.acknowledge(handout), delivery.acknowledge(handout)] == [True, False]
-    assert delivery.give_back(handout) is False
-    assert delivery.num_pending == 0
+    counted = [delivery.acknowledge(token) is not None for _ in range(2)]
+
+    assert counted == [True, False]
+    assert delivery.ack_result(token) == "repeated"
+    assert delivery.give_back(token) is None
+    assert (delivery.num_pending, delivery.num_sequences) == (0, 0)
+
+
+def test_returned_batch_is_acknowledged_until_it_is_handed_out_again():
+    delivery = Delivery()
+    kept, moved = hand_out(delivery, 0), hand_out(delivery, 1)
+    delivery.give_back(kept)
+    delivery.give_back(moved)
+
+    results = [delivery.ack_result(kept), delivery.return_result(moved)]
+    assert delivery.acknowledge(kept) is not None
+    hand_out_again(delivery)
+
+    assert results == ["acked", "repeated"]
+    assert delivery.ack_result(moved) == delivery.return_result(moved) == "expired"
+    assert delivery.acknowledge(moved) is None
 
 
 def test_acknowledge_after_clear_is_not_counted():
     delivery = Delivery()
-    handout = delivery.hand_out([group(0)])
+    token = hand_out(delivery)
 
     delivery.clear()
 
-    assert delivery.acknowledge(handout) is False
-    assert delivery.hand_out([group(1)]).batch_id != handout.batch_id
+    assert delivery.ack_result(token) == "unknown"
+    assert delivery.acknowledge(token) is None
+    assert hand_out(delivery, 1).batch_id != token.batch_id
 
 
-class FailingStore(MemoryStore):
-    """A store that cannot be read for a while."""
+def test_acknowledgements_are_remembered_in_bounded_number():
+    delivery = Delivery()
+    for number in range(5000):
+        delivery.acknowledge(hand_out(delivery, number))
+
+    assert len(delivery.acknowledged) == 4096
+    assert delivery.ack_result(BatchToken(4999, 1)) == "repeated"
+    assert delivery.ack_result(BatchToken(0, 1)) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "token"),
+    [
+        ("17-1", (17, 1)),
+        ("17", None),
+        ("-1-1", None),
+        ("1-", None),
+        ("1-1-1", None),
+        ("\u0661-1", None),
+        ("9" * 30 + "-1", None),
+    ],
+)
+def test_parse_token(text, token):
+    assert parse_token(text) == token
+
+
+async def test_lease_that_ran_out_returns_the_batch_to_the_front():
+    clock = Clock()
+    run = await started_run(batch_size=1, clock=clock)
+    await run.admit([decoded(), decoded()])
+    handout, _ = await run.next_batch(lease_s=60)
+
+    clock.now += 59
+    await run.tick()
+    assert run.state.delivery.in_flight == {0: handout}
+    clock.now += 1
+    await run.tick()
+
+    again, _ = await run.next_batch(lease_s=60)
+    assert (again.token, again.group_ids) == ("0-2", [0])
+    assert await run.acknowledge(handout.token) == "expired"
+    assert await run.acknowledge(again.token) == "acked"
+    assert await run.acknowledge(again.token) == "repeated"
+    assert run.state.step == 1
+
+
+async def test_acknowledgement_after_expiry_counts_while_nobody_has_the_batch():
+    clock = Clock()
+    run = await started_run(batch_size=1, clock=clock)
+    await run.admit([decoded()])
+    handout, _ = await run.next_batch(lease_s=1)
+    clock.now += 2
+    await run.tick()
+
+    assert await run.acknowledge(handout.token) == "acked"
+
+    assert await run.next_batch() is None
+    assert run.state.step == 1
+
+
+async def test_batch_given_back_is_next():
+    run = await started_run(batch_size=1)
+    await run.admit([decoded(), decoded()])
+    handout, _ = await run.next_batch(lease_s=60)
+
+    assert await run.give_back(handout.token, reason="refused") == "returned"
+    assert await run.give_back(handout.token) == "repeated"
+
+    assert [await take(run), await take(run)] == [[0], [1]]
+    assert await run.give_back(handout.token) == "expired"
+    assert await run.give_back("nonsense") == await run.acknowledge("9-1") == "unknown"
+
+
+async def test_returned_batch_of_another_size_is_packed_anew():
+    run = await started_run(batch_size=2)
+    await run.admit([decoded() for _ in range(5)])
+    handout, _ = await run.next_batch()
+    settings = run.state.registration.model_copy(update={"batch_size": 3, "replace": True})
+
+    await run.register_trainer(settings)
+    await run.give_back(handout.token)
+
+    assert [await take(run), await take(run)] == [[0, 1, 2], None]
+
+
+class FailingStore(MemoryRunStore):
+    """A store whose payloads cannot be read for a while."""
 
     is_failing = True
 
@@ -67,48 +179,78 @@ class FailingStore(MemoryStore):
 
 async def test_next_batch_that_cannot_be_read_is_not_lost():
     store = FailingStore()
-    run = RunState(store)
-    run.register_trainer(Registration(**{**REGISTRATION, "batch_size": 1}))
-    await run.admit([decode_group(json.dumps(make_group(1)).encode())])
+    run = await started_run(store, batch_size=1)
+    await run.admit([decoded()])
     with pytest.raises(OSError, match="disk gone"):
         await run.next_batch()
-    assert run.step == 0
+    assert run.state.step == 0
 
     store.is_failing = False
-    found = await run.next_batch()
+
+    assert [await take(run), await take(run)] == [[0], None]
+
+
+async def test_waiting_callers_are_served_in_the_order_they_came():
+    run = await started_run(batch_size=2)
+    callers = [asyncio.create_task(take(run, wait_s=5)) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    for _ in range(6):
+        await run.admit([decoded()])
+        await asyncio.sleep(0)
+
+    assert await asyncio.gather(*callers) == [[0, 1], [2, 3], [4, 5]]
+
+
+async def test_waiting_ends_when_its_time_is_up():
+    run = await started_run()
+
+    assert await run.next_batch(wait_s=0.01) is None
+    assert len(run._deliveries._waiters) == 0
+
+
+async def test_cancelled_caller_leaves_its_batch_to_the_next():
+    run = await started_run(batch_size=1)
+    callers = [asyncio.create_task(take(run, wait_s=5)) for _ in range(2)]
+    await asyncio.sleep(0)
+
+    await run.admit([decoded()])  # wakes the first caller
+    callers[0].cancel()
+
+    assert await callers[1] == [0]
+
+
+class SlowStore(MemoryRunStore):
+    """A store that lets others run before it writes and before it reads."""
+
+    async def append(self, record, payloads=(), *, fence=None):
+        await asyncio.sleep(0)
+        return await super().append(record, payloads, fence=fence)
+
+    async def fetch(self, group_ids):
+        await asyncio.sleep(0)
+        return await super().fetch(group_ids)
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_batch_of_a_caller_cancelled_at_any_moment_is_not_lost(num_turns):
+    run = await started_run(SlowStore(), batch_size=1)
+    await run.admit([decoded()])
+    caller = asyncio.create_task(run.next_batch())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+
+    if not caller.done():
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        found = await run.next_batch(wait_s=1)
+    else:
+        found = caller.result()
 
     assert found is not None
-    await run.acknowledge(found[0])
-    assert (run.step, len(store), await run.next_batch()) == (1, 0, None)
-
-
-async def test_acknowledge_after_reset_leaves_the_new_run_alone():
-    run = RunState(MemoryStore())
-    run.register_trainer(Registration(**{**REGISTRATION, "batch_size": 1}))
-    await run.admit([decode_group(json.dumps(make_group(1)).encode())])
-    found = await run.next_batch()
-    await run.reset()
-
-    await run.acknowledge(found[0])
-    run.give_back(found[0])
-
-    assert run.step == 0
-    assert run.delivery.num_pending == 0
-
-
-async def test_reset_while_a_group_is_written_drops_the_group():
-    class ResettingStore(MemoryStore):
-        async def append(self, groups):
-            await super().append(groups)
-            await run.reset()
-            await super().append(groups)
-
-    store = ResettingStore()
-    run = RunState(store)
-
-    await run.admit([decode_group(json.dumps(make_group(1)).encode())])
-
-    assert (len(run.queue), len(store)) == (0, 0)
+    assert await run.acknowledge(found[0].token) == "acked"
+    await run.close()
+    assert (run.state.step, run.state.delivery.num_pending, len(run.state.queue)) == (1, 0, 0)
 
 
 def test_batch_that_a_client_did_not_read_is_delivered_again(free_port):

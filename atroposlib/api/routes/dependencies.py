@@ -6,14 +6,15 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from atroposlib.api.run_state import RunState
+from atroposlib.api.run import Run
 
-__all__ = ["Run"]
+__all__ = ["RunOfApp"]
 
 
-async def _run_of(request: Request) -> RunState:
-    run: RunState = request.app.state.run
+async def _run_of(request: Request) -> Run:
+    run: Run = request.app.state.run
+    await run.open()  # an application whose lifespan nobody runs is opened by its first request
     return run
 
 
-Run = Annotated[RunState, Depends(_run_of)]
+RunOfApp = Annotated[Run, Depends(_run_of)]

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Body, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
+from atroposlib.api.admission import Placement
 from atroposlib.api.responses import refusal_of
-from atroposlib.api.routes.dependencies import Run
-from atroposlib.api.run_state import Placement
+from atroposlib.api.routes.dependencies import RunOfApp
 from atroposlib.api.schemas import EnvIdentifier, RegisterEnv, ScoredData
 from atroposlib.wire import WireError, decode_group, decode_groups
 
@@ -35,43 +35,42 @@ _GROUP_SCHEMA = ScoredData.model_json_schema()
 
 
 @router.post("/register-env")
-async def register_env_url(request: RegisterEnv, run: Run) -> dict[str, Any]:
+async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any]:
     """Join the run and get an id; until the trainer asks for batches the answer is to wait."""
-    env = run.register_env(request)
-    if env is None or run.registration is None:
+    env = await run.register_env(request)
+    registration = run.state.registration
+    if env is None or registration is None:
         return {"status": "wait for trainer to start"}
     return {
         "status": "success",
         "env_id": env.env_id,
         "wandb_name": env.real_name,
-        "checkpoint_dir": run.registration.checkpoint_dir,
-        "starting_step": run.step,
-        "checkpoint_interval": run.registration.save_checkpoint_interval,
-        "num_steps": run.registration.num_steps,
+        "checkpoint_dir": registration.checkpoint_dir,
+        "starting_step": run.state.step,
+        "checkpoint_interval": registration.save_checkpoint_interval,
+        "num_steps": registration.num_steps,
     }
 
 
 @router.post("/disconnect-env")
-async def disconnect_env(request: EnvIdentifier, run: Run) -> dict[str, Any]:
+async def disconnect_env(request: EnvIdentifier, run: RunOfApp) -> dict[str, Any]:
     """Sign off: the environment no longer counts for weights and minimum shares."""
-    env = run.envs.find(request.env_id)
-    if env is None:
+    if not await run.disconnect_env(request.env_id):
         error = f"no environment is registered under id {request.env_id}"
         return {"status": "failure", "error": error}
-    env.is_connected = False
     return {"status": "success"}
 
 
 @router.post("/scored_data", response_model=None, openapi_extra=_documented_body(_GROUP_SCHEMA))
-async def scored_data(request: Request, run: Run) -> Response | dict[str, Any]:
+async def scored_data(request: Request, run: RunOfApp) -> Response | dict[str, Any]:
     """Store one group: `received`, or `buffered` until smaller groups add up."""
     try:
         group = decode_group(await request.body())
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         return refusal_of(error)
-    (placement,) = await run.admit([group])
-    return reply_of(placement)
+    admission = await run.admit([group])
+    return reply_of(admission.placements[0])
 
 
 def reply_of(placement: Placement) -> dict[str, Any]:
@@ -86,14 +85,14 @@ def reply_of(placement: Placement) -> dict[str, Any]:
     response_model=None,
     openapi_extra=_documented_body({"type": "array", "items": _GROUP_SCHEMA}),
 )
-async def scored_data_list(request: Request, run: Run) -> Response | dict[str, Any]:
+async def scored_data_list(request: Request, run: RunOfApp) -> Response | dict[str, Any]:
     """Store an array of groups, in order, all or none."""
     try:
         groups = decode_groups(await request.body())
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         return refusal_of(error)
-    placements = await run.admit(groups)
+    placements = (await run.admit(groups)).placements
     answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
     sizes = [p.buffered_sequences for p in placements if p.buffered_sequences is not None]
     if sizes:
@@ -104,7 +103,7 @@ async def scored_data_list(request: Request, run: Run) -> Response | dict[str, A
 @router.get("/status-env")
 @router.post("/status-env", operation_id="post_status_env")
 async def get_status_env(
-    run: Run,
+    run: RunOfApp,
     identifier: Annotated[EnvIdentifier | None, Body()] = None,
     env_id: Annotated[int | None, Query()] = None,
 ) -> dict[str, Any]:
@@ -117,9 +116,12 @@ async def get_status_env(
     if asked is None:
         missing = {"type": "missing", "loc": ("body", "env_id"), "msg": "Field required"}
         raise RequestValidationError([missing])
-    env = run.envs.find(asked)
-    if env is None:
+    view = await run.view_for(asked)
+    if view is None:
         raise HTTPException(
             404, f"no environment is registered under id {asked}; register the environment again"
         )
-    return run.view_for(env)._asdict()
+    answer = view._asdict()
+    if view.groups_to_start is None:
+        del answer["groups_to_start"]
+    return answer

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse
 
-from atroposlib.api.routes.dependencies import Run
+from atroposlib.api.routes.dependencies import RunOfApp
 
 __all__ = ["is_live", "is_ready", "reset_data", "root", "router"]
 
@@ -27,13 +27,13 @@ async def is_live() -> dict[str, Any]:
 
 
 @router.get("/health/ready")
-async def is_ready(run: Run) -> dict[str, Any]:
+async def is_ready(run: RunOfApp) -> dict[str, Any]:
     """Answer when groups and batches can be served, with counts since the process started."""
-    return {"status": "ready", "counters": dict(run.counters)}
+    return {"status": "ready", "counters": dict(run.state.counters + run.counters)}
 
 
 @router.get("/reset_data", response_class=PlainTextResponse)
-async def reset_data(run: Run) -> PlainTextResponse:
+async def reset_data(run: RunOfApp) -> PlainTextResponse:
     """Forget the run and everything in it.
 
     This GET destroys data; the contract has it so. Environments that go on are answered 404 and

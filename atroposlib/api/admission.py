@@ -1,0 +1,122 @@
+"""Whether groups may come in, where they went, and how many more may be started; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atroposlib.errors import TrajectoryApiError
+
+__all__ = [
+    "Admission",
+    "KeyReusedError",
+    "Placement",
+    "QueueFullError",
+    "RunLimits",
+    "Waiting",
+    "check_room",
+    "room_for",
+]
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """What a run may hold; 0 stands for no limit unless the field says otherwise."""
+
+    max_queue_sequences: int = 0
+    """Sequences that may wait in the queue and in buffers."""
+    max_queue_bytes: int = 0
+    """Payload bytes that may wait in the queue and in buffers."""
+    max_staleness_steps: int = 0
+    """Steps by which the policy may move on while a group waits."""
+    env_expiry_s: float = 600.0
+    """Seconds of silence after which an environment counts as disconnected; 0: never."""
+    keep_past_groups: int = 256
+    """Delivered groups kept for inspection; 0 keeps none."""
+    keep_past_bytes: int = 256 * 1024 * 1024
+    """Payload bytes of delivered groups kept for inspection; 0 keeps none."""
+
+
+class QueueFullError(TrajectoryApiError):
+    """The queue has no room for these groups now; `retry_after_s` says when to ask again."""
+
+
+class KeyReusedError(TrajectoryApiError):
+    """An idempotency key came with a body other than the one it was used for."""
+
+
+class Placement(NamedTuple):
+    """Where a posted group went."""
+
+    buffered_sequences: int | None
+    """Sequences left in the sender's buffer; None when the group went straight to the queue."""
+
+
+class Admission(NamedTuple):
+    """What became of the groups of one request."""
+
+    placements: list[Placement]
+    """One per group, in the order of the request."""
+    is_repeat: bool = False
+    """Whether the request had been stored before; the answer is then the former one."""
+    is_key_reused: bool = False
+    """Whether another body was stored under its key before: nothing was stored."""
+
+
+class Waiting(NamedTuple):
+    """What waits for a trainer."""
+
+    num_sequences: int
+    num_bytes: int
+
+
+def check_room(
+    limits: RunLimits, *, waiting: Waiting, arriving: Waiting, retry_after_s: float
+) -> None:
+    """Refuse groups for which there is no room.
+
+    A request larger than a whole limit is let in when nothing waits: it could never come in
+    otherwise.
+
+    Raises:
+        QueueFullError: the groups and what waits exceed a limit; the message names it.
+    """
+    if waiting.num_sequences <= 0:
+        return
+    for limit, held, more, unit in (
+        (limits.max_queue_sequences, waiting.num_sequences, arriving.num_sequences, "sequences"),
+        (limits.max_queue_bytes, waiting.num_bytes, arriving.num_bytes, "bytes"),
+    ):
+        if limit and held + more > limit:
+            raise QueueFullError(
+                f"{held} {unit} wait for the trainer and {more} more would exceed the limit of "
+                f"{limit}; send them again in {retry_after_s:g} s",
+                status=503,
+                retry_after_s=retry_after_s,
+            )
+
+
+def room_for(
+    limits: RunLimits, *, waiting: Waiting, pending_sequences: int, batch_size: int
+) -> int | None:
+    """Return how many sequences may still be produced; None when nothing bounds them.
+
+    Staleness is bounded by what lies before a new group: with `max_staleness_steps` batches ahead
+    of it, and one that it is part of, it is that many steps old when it leaves.
+
+    Args:
+        limits: the bounds.
+        waiting: what is in the queue and in buffers.
+        pending_sequences: sequences of batches formed but not acknowledged.
+        batch_size: sequences per batch; 0 before a trainer registered.
+    """
+    rooms = []
+    if limits.max_queue_sequences:
+        rooms.append(limits.max_queue_sequences - waiting.num_sequences)
+    if limits.max_queue_bytes and waiting.num_sequences > 0:
+        bytes_per_sequence = max(1.0, waiting.num_bytes / waiting.num_sequences)
+        rooms.append(int((limits.max_queue_bytes - waiting.num_bytes) / bytes_per_sequence))
+    if limits.max_staleness_steps and batch_size:
+        bound = batch_size * (limits.max_staleness_steps + 1)
+        rooms.append(bound - waiting.num_sequences - pending_sequences)
+    return max(0, min(rooms)) if rooms else None

@@ -1,0 +1,211 @@
+"""What can happen to a run: the records of its log, and their bytes.
+
+The state of a run is what applying its records in order gives (`run_state`). Time, ids and choices
+are inside the records, so that applying them again, later or in another process, gives the same.
+
+Two kinds. *Guarded* records take groups away or change the run; whoever writes one has seen every
+guarded record before it. The others commute with them: they carry the *epoch*, the number of resets
+their writer had seen, and mean nothing to a run that has been reset since.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from atroposlib.api.queue import QueuedGroup
+from atroposlib.errors import ConfigError
+
+__all__ = [
+    "BatchAcknowledged",
+    "BatchFormed",
+    "BatchHandedOut",
+    "BatchesReturned",
+    "EnvDisconnected",
+    "EnvRegistered",
+    "EnvRevived",
+    "EnvsSeen",
+    "GroupsAdmitted",
+    "PolicyVersionSet",
+    "Record",
+    "ReturnReason",
+    "RunReset",
+    "TrainerRegistered",
+    "TrainerStarted",
+    "decode_record",
+    "encode_record",
+]
+
+_FORMAT = b"\x01"
+"""First byte of every record; a change that older readers would misread raises it."""
+
+ReturnReason = Literal["lost", "refused", "expired", "owner_gone"]
+"""Why a batch came back: its body did not arrive, its receiver gave it back, its lease ran out, or
+the replica that was sending it is gone."""
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The common form: a MessagePack array that starts with the name of the record."""
+
+    is_guarded: ClassVar[bool] = True
+
+
+class TrainerRegistered(_Record, frozen=True, tag="trainer_registered"):
+    """A trainer started the run, joined it, or replaced its settings."""
+
+    settings: dict[str, Any]  # the fields of `schemas.Registration`
+    trainer_id: str
+    """The id it was given, a 128-bit number in hexadecimal."""
+    at: float
+
+
+class TrainerStarted(_Record, frozen=True, tag="trainer_started"):
+    """A trainer asked for a batch for the first time."""
+
+    is_guarded: ClassVar[bool] = False
+    epoch: int
+
+
+class EnvRegistered(_Record, frozen=True, tag="env_registered"):
+    """An environment joined the run."""
+
+    env_id: int
+    request: dict[str, Any]  # the fields of `schemas.RegisterEnv`
+    at: float
+
+
+class EnvDisconnected(_Record, frozen=True, tag="env_disconnected"):
+    """An environment signed off, or was silent for too long."""
+
+    env_id: int
+    is_expired: bool
+    at: float
+
+
+class EnvRevived(_Record, frozen=True, tag="env_revived"):
+    """An environment that had been taken for gone was seen again."""
+
+    env_id: int
+    at: float
+
+
+class EnvsSeen(_Record, frozen=True, tag="envs_seen"):
+    """When environments were last heard of; written now and then, for all of them together."""
+
+    is_guarded: ClassVar[bool] = False
+    epoch: int
+    seen: dict[int, float]
+
+
+class GroupsAdmitted(_Record, frozen=True, tag="groups_admitted"):
+    """Groups of one request were stored."""
+
+    is_guarded: ClassVar[bool] = False
+    epoch: int
+    groups: list[QueuedGroup]
+    at: float
+    num_loose: int = 0
+    """Groups in which an optional field does not line up with `tokens`."""
+    key: str | None = None
+    """Idempotency key of the request."""
+    digest: int = 0
+    """Digest of its body, to tell a repetition from another use of the key."""
+
+
+class BatchFormed(_Record, frozen=True, tag="batch_formed"):
+    """Groups left the queue as a new batch, and were handed out."""
+
+    batch_id: int
+    group_ids: list[int]
+    owner: str
+    """The replica that handed the batch out."""
+    at: float
+    lease_until: float | None = None
+    """Unix time until which the receiver may acknowledge; None while the body is being sent."""
+
+
+class BatchHandedOut(_Record, frozen=True, tag="batch_handed_out"):
+    """A batch that had come back was handed out again."""
+
+    batch_id: int
+    attempt: int
+    owner: str
+    at: float
+    lease_until: float | None = None
+
+
+class BatchAcknowledged(_Record, frozen=True, tag="batch_acknowledged"):
+    """The receiver has the batch: the step grows."""
+
+    batch_id: int
+    attempt: int
+    at: float
+
+
+class BatchesReturned(_Record, frozen=True, tag="batches_returned"):
+    """Batches came back and leave again before anything new is formed."""
+
+    handouts: list[tuple[int, int]]
+    """(batch_id, attempt) of each."""
+    reason: ReturnReason
+    at: float
+
+
+class PolicyVersionSet(_Record, frozen=True, tag="policy_version_set"):
+    """The trainer told which policy it serves now."""
+
+    is_guarded: ClassVar[bool] = False
+    epoch: int
+    version: int
+
+
+class RunReset(_Record, frozen=True, tag="run_reset"):
+    """Everything was forgotten."""
+
+    at: float
+
+
+Record: TypeAlias = (
+    TrainerRegistered
+    | TrainerStarted
+    | EnvRegistered
+    | EnvDisconnected
+    | EnvRevived
+    | EnvsSeen
+    | GroupsAdmitted
+    | BatchFormed
+    | BatchHandedOut
+    | BatchAcknowledged
+    | BatchesReturned
+    | PolicyVersionSet
+    | RunReset
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+def encode_record(record: Record) -> bytes:
+    """Write a record as the log keeps it."""
+    return _FORMAT + _encoder.encode(record)
+
+
+def decode_record(content: bytes) -> Record:
+    """Read a record of the log.
+
+    Raises:
+        ConfigError: the record is damaged, or was written by a later version of the service.
+    """
+    if content[:1] != _FORMAT:
+        raise ConfigError(
+            f"the run holds a record of format {content[:1].hex() or 'none'}, this service reads "
+            f"{_FORMAT.hex()}; serve the run with the version that wrote it, or start another run"
+        )
+    try:
+        return _decoder.decode(memoryview(content)[1:])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"the run holds a record this service cannot read ({error}); serve the run with the "
+            "version that wrote it, or start another run"
+        ) from error

@@ -1,0 +1,298 @@
+"""One run as the service runs it: decides on the state, writes records, answers when they are safe.
+
+    route ──► Run ── decide ──► RunLog ── append ──► store
+               ▲                  │ apply, in log order, also what other replicas wrote
+               └──── RunState ◄───┘
+
+Nothing here changes the state except through the log. Coroutines wait for the store; cancelling one
+leaves the run whole: what was to be written is written in full or not at all, and a batch handed
+out to a caller that is gone goes back to the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+from atroposlib.api import records
+from atroposlib.api.admission import Admission, QueueFullError, RunLimits
+from atroposlib.api.delivery import AckResult, Handout
+from atroposlib.api.env_registry import EnvRecord
+from atroposlib.api.env_view import EnvView, env_view
+from atroposlib.api.presence import Presence
+from atroposlib.api.records import Record, ReturnReason
+from atroposlib.api.run_admission import AdmissionDesk
+from atroposlib.api.run_delivery import DeliveryDesk
+from atroposlib.api.run_log import RunLog
+from atroposlib.api.run_state import RunState
+from atroposlib.api.schemas import RegisterEnv, Registration
+from atroposlib.api.stalls import Stall, find_stalls
+from atroposlib.api.store.base import RunStore
+from atroposlib.errors import ConfigError
+from atroposlib.wire_types import DecodedGroup, StoredPayload
+
+__all__ = ["RegistrationConflictError", "Run"]
+
+logger = logging.getLogger(__name__)
+
+
+class RegistrationConflictError(ConfigError):
+    """A trainer registered settings that differ from those of the running run."""
+
+
+class Run:
+    """One run of one trainer with any number of environments, served by this replica.
+
+    Args:
+        store: where the run lives; opened by `open`, closed by `close`.
+        limits: what the run may hold.
+        replica: name of this process among those that serve the run.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        *,
+        limits: RunLimits | None = None,
+        replica: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self.limits = limits or RunLimits()
+        self.replica = replica
+        self.state = RunState(self.limits)
+        self.counters: Counter[str] = Counter()
+        """What this process counted beside the run's own `state.counters`, e.g. refusals."""
+        self._clock = clock
+        self._log = RunLog(store, self.state, on_applied=self._on_applied)
+        self._presence = Presence(self.state, expiry_s=self.limits.env_expiry_s)
+        self._admissions = AdmissionDesk(
+            self._log, self.state, store, limits=self.limits, clock=clock
+        )
+        self._deliveries = DeliveryDesk(self._log, self.state, store, replica=replica, clock=clock)
+        self._opening = asyncio.Lock()
+        self._is_open = False
+
+    async def open(self) -> None:
+        """Load the run, and take back what this replica was sending when it ended; idempotent.
+
+        Raises:
+            ConfigError: the store cannot be used, or holds what this version cannot read.
+        """
+        if self._is_open:
+            return
+        async with self._opening:
+            if self._is_open:
+                return
+            await self._log.open()
+            self._presence.start(self._clock())
+            self._is_open = True
+            await self._return_orphans(is_start=True)
+
+    async def close(self) -> None:
+        """Finish what is under way and close the store."""
+        await self._deliveries.close()
+        await self.store.close()
+
+    @property
+    def failure(self) -> ConfigError | None:
+        """Why the run cannot go on; None as long as it can."""
+        return self._log.failure
+
+    async def register_trainer(self, registration: Registration) -> int:
+        """Start a run, or join the running one with the same settings.
+
+        The first registration always starts a run; groups that arrived earlier stay queued. A
+        later one may differ in `starting_step` only, unless it asks to `replace` the settings.
+
+        Returns:
+            A random 128-bit id.
+
+        Raises:
+            RegistrationConflictError: the settings differ; the message names both values.
+        """
+        await self.open()
+        trainer_id = uuid4()
+
+        def decide() -> tuple[Record, int]:
+            current = self.state.registration
+            if current is not None and not registration.replace:
+                _refuse(current.differences(registration))
+            settings = registration.model_dump()
+            record = records.TrainerRegistered(settings, trainer_id.hex, self._clock())
+            return record, trainer_id.int
+
+        return await self._log.guarded(decide)
+
+    async def register_env(self, request: RegisterEnv) -> EnvRecord | None:
+        """Add an environment to the run; None while there is no trainer asking for batches."""
+
+        def decide() -> tuple[Record | None, int | None]:
+            if self.state.registration is None or not self.state.is_started:
+                return None, None
+            env_id = len(self.state.envs)
+            return records.EnvRegistered(env_id, request.model_dump(), self._clock()), env_id
+
+        env = self.state.envs.find(await self._log.guarded(decide))
+        if env is not None:
+            logger.info("environment %d registered as %s", env.env_id, env.real_name)
+        return env
+
+    async def disconnect_env(self, env_id: int) -> bool:
+        """Note that an environment signed off; False when nobody is registered under the id."""
+
+        def decide() -> tuple[Record | None, bool]:
+            if self.state.envs.find(env_id) is None:
+                return None, False
+            return records.EnvDisconnected(env_id, False, self._clock()), True
+
+        return await self._log.guarded(decide)
+
+    async def view_for(self, env_id: int) -> EnvView | None:
+        """Return what one environment needs to know; None when nobody has this id.
+
+        Remembers that the environment was heard of, and the largest group it has queued: later
+        answers are in that unit. An environment that had been taken for gone is back.
+        """
+        env = await self._heard_of(env_id)
+        if env is None:
+            return None
+        largest = self.state.queue.largest_group_of(env_id)
+        env.largest_group = max(env.largest_group, largest)
+        return env_view(self.state, env, self.limits)
+
+    async def _heard_of(self, env_id: int | None) -> EnvRecord | None:
+        env = self.state.envs.find(env_id)
+        if env is None:
+            return None
+        now = self._clock()
+        self._presence.note(env.env_id, now)
+        if env.is_expired:
+            await self._log.guarded(lambda: (self._presence.revival_of(env.env_id, now), None))
+            logger.info("environment %d (%s) is back", env.env_id, env.real_name)
+        return env
+
+    async def admit(
+        self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
+    ) -> Admission:
+        """Store groups, all or none, then queue or buffer each in order.
+
+        Cancelling before it returns admits all of them or none.
+
+        Args:
+            groups: the groups of one request.
+            key: idempotency key of the request; with a key that was used before, nothing is
+                stored and the answer is the former one.
+            digest: of the body, to tell a repetition from another use of the key; the lowest 64
+                bits count.
+
+        Raises:
+            GroupError: the key is empty or too long.
+            KeyReusedError: the key was used for another body.
+            QueueFullError: there is no room; `retry_after_s` says when to ask again.
+        """
+        await self.open()
+        for env_id in {group.env_id for group in groups}:
+            await self._heard_of(env_id)
+        try:
+            return await self._admissions.admit(groups, key=key, digest=digest)
+        except QueueFullError:
+            self.counters["groups/refused_queue_full"] += len(groups)
+            raise
+
+    async def next_batch(
+        self, *, lease_s: float | None = None, wait_s: float = 0.0
+    ) -> tuple[Handout, list[StoredPayload]] | None:
+        """Hand out the oldest batch that can be formed; see `DeliveryDesk.next_batch`."""
+        return await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s)
+
+    async def acknowledge(self, handout_token: str) -> AckResult:
+        """Count a batch as delivered: `acked`, `repeated`, `expired` or `unknown`."""
+        result = await self._deliveries.acknowledge(handout_token)
+        await self._log.discard()
+        return result
+
+    async def give_back(self, handout_token: str, *, reason: ReturnReason = "lost") -> AckResult:
+        """Let a batch leave again with the next call: `returned`, or what hinders it."""
+        return await self._deliveries.give_back(handout_token, reason=reason)
+
+    async def set_policy_version(self, version: int) -> None:
+        """Note which policy the trainer serves now."""
+        await self._log.append(records.PolicyVersionSet(self.state.epoch, version))
+
+    def stalls(self) -> list[Stall]:
+        """Name what keeps queued groups from becoming a batch."""
+        return find_stalls(self.state.queue, self.state.envs, batch_size=self.state.batch_size)
+
+    async def payload(self, group_id: int) -> StoredPayload | None:
+        """Return the bytes of a group that waits or was delivered lately; None when it is gone."""
+        group = self.state.find_group(group_id)
+        if group is None:
+            return None
+        try:
+            (content,) = await self.store.fetch([group_id])
+        except KeyError:
+            return None
+        return StoredPayload(group.lane, content)
+
+    async def reset(self) -> None:
+        """Forget everything: registration, environments, groups, batches and the step."""
+        await self.open()
+        await self._log.guarded(lambda: (records.RunReset(self._clock()), None))
+        await self._log.discard()
+
+    async def tick(self) -> None:
+        """Do what time brings; call about once a second.
+
+        Learns what other replicas did, takes back batches whose lease or sender is gone, notes
+        which environments are there, forgets payloads, and shortens the log.
+        """
+        await self.store.sync()
+        self._log.check()
+        await self._deliveries.return_abandoned()
+        await self._deliveries.return_expired()
+        await self._return_orphans(is_start=False)
+        await self._watch_envs()
+        await self._log.discard()
+        await self._log.compact_if_due()
+
+    async def _return_orphans(self, *, is_start: bool) -> None:
+        alive = await self.store.alive_replicas()
+        await self._deliveries.return_orphans(alive, is_start=is_start)
+
+    async def _watch_envs(self) -> None:
+        notes = self._presence.notes_due(self._clock())
+        if notes is not None:
+            await self._log.append(notes)
+
+        def decide() -> tuple[Record | None, int | None]:
+            expired = self._presence.expiry_due(self._clock())
+            return expired, None if expired is None else expired.env_id
+
+        while (env_id := await self._log.guarded(decide)) is not None:
+            logger.warning(
+                "environment %d was silent for %g s and counts as disconnected",
+                env_id,
+                self.limits.env_expiry_s,
+            )
+
+    def _on_applied(self, record: Record) -> None:
+        self._admissions.note(record)
+        self._deliveries.wake()
+
+
+def _refuse(differences: Sequence[str]) -> None:
+    if not differences:
+        return
+    message = (
+        f"a trainer is already registered with other settings: {'; '.join(differences)}; "
+        "send the same settings to join its run, `replace: true` to change them, "
+        "or GET /reset_data to start anew"
+    )
+    logger.warning("refused a registration: %s", message)
+    raise RegistrationConflictError(message)

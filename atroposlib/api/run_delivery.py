@@ -1,0 +1,272 @@
+"""How batches leave a run: handed out, acknowledged, given back, and returned when nobody answers.
+
+A receiver that asked for a lease answers until it runs out. A batch without one is being sent by
+the replica that owns it, and comes back when that replica is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+from atroposlib.api import records
+from atroposlib.api.delivery import AckResult, BatchToken, Handout, parse_token
+from atroposlib.api.records import Record, ReturnReason
+from atroposlib.api.run_log import RunLog
+from atroposlib.api.run_state import RunState
+from atroposlib.api.stalls import find_stalls
+from atroposlib.api.store.base import RunStore
+from atroposlib.api.waiting import Waiters
+from atroposlib.wire_types import StoredPayload
+
+__all__ = ["DeliveryDesk"]
+
+logger = logging.getLogger(__name__)
+
+
+class DeliveryDesk:
+    """Hands batches of a run out and takes word of what became of them.
+
+    Args:
+        log: where decisions are written.
+        state: the run.
+        store: where payloads are.
+        replica: name of this process.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        state: RunState,
+        store: RunStore,
+        *,
+        replica: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._log = log
+        self._state = state
+        self._store = store
+        self._replica = replica
+        self._clock = clock
+        self._waiters = Waiters()
+        self._abandoned: set[BatchToken] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._last_stall = ""
+
+    async def next_batch(
+        self, *, lease_s: float | None = None, wait_s: float = 0.0
+    ) -> tuple[Handout, list[StoredPayload]] | None:
+        """Hand out the oldest batch that can be formed, returned ones first.
+
+        Must be followed by `acknowledge` or `give_back` of its token. A batch whose payloads could
+        not be read goes back, as does that of a cancelled caller.
+
+        Args:
+            lease_s: seconds the receiver has to acknowledge; None when this process acknowledges
+                on its own account.
+            wait_s: seconds to wait for a batch; callers are served in the order they came.
+
+        Returns:
+            The handout and its payloads in order of delivery; None when there is no batch.
+        """
+        if self._state.registration is None:
+            return None
+        if not self._state.is_started:
+            await self._log.append(records.TrainerStarted(self._state.epoch))
+        deadline = asyncio.get_running_loop().time() + wait_s
+        ticket = self._waiters.ticket()
+        while True:
+            try:
+                found = await self._try_batch(lease_s)
+            except BaseException:
+                self.wake()
+                raise
+            if found is not None:
+                self.wake()
+                return found
+            left = deadline - asyncio.get_running_loop().time()
+            if not await self._waiters.wait(ticket, timeout_s=left):
+                return None
+
+    async def _try_batch(self, lease_s: float | None) -> tuple[Handout, list[StoredPayload]] | None:
+        while self._state.may_form_batch:
+            token = await self._hand_out(lease_s)
+            if token is None:
+                self._report_stall()
+                return None
+            handout = self._state.delivery.find(token)
+            if handout is None:
+                continue  # reset by another replica
+            try:
+                contents = await self._store.fetch(handout.group_ids)
+            except asyncio.CancelledError:
+                self._abandon(token)
+                raise
+            except Exception:
+                if await self._give_back(token, "lost") == "unknown":
+                    continue  # reset while it was read
+                raise
+            lanes = (group.lane for group in handout.groups)
+            return handout, list(map(StoredPayload, lanes, contents))
+        return None
+
+    async def _hand_out(self, lease_s: float | None) -> BatchToken | None:
+        """Put a batch in flight; return its token. Cancelled, the batch goes back."""
+        handing = asyncio.ensure_future(self._log.guarded(lambda: self._plan_handout(lease_s)))
+        try:
+            return await asyncio.shield(handing)
+        except asyncio.CancelledError:
+            handing.add_done_callback(self._abandon_result)
+            raise
+
+    def _plan_handout(self, lease_s: float | None) -> tuple[Record | None, BatchToken | None]:
+        now = self._clock()
+        lease_until = None if lease_s is None else now + lease_s
+        delivery = self._state.delivery
+        again = delivery.oldest_returned
+        if again is not None:
+            attempt = again.attempt + 1
+            record = records.BatchHandedOut(
+                again.batch_id, attempt, self._replica, now, lease_until
+            )
+            return record, BatchToken(again.batch_id, attempt)
+        if self._state.registration is None:
+            return None, None
+        groups = self._state.queue.plan_batch(self._state.batch_size, self._state.envs.minimums)
+        if groups is None:
+            return None, None
+        group_ids = [group.group_id for group in groups]
+        batch_id = delivery.next_id
+        formed = records.BatchFormed(batch_id, group_ids, self._replica, now, lease_until)
+        return formed, BatchToken(batch_id, 1)
+
+    async def acknowledge(self, text: str) -> AckResult:
+        """Count a batch as delivered; its groups are forgotten in time."""
+        token = parse_token(text)
+        if token is None:
+            return "unknown"
+
+        def decide() -> tuple[Record | None, AckResult]:
+            result = self._state.delivery.ack_result(token)
+            acknowledged = records.BatchAcknowledged(*token, self._clock())
+            return (acknowledged if result == "acked" else None), result
+
+        return await self._log.guarded(decide)
+
+    async def give_back(self, text: str, *, reason: ReturnReason = "lost") -> AckResult:
+        """Let a batch wait for delivery to whoever asks next."""
+        token = parse_token(text)
+        return "unknown" if token is None else await self._give_back(token, reason)
+
+    async def _give_back(self, token: BatchToken, reason: ReturnReason) -> AckResult:
+        def decide() -> tuple[Record | None, AckResult]:
+            result = self._state.delivery.return_result(token)
+            returned = records.BatchesReturned([token], reason, self._clock())
+            return (returned if result == "returned" else None), result
+
+        result = await self._log.guarded(decide)
+        if result == "returned":
+            logger.warning("batch %s came back (%s); it is next", token, reason)
+        return result
+
+    async def return_expired(self) -> None:
+        """Take back every batch whose lease has run out."""
+        now = self._clock()
+        await self._return_all(
+            lambda: [
+                handout
+                for handout in self._state.delivery.in_flight.values()
+                if handout.lease_until is not None and handout.lease_until <= now
+            ],
+            "expired",
+        )
+
+    async def return_abandoned(self) -> None:
+        """Take back what was handed out to callers that were cancelled."""
+        await self._return_all(
+            lambda: [
+                handout
+                for token in self._abandoned
+                if (handout := self._state.delivery.find(token)) is not None
+            ],
+            "lost",
+        )
+        self._abandoned.clear()
+
+    async def return_orphans(self, alive: Collection[str] | None, *, is_start: bool) -> None:
+        """Take back what replicas that are gone were sending.
+
+        Args:
+            alive: names of the replicas that serve the run; None: this one alone.
+            is_start: whether this replica has only just begun: what is under its name was sent by
+                its former self.
+        """
+
+        def orphans() -> list[Handout]:
+            return [
+                handout
+                for handout in self._state.delivery.in_flight.values()
+                if handout.lease_until is None and is_gone(handout.owner)
+            ]
+
+        def is_gone(owner: str) -> bool:
+            if owner == self._replica:
+                return is_start
+            return alive is None or owner not in alive
+
+        await self._return_all(orphans, "owner_gone")
+
+    async def _return_all(self, find: Callable[[], list[Handout]], reason: ReturnReason) -> None:
+        def decide() -> tuple[Record | None, list[str]]:
+            found = find()
+            tokens = [(handout.batch_id, handout.attempt) for handout in found]
+            record = records.BatchesReturned(tokens, reason, self._clock()) if tokens else None
+            return record, [handout.token for handout in found]
+
+        if not find():
+            return
+        for token in await self._log.guarded(decide):
+            logger.warning("batch %s came back (%s); it is next", token, reason)
+
+    def wake(self) -> None:
+        """Let whoever has waited longest try again, when there may be a batch."""
+        if len(self._waiters) and self._state.may_form_batch:
+            self._waiters.wake()
+
+    async def close(self) -> None:
+        """Wait until what cancelled callers left behind is taken back."""
+        if self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _abandon_result(self, handing: asyncio.Future[BatchToken | None]) -> None:
+        if handing.cancelled() or handing.exception() is not None:
+            return
+        token = handing.result()
+        if token is not None:
+            self._abandon(token)
+
+    def _abandon(self, token: BatchToken) -> None:
+        """Return a batch whose caller is gone, at once or, if the store fails, with a tick."""
+        self._abandoned.add(token)
+        task = asyncio.ensure_future(self.return_abandoned())
+        self._background.add(task)
+        task.add_done_callback(self._forget_background)
+
+    def _forget_background(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a batch could not be taken back yet: %s", task.exception())
+
+    def _report_stall(self) -> None:
+        """Log why enough data makes no batch, once per reason."""
+        state = self._state
+        text = ""
+        if state.queue.num_sequences >= state.batch_size:
+            stalls = find_stalls(state.queue, state.envs, batch_size=state.batch_size)
+            text = "; ".join(stall.message for stall in stalls)
+            text = text or "the sizes of the queued groups do not add up"
+        if text and text != self._last_stall:
+            logger.warning("no batch of %d sequences: %s", state.batch_size, text)
+        self._last_stall = text

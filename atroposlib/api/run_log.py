@@ -1,0 +1,151 @@
+"""The log of one run: writes records through the store, applies them to the state.
+
+    append(record) ──► store ──► apply(position, bytes) ──► state, in log order
+                        ▲ other replicas
+
+Invariants: the state holds exactly the records applied; a record that cannot be read stops the run
+for good, because whatever is decided without it would be wrong. Guarded records of this process are
+decided and written one after the other: the lock spans looking at the state and writing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from atroposlib.api.admission import Admission
+from atroposlib.api.records import GroupsAdmitted, Record, decode_record, encode_record
+from atroposlib.api.run_snapshot import freeze, restore
+from atroposlib.api.run_state import RunState
+from atroposlib.api.store.base import Payload, RunStore
+from atroposlib.errors import ConfigError
+
+__all__ = ["RunLog"]
+
+logger = logging.getLogger(__name__)
+
+_MIN_RECORDS_TO_COMPACT = 10_000
+_RECORDS_PER_GROUP_TO_COMPACT = 4
+_DISCARDED_AT_ONCE = 500
+
+T = TypeVar("T")
+
+
+class RunLog:
+    """Keeps a state and its store together.
+
+    Args:
+        store: where the records go.
+        state: what they are applied to; nothing else may change it.
+        on_applied: called after every record, whoever wrote it.
+    """
+
+    def __init__(
+        self, store: RunStore, state: RunState, *, on_applied: Callable[[Record], None]
+    ) -> None:
+        self.failure: ConfigError | None = None
+        """Why the run cannot go on; None as long as it can."""
+        self._store = store
+        self._state = state
+        self._on_applied = on_applied
+        self._position = 0
+        self._num_records = 0  # in the log behind its snapshot
+        self._outcomes: dict[int, Admission | None] = {}
+        self._deciding = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Load the run.
+
+        Raises:
+            ConfigError: the store cannot be used, or holds what this version cannot read.
+        """
+        await self._store.open(self._apply, self._restore)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse to go on with a run that could not be read in full."""
+        if self.failure is not None:
+            raise self.failure
+
+    async def append(self, record: Record) -> None:
+        """Write a record that commutes with others, and apply it."""
+        self.check()
+        await self._store.append(encode_record(record))
+
+    async def append_groups(self, record: GroupsAdmitted, payloads: Sequence[Payload]) -> Admission:
+        """Write groups with their payloads, all or none; return what became of them."""
+        self.check()
+        first = record.groups[0].group_id
+        self._outcomes[first] = None
+        try:
+            await self._store.append(encode_record(record), payloads)
+            self.check()
+            outcome = self._outcomes[first]
+            assert outcome is not None  # the store applies what it has written
+            return outcome
+        finally:
+            del self._outcomes[first]
+
+    async def guarded(self, decide: Callable[[], tuple[Record | None, T]]) -> T:
+        """Decide on the state and write the decision; decide anew when another replica was faster.
+
+        Args:
+            decide: looks at the state, returns the guarded record to write, None for nothing, and
+                the answer. What it raises is passed on.
+        """
+        async with self._deciding:
+            while True:
+                self.check()
+                record, answer = decide()
+                if record is None:
+                    return answer
+                if await self._store.append(encode_record(record), fence=self._state.fence):
+                    return answer
+
+    async def discard(self) -> None:
+        """Let the store forget payloads that nobody needs; what fails is tried again later."""
+        while group_ids := self._state.take_discardable(_DISCARDED_AT_ONCE):
+            try:
+                await self._store.discard(group_ids)
+            except BaseException:
+                self._state.put_back_discardable(group_ids)
+                raise
+
+    async def compact_if_due(self) -> None:
+        """Replace a long log by a snapshot, written in slices between which others run."""
+        alive = self._state.num_alive_groups
+        if self._num_records <= max(_MIN_RECORDS_TO_COMPACT, _RECORDS_PER_GROUP_TO_COMPACT * alive):
+            return
+        num_records, position = self._num_records, self._position
+        frozen = freeze(self._state)
+        for _ in frozen.encode_in_slices():
+            await asyncio.sleep(0)
+        await self._store.compact(frozen.content(), position=position)
+        self._num_records -= num_records
+        logger.info("wrote a snapshot in place of %d records", num_records)
+
+    def _restore(self, content: bytes) -> None:
+        try:
+            restore(self._state, content)
+        except ConfigError as error:
+            self.failure = error
+
+    def _apply(self, position: int, content: bytes) -> None:
+        if self.failure is not None:
+            return
+        try:
+            record = decode_record(content)
+            outcome = self._state.apply(record)
+        except ConfigError as error:
+            self.failure = error
+            logger.error("the run stops: %s", error)
+            return
+        self._position = position + 1
+        self._num_records += 1
+        if isinstance(record, GroupsAdmitted) and record.groups:
+            first = record.groups[0].group_id
+            if first in self._outcomes:
+                self._outcomes[first] = outcome
+        self._on_applied(record)

@@ -1,0 +1,57 @@
+"""Who waits for something to change: first come, first served, woken one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+
+__all__ = ["Waiters"]
+
+
+class Waiters:
+    """A line of coroutines. Whoever was woken to no avail keeps its place by its ticket."""
+
+    def __init__(self) -> None:
+        self._tickets = count()
+        self._waiting: dict[int, asyncio.Future[bool]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ticket(self) -> int:
+        """Return a place in the line, behind everybody who has one."""
+        return next(self._tickets)
+
+    def wake(self) -> None:
+        """Wake whoever has waited longest; nothing happens when nobody waits."""
+        if self._waiting:
+            self._waiting.pop(min(self._waiting)).set_result(True)
+
+    async def wait(self, ticket: int, *, timeout_s: float) -> bool:
+        """Wait to be woken.
+
+        Safe to cancel: when it had been woken already, the next in line is woken instead.
+
+        Returns:
+            True when woken, False when the time ran out.
+        """
+        if timeout_s <= 0:
+            return False
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bool] = loop.create_future()
+        self._waiting[ticket] = future
+        timer = loop.call_later(timeout_s, self._time_out, ticket)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.result():
+                self.wake()
+            raise
+        finally:
+            timer.cancel()
+            self._waiting.pop(ticket, None)
+
+    def _time_out(self, ticket: int) -> None:
+        future = self._waiting.pop(ticket, None)
+        if future is not None and not future.done():
+            future.set_result(False)
