@@ -68,6 +68,7 @@ class RedisRunStore:
         self._log = RedisLog(self._link, self._keys, outage_s=outage_s, poll_s=poll_s)
         self._expiry_s = expiry_s
         self._ids = range(0)
+        self._reserving = asyncio.Lock()  # callers that come together share a block
         self._heart: asyncio.Task[None] | None = None
         self._last_beat = self._beats_since = float("-inf")
 
@@ -114,14 +115,15 @@ class RedisRunStore:
 
     async def new_group_ids(self, count: int) -> range:
         """Reserve ids that no replica has used or will use; asks Redis once in 1,024."""
-        if len(self._ids) < count:
-            size = max(count, _ID_BLOCK)
-            keys = (self._keys.meta, self._keys.session)
-            _, stop = await self._link.call(scripts.RESERVE, keys, (size,))
-            self._log.ids_end = max(self._log.ids_end, stop)
-            self._ids = range(stop - size, stop)
-        taken, self._ids = self._ids[:count], self._ids[count:]
-        return taken
+        async with self._reserving:
+            if len(self._ids) < count:
+                size = max(count, _ID_BLOCK)
+                keys = (self._keys.meta, self._keys.session)
+                _, stop = await self._link.call(scripts.RESERVE, keys, (size,))
+                self._log.ids_end = max(self._log.ids_end, stop)
+                self._ids = range(stop - size, stop)
+            taken, self._ids = self._ids[:count], self._ids[count:]
+            return taken
 
     async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
         """Return payloads in the order asked for, a few per call; KeyError: one is not there."""

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _OPEN_S = 5.0
 _SOCKET_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
+_MAX_CONNECTIONS = 32
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _OLDEST_VERSION = (7, 0)
@@ -208,13 +209,13 @@ class RedisLink:
 
 def _connect(url: str) -> Redis:
     try:
-        from redis.asyncio import ConnectionPool, Redis
+        from redis.asyncio import BlockingConnectionPool, Redis
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
     except ImportError as error:
         raise MissingExtraError("redis", extra="redis") from error
     try:
-        pool = ConnectionPool.from_url(url)
+        pool = BlockingConnectionPool.from_url(url, max_connections=_MAX_CONNECTIONS)
     except ValueError:
         # The reason may quote the URL with its password, so nothing of it is passed on.
         raise ConfigError(

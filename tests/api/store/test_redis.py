@@ -178,6 +178,18 @@ async def test_group_ids_never_meet(redis_server: RedisServer) -> None:
         assert len(ids) == len(set(ids)) == 2 * sum(counts)
 
 
+async def test_many_callers_at_once_share_ids_and_connections(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with replicas(redis_server.url, 1) as (replica,):
+        ids = await asyncio.gather(*[replica.append_group(b"%d" % n) for n in range(300)])
+        fetched = await asyncio.gather(*[replica.store.fetch([group_id]) for group_id in ids])
+
+        assert sorted(ids) == list(range(300))
+        assert fetched == [[b"%d" % number] for number in range(300)]
+        assert "does not answer" not in caplog.text
+
+
 async def test_compaction_gives_a_replica_that_fell_behind_the_snapshot(
     redis_server: RedisServer,
 ) -> None:
