@@ -1,1 +1,15 @@
 """Leaves: one subject per file, imported by whoever needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__: list[str] = []
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ConfigHandler":  # where older runners import it from
+        from atroposlib.utils.config_handler import ConfigHandler
+
+        return ConfigHandler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
