@@ -36,7 +36,7 @@ from atroposlib.wire_types import (
     WireError,
     from_group_error,
 )
-from atroposlib.wire_walk import Column, walk_group
+from atroposlib.wire_walk import RowTexts, walk_group
 
 __all__ = [
     "NULL",
@@ -44,6 +44,7 @@ __all__ = [
     "decode_json_groups",
     "encode_json_group",
     "find_fields",
+    "splice",
     "write_field",
 ]
 
@@ -121,7 +122,7 @@ def find_fields(body: bytes) -> dict[str, Any]:
     """Find the fields of a group, and the rows of its columns, without reading them.
 
     Returns:
-        What is there, by name: a `Column` or a list of texts for fields with rows, None for those
+        What is there, by name: `RowTexts` or a list of texts for fields with rows, None for those
         that are null, the text of others.
 
     Raises:
@@ -202,7 +203,7 @@ def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
     texts["scores"] = scores.text
     check_layout(lengths, scores.values)
     return DecodedGroup(
-        payload=_splice(texts),
+        payload=splice(texts),
         lane="json",
         num_sequences=len(scores.values),
         num_tokens=sum(length or 0 for length in lengths["tokens"]),
@@ -214,8 +215,8 @@ def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
     )
 
 
-def _read_column(name: str, found: Column | list[msgspec.Raw]) -> tuple[JsonText, Lengths]:
-    rows = found.rows if isinstance(found, Column) else found
+def _read_column(name: str, found: RowTexts | list[msgspec.Raw]) -> tuple[JsonText, Lengths]:
+    rows = found.rows if isinstance(found, RowTexts) else found
     texts: list[JsonText] = []
     lengths: list[int | None] = []
     is_untouched = True
@@ -223,12 +224,13 @@ def _read_column(name: str, found: Column | list[msgspec.Raw]) -> tuple[JsonText
         texts.append(row.text)
         lengths.append(len(row.values) if isinstance(row.values, list) else None)
         is_untouched &= row.is_untouched
-    if is_untouched and isinstance(found, Column):
+    if is_untouched and isinstance(found, RowTexts):
         return found.whole, lengths
     return b"[%b]" % b",".join(texts), lengths
 
 
-def _splice(texts: Mapping[str, JsonText]) -> bytes:
+def splice(texts: Mapping[str, JsonText]) -> bytes:
+    """Put a payload together from the canonical text of the fields that are there."""
     pieces: list[JsonText] = []
     for field in GROUP_FIELDS:
         pieces += (b',"%b":' % field.name.encode(), texts.get(field.name, NULL))

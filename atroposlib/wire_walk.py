@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from atroposlib.scored_data import GROUP_FIELDS
 
-__all__ = ["Column", "Walk", "walk_group"]
+__all__ = ["RowTexts", "Walk", "walk_group"]
 
 _ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape == "GL")
 _OPENING = re.compile(rb"[ \t\r\n]*\{")
@@ -25,7 +25,7 @@ _ROWS_OPENING = re.compile(rb"\[[ \t\r\n]*(?=\[)")
 _AFTER_ROW = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
 
 
-class Column(NamedTuple):
+class RowTexts(NamedTuple):
     """Where a field with one row per trajectory lies; nothing is copied."""
 
     rows: list[memoryview]
@@ -38,7 +38,7 @@ class Walk(NamedTuple):
     """What a walk found."""
 
     fields: dict[str, Any]
-    """None for null, the text of single values, a `Column` where there are rows."""
+    """None for null, the text of single values, a `RowTexts` where there are rows."""
     end: int
     """Behind the closing brace, or behind the comma before the first field not walked."""
     is_complete: bool
@@ -85,7 +85,7 @@ def _walk_value(body: bytes, name: str, start: int) -> tuple[Any, int] | None:
     return (integer.group(), integer.end()) if integer else None
 
 
-def _walk_rows(body: bytes, start: int) -> tuple[Column, int] | None:
+def _walk_rows(body: bytes, start: int) -> tuple[RowTexts, int] | None:
     opening = _ROWS_OPENING.match(body, start)
     view = memoryview(body)
     rows: list[memoryview] = []
@@ -98,6 +98,6 @@ def _walk_rows(body: bytes, start: int) -> tuple[Column, int] | None:
             return None
         if after.group(1) == b"]":
             end = after.start(1) + 1
-            return Column(rows, view[start:end]), end
+            return RowTexts(rows, view[start:end]), end
         position = after.end()
     return None

@@ -33,6 +33,16 @@ PURE_RULES = [
     "atroposlib.envs.config_layers",
     "atroposlib.envs.server_handling.sequence_tracker",
     "atroposlib.wire",
+    "atroposlib.wire_batch",
+    "atroposlib.wire_binary",
+    "atroposlib.wire_columns",
+    "atroposlib.wire_conversion",
+    "atroposlib.wire_json",
+    "atroposlib.wire_lanes",
+    "atroposlib.wire_packing",
+    "atroposlib.wire_rows",
+    "atroposlib.wire_walk",
+    "atroposlib.wire_zstd",
     "example_trainer.loss",
 ]
 IMPURE = {"os", "time", "random", "socket", "subprocess", "aiohttp", "httpx", "asyncio", "datetime"}

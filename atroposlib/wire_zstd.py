@@ -1,0 +1,42 @@
+"""Compression of single groups of the binary lane; pure."""
+
+from __future__ import annotations
+
+from atroposlib.wire_types import WireError
+
+__all__ = ["compressed_blob", "is_compressed", "plain_blob"]
+
+_MAGIC = b"\x28\xb5\x2f\xfd"
+_LEVEL = 3
+
+
+def is_compressed(blob: bytes | memoryview) -> bool:
+    """Whether this is a zstd frame; no group begins like one."""
+    return bytes(blob[:4]) == _MAGIC
+
+
+def compressed_blob(blob: bytes) -> bytes:
+    """Return the zstd frame of a group, which takes its place anywhere."""
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(blob)
+
+
+def plain_blob(blob: bytes | memoryview, *, max_bytes: int) -> bytes | memoryview:
+    """Return a group without its compression.
+
+    Raises:
+        WireError: it is not a whole zstd frame, does not say how large it is, or too large.
+    """
+    if not is_compressed(blob):
+        return blob
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(blob)
+        if not 0 <= size <= max_bytes:
+            limit = f"of at most {max_bytes} bytes" if size >= 0 else "that says how large it is"
+            raise WireError(f"expected a zstd frame {limit}", kind="value_error")
+        return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"not a zstd frame: {error}", kind="msgpack_invalid") from error
