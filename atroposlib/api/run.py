@@ -68,6 +68,8 @@ class Run:
         self.state = RunState(self.limits)
         self.counters: Counter[str] = Counter()
         """What this process counted beside the run's own `state.counters`, e.g. refusals."""
+        self.on_handed_out: Callable[[Handout], None] = lambda handout: None
+        """Told of every batch this process hands out; must not raise."""
         self._clock = clock
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._presence = Presence(self.state, expiry_s=self.limits.env_expiry_s)
@@ -200,16 +202,21 @@ class Run:
         for env_id in {group.env_id for group in groups}:
             await self._heard_of(env_id)
         try:
-            return await self._admissions.admit(groups, key=key, digest=digest)
+            admission = await self._admissions.admit(groups, key=key, digest=digest)
         except QueueFullError:
-            self.counters["groups/refused_queue_full"] += len(groups)
+            self.counters["groups/refused_queue_full"] += 1
             raise
+        self.counters["requests/repeated"] += admission.is_repeat
+        return admission
 
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0
     ) -> tuple[Handout, list[StoredPayload]] | None:
         """Hand out the oldest batch that can be formed; see `DeliveryDesk.next_batch`."""
-        return await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s)
+        found = await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s)
+        if found is not None:
+            self.on_handed_out(found[0])
+        return found
 
     async def acknowledge(self, handout_token: str) -> AckResult:
         """Count a batch as delivered: `acked`, `repeated`, `expired` or `unknown`."""

@@ -223,7 +223,7 @@ FIGURES = (
         "atropos_requests_repeated_total",
         "counter",
         "Requests answered from their idempotency key, without storing them again.",
-        _counted("requests/repeated"),
+        lambda run: run.counters["requests/repeated"],
     ),
     Figure(
         "atropos_requests_refused_total",

@@ -170,6 +170,8 @@ class RunState:
             return Admission(known.placements, is_repeat=is_same, is_key_reused=not is_same)
         placements = [self._place(group) for group in record.groups]
         self.counters["groups/received"] += len(record.groups)
+        self.counters["sequences/received"] += sum(g.num_sequences for g in record.groups)
+        self.counters["tokens/received"] += sum(group.num_tokens for group in record.groups)
         self.counters["groups/loose"] += record.num_loose
         if record.key is not None:
             self.keys.remember(record.key, record.digest, placements)
@@ -269,6 +271,7 @@ class RunState:
         self.counters["batches/delivered"] += 1
         self.counters["groups/delivered"] += len(handout.groups)
         self.counters["sequences/delivered"] += handout.num_sequences
+        self.counters["tokens/delivered"] += sum(group.num_tokens for group in handout.groups)
         self.release(self.past.add(handout.groups))
 
     def release(self, group_ids: Iterable[int]) -> None:
