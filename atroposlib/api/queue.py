@@ -72,6 +72,10 @@ class GroupQueue:
         rows = self._senders.get(env_id)
         return rows.largest if rows else 0
 
+    def groups_by_size(self) -> dict[int, int]:
+        """Return how many groups are queued of every size."""
+        return {size: len(row) for size, row in self._rows.rows()}
+
     def has_packable(self, env_id: int) -> bool:
         """Whether one environment could fill any of a guaranteed share."""
         rows = self._senders.get(env_id)

@@ -1,57 +1,155 @@
-"""Why queued groups do not become a batch, told from the counters; pure."""
+"""Why queued groups do not become a batch, and who keeps others waiting; pure.
+
+Nothing here walks the queue: it reads counters, and asks the queue for a plan. The cost is that of
+one plan and O(environments), so it is for `/status` and metrics, not for every request.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from atroposlib.api.env_registry import EnvRegistry
+from atroposlib.api.env_registry import EnvRecord, EnvRegistry
 from atroposlib.api.queue import GroupQueue
 
-__all__ = ["Stall", "find_stalls"]
+__all__ = ["Patience", "Stall", "find_stalls"]
+
+_MAX_NAMED = 5
 
 
 class Stall(NamedTuple):
     """Something that keeps queued groups from becoming a batch, or may."""
 
     reason: str
-    """`queue/unpackable` or `allocation/unfilled`."""
+    """`queue/oversized`, `queue/unpackable`, `allocation/unfilled`, `batch/unreachable`,
+    `environment/silent` or `buffer/waiting`."""
     num_sequences: int
     """Sequences that are stuck, or that are missing."""
     message: str
 
 
-def find_stalls(queue: GroupQueue, envs: EnvRegistry, *, batch_size: int) -> list[Stall]:
-    """Name the sizes that cannot pack, and the minimum shares that nobody fills.
+class Patience(NamedTuple):
+    """How long one waits for environments before it is told."""
+
+    now: float
+    """Unix time, in seconds."""
+    last_heard: Callable[[int], float]
+    """Environment id → Unix time at which it was last heard of."""
+    silence_s: float = 60.0
+    """Seconds without a sign of life; 0: never too long."""
+    buffer_s: float = 300.0
+    """Seconds a group waits in a buffer for others to add up; 0: never too long."""
+
+
+def find_stalls(
+    queue: GroupQueue, envs: EnvRegistry, *, batch_size: int, patience: Patience | None = None
+) -> list[Stall]:
+    """Name everything that keeps groups from being delivered.
 
     Args:
         queue: the groups that wait.
-        envs: the environments, with their minimum shares.
-        batch_size: sequences per batch; shares are only missed once the queue holds that many.
+        envs: the environments, with their minimum shares and buffers.
+        batch_size: sequences per batch, 0 before a trainer registered; shares and sizes are only
+            missed once the queue holds a batch.
+        patience: what counts as long; None leaves out what depends on time.
     """
-    found = []
-    unpackable = queue.unpackable_sequences
-    if unpackable:
-        message = (
-            f"{unpackable} sequences are in groups whose size does not divide the largest queued "
-            f"group ({queue.largest_group}); they leave only where sizes happen to add up"
-        )
-        found.append(Stall("queue/unpackable", unpackable, message))
+    found = [*_oversized(queue, batch_size), *_unpackable(queue)]
     if 0 < batch_size <= queue.num_sequences:
-        found.extend(_unfilled_shares(queue, envs, batch_size))
+        unfilled = list(_unfilled_shares(queue, envs, batch_size))
+        found += unfilled or _unreachable(queue, envs, batch_size)
+    if patience is not None:
+        found += _silent(envs, batch_size, patience)
+        found += _waiting_in_buffers(envs, patience)
     return found
 
 
-def _unfilled_shares(queue: GroupQueue, envs: EnvRegistry, batch_size: int) -> list[Stall]:
-    found = []
+def _oversized(queue: GroupQueue, batch_size: int) -> Iterator[Stall]:
+    if not 0 < batch_size < queue.largest_group:
+        return
+    stuck = sum(size * count for size, count in queue.groups_by_size().items() if size > batch_size)
+    message = (
+        f"{stuck} sequences are in groups of more than {batch_size}, the size of a batch; they "
+        "never leave, and others must pack to their size"
+    )
+    yield Stall("queue/oversized", stuck, message)
+
+
+def _unpackable(queue: GroupQueue) -> Iterator[Stall]:
+    stuck = queue.unpackable_sequences
+    if stuck:
+        message = (
+            f"{stuck} sequences are in groups whose size does not divide the largest queued "
+            f"group ({queue.largest_group}); they leave only where sizes happen to add up"
+        )
+        yield Stall("queue/unpackable", stuck, message)
+
+
+def _unfilled_shares(queue: GroupQueue, envs: EnvRegistry, batch_size: int) -> Iterator[Stall]:
+    """Name shares that refuse the batch: an environment with any pack fills what it can."""
     for env_id, share in envs.minimums.items():
         env = envs.find(env_id)
         need = min(batch_size, int(batch_size * share))
-        held = queue.sequences_by_env.get(env_id, 0)
-        if env is None or held >= need:
+        if env is None or need <= 0 or queue.has_packable(env_id):
             continue
+        held = queue.sequences_by_env.get(env_id, 0)
         message = (
             f"environment {env_id} ({env.real_name}) reserves {need} sequences of each batch and "
-            f"has {held} queued; no batch forms until it catches up or disconnects"
+            f"has {held} queued, none in a pack of {queue.largest_group}; no batch forms until it "
+            "catches up or disconnects"
         )
-        found.append(Stall("allocation/unfilled", need - held, message))
-    return found
+        yield Stall("allocation/unfilled", max(need - held, 0) or held, message)
+
+
+def _unreachable(queue: GroupQueue, envs: EnvRegistry, batch_size: int) -> Iterator[Stall]:
+    if queue.plan_batch(batch_size, envs.minimums) is not None:
+        return
+    sizes = sorted(queue.groups_by_size())
+    listed = ", ".join(map(str, sizes[:_MAX_NAMED])) + (", …" if len(sizes) > _MAX_NAMED else "")
+    message = (
+        f"{queue.num_sequences} sequences are queued, but groups of {listed} do not add up to a "
+        f"batch of {batch_size}; post other sizes, or register a batch size they divide"
+    )
+    yield Stall("batch/unreachable", queue.num_sequences, message)
+
+
+def _silent(envs: EnvRegistry, batch_size: int, patience: Patience) -> Iterator[Stall]:
+    if not patience.silence_s:
+        return
+    silences = {
+        env.env_id: patience.now - patience.last_heard(env.env_id)
+        for env in envs
+        if env.is_connected
+    }
+    silent = [env for env in envs if silences.get(env.env_id, 0.0) > patience.silence_s]
+    if not silent:
+        return
+    reserved = sum(int(batch_size * envs.minimums.get(env.env_id, 0.0)) for env in silent)
+    named = _named(silent, lambda env: f"{silences[env.env_id]:.0f} s")
+    message = (
+        f"nothing was heard for more than {patience.silence_s:g} s of {named}; "
+        f"{reserved} sequences of each batch are reserved for them"
+    )
+    yield Stall("environment/silent", reserved, message)
+
+
+def _waiting_in_buffers(envs: EnvRegistry, patience: Patience) -> Iterator[Stall]:
+    if not patience.buffer_s:
+        return
+    waits = {env.env_id: patience.now - env.buffer[0].received_at for env in envs if env.buffer}
+    late = [env for env in envs if waits.get(env.env_id, 0.0) > patience.buffer_s]
+    if not late:
+        return
+    stuck = sum(envs.buffered_sequences_of(env.env_id) for env in late)
+    named = _named(late, lambda env: f"{waits[env.env_id]:.0f} s")
+    message = (
+        f"{stuck} sequences wait for more than {patience.buffer_s:g} s for others that add up to "
+        f"the group size of {named}"
+    )
+    yield Stall("buffer/waiting", stuck, message)
+
+
+def _named(envs: list[EnvRecord], detail: Callable[[EnvRecord], str]) -> str:
+    """List environments, the first few by name."""
+    names = [f"{env.env_id} ({env.real_name}, {detail(env)})" for env in envs[:_MAX_NAMED]]
+    more = f" and {len(envs) - _MAX_NAMED} more" if len(envs) > _MAX_NAMED else ""
+    return f"environment{'s' if len(envs) > 1 else ''} {', '.join(names)}{more}"
