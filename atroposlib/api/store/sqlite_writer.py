@@ -23,7 +23,7 @@ from atroposlib.errors import RunStoreError
 
 __all__ = ["Writer"]
 
-MAX_COMMIT_BYTES = 4 * 2**20
+MAX_COMMIT_BYTES = 2 * 2**20
 MAX_COMMIT_RECORDS = 256
 CHECKPOINT_BYTES = 16 * 2**20
 """The log file is copied into the main file about every so many bytes written."""
