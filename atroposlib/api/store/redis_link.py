@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.errors import ConfigError, MissingExtraError, RunStoreError
@@ -178,33 +178,38 @@ class RedisLink:
         reason = str(error).rstrip(".")
         return RunStoreError(f"Redis at {self.address} failed{tries}: {reason}")
 
-    async def _warn(self, info: dict[str, Any]) -> None:
+    async def _warn(self, info: Mapping[str, Any]) -> None:
         """Say in the log what this server's settings put at risk."""
-        from redis.exceptions import ResponseError
-
-        if not int(info["aof_enabled"]):
+        has_log = int(info.get("aof_enabled", 0))
+        if not has_log:
             logger.warning(
                 "Redis at %s has appendonly off: what was acknowledged does not survive its crash",
                 self.address,
             )
-        if int(info["maxmemory"]) and info["maxmemory_policy"] != "noeviction":
+        policy = info.get("maxmemory_policy", "noeviction")
+        if int(info.get("maxmemory", 0)) and policy != "noeviction":
             logger.warning(
                 "Redis at %s has maxmemory-policy %s and may throw the run away when memory is "
                 "short; set it to noeviction",
                 self.address,
-                info["maxmemory_policy"],
+                policy,
             )
-        try:
-            _, setting = await self._execute("CONFIG GET", "appendfsync")
-        except (ResponseError, ValueError):
-            return  # not every user may ask
-        if int(info["aof_enabled"]) and setting != b"always":
+        if has_log and (fsync := await self._fsync()) != "always":
             logger.info(
                 "Redis at %s has appendfsync %s: a crash of its machine may lose what it "
                 "acknowledged last, and this service then stops with an error",
                 self.address,
-                setting.decode(),
+                fsync,
             )
+
+    async def _fsync(self) -> str:
+        from redis.exceptions import ResponseError
+
+        try:
+            settings: Mapping[str, str] = await self._execute("CONFIG GET", "appendfsync")
+        except ResponseError:  # not every user may ask
+            return "unknown"
+        return settings.get("appendfsync", "unknown")
 
 
 def _connect(url: str) -> Redis:

@@ -248,6 +248,16 @@ async def test_open_warns_when_redis_may_throw_data_away(
         assert "allkeys-lru" in caplog.text
 
 
+async def test_open_tells_when_a_power_cut_may_lose_the_last_second(
+    start_redis: StartRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async with replicas(start_redis("--appendonly", "yes").url, 1):
+        assert "appendfsync everysec" in caplog.text
+        assert "appendonly off" not in caplog.text
+
+
 async def test_password_appears_nowhere(
     start_redis: StartRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
