@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 __all__ = ["QueuedGroup"]
 
 
-class QueuedGroup(NamedTuple):
-    """What batching and inspection know of a group, without its tokens."""
+class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What batching and inspection know of a group, without its tokens.
+
+    Holds nothing that could refer back to it, so that the garbage collector need not look at it:
+    100,000 of them would make every full collection tens of milliseconds longer.
+    """
 
     group_id: int
     env_id: int | None
