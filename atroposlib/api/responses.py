@@ -1,4 +1,4 @@
-"""HTTP answers that the framework has no class for: bodies in pieces, refusals of bodies."""
+"""HTTP answers the framework has no class for: bodies in pieces, with word of their arrival."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.api.connection import Connection
 from atroposlib.api.gzip_pieces import Deflater
-from atroposlib.wire import BODY_NOT_TEXT, WireError
 
-__all__ = ["PiecesResponse", "json_response", "refusal_of", "validation_refusal"]
+__all__ = ["PiecesResponse", "json_response"]
 
 logger = logging.getLogger(__name__)
 
 _SLICE_BYTES = 256 * 1024
-_MAX_ECHO_BYTES = 200
 
 Report = Callable[[], Awaitable[Any]]
 
@@ -118,23 +114,6 @@ class PiecesResponse(Response):
             logger.exception("could not write down what became of a response")
 
 
-class SplicedResponse(PiecesResponse):
-    """A body in one piece."""
-
-    def __init__(
-        self,
-        content: bytes,
-        *,
-        on_sent: Report | None = None,
-        on_lost: Callable[[], None] | None = None,
-    ) -> None:
-        async def lost() -> None:
-            if on_lost is not None:
-                on_lost()
-
-        super().__init__([content], on_arrived=on_sent, on_lost=lost)
-
-
 def _slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
     """Cut the pieces into slices worth a write each: small ones joined, large ones divided."""
     small: list[bytes] = []
@@ -163,43 +142,3 @@ def json_response(content: Any, status: int = 200, **headers: str) -> Response:
     return Response(
         msgspec.json.encode(content), status, headers=headers, media_type="application/json"
     )
-
-
-def refusal_of(error: WireError) -> Response:
-    """Answer a body that is not a well-formed group, in the framework's shape."""
-    if error.kind == "not_text":
-        return json_response({"detail": BODY_NOT_TEXT}, 400)
-    return _detail([{"type": error.kind, "loc": ("body", *error.path), "msg": str(error)}])
-
-
-async def validation_refusal(request: Request, error: Exception) -> Response:
-    """Answer a failed validation like the framework does, but never fail at echoing the input."""
-    assert isinstance(error, RequestValidationError)  # registered for this class only
-    return _detail(error.errors())
-
-
-def _detail(errors: Sequence[Any]) -> Response:
-    return json_response(
-        {
-            "detail": [
-                {
-                    "type": error["type"],
-                    "loc": error["loc"],
-                    "msg": error["msg"],
-                    "input": _echo(error.get("input")),
-                }
-                for error in errors
-            ]
-        },
-        422,
-    )
-
-
-def _echo(value: Any) -> Any:
-    """Return the value when it can be sent back and is short, else the start of its `repr`."""
-    try:
-        if len(msgspec.json.encode(value)) <= _MAX_ECHO_BYTES:
-            return value
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        pass
-    return ascii(value)[:_MAX_ECHO_BYTES]

@@ -7,19 +7,29 @@ environments ◄─ GET /status-env ─────┘           └── GET /
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import fields
 from typing import Any
+from uuid import uuid4
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.middleware.cors import CORSMiddleware
 
+from atroposlib.api.admission import RunLimits
 from atroposlib.api.allocation import MIN_ENV_WEIGHT
+from atroposlib.api.auth import BearerAuthMiddleware, read_token_file
+from atroposlib.api.bodies import BodyBudget
 from atroposlib.api.compression import GZipRequestMiddleware, GZipResponseMiddleware
-from atroposlib.api.responses import validation_refusal
-from atroposlib.api.routes import environments, inspection, operations, trainer
+from atroposlib.api.gzip_pieces import Deflater
+from atroposlib.api.logs import RequestErrorsMiddleware
+from atroposlib.api.metrics import ServiceMetrics
+from atroposlib.api.refusals import REFUSALS
+from atroposlib.api.request_metrics import RequestMetricsMiddleware
+from atroposlib.api.routes import environments, groups, inspection, operations, trainer
 from atroposlib.api.routes.environments import (
     disconnect_env,
     get_status_env,
@@ -42,7 +52,9 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.state_view import StateView
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import RunStore
+from atroposlib.api.store.open import fresh_run_name, open_store
+from atroposlib.api.store.watched import WatchedStore
 from atroposlib.wire import decode_group
 
 __all__ = [
@@ -74,28 +86,95 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_BODY_THREADS = 2
+"""Threads for the work on large bodies; what they do lets the event loop run."""
+_TICK_S = 1.0
+
 
 def create_app(settings: ApiSettings | None = None) -> FastAPI:
     """Build a service with a run of its own.
 
+    The run is loaded when the application starts, or by its first request.
+
     Args:
-        settings: limits and switches; the defaults when None.
+        settings: limits and switches; the defaults, with a run in memory, when None.
+
+    Raises:
+        ConfigError: the settings name a store or a token file that cannot be used.
     """
     settings = settings or ApiSettings()
-    run = Run(MemoryRunStore())
+    replica = uuid4().hex
+    store = WatchedStore(_store_of(settings, replica))
+    run = Run(store, limits=_limits_of(settings), replica=replica)
+    metrics = ServiceMetrics(run)
+    run.on_handed_out = metrics.observe_handout
+    threads = ThreadPoolExecutor(_BODY_THREADS, thread_name_prefix="bodies")
+    application = FastAPI(title="AtroposLib API", lifespan=_lifespan_of(run, threads))
+    application.state = StateView(run)
+    application.state.settings = settings
+    application.state.threads = threads
+    application.state.deflater = Deflater(
+        min_bytes=settings.gzip_min_bytes, level=settings.gzip_level, threads=threads
+    )
+    application.state.metrics = metrics
+    application.state.watched_store = store
+    for module in (operations, trainer, environments, inspection, groups):
+        application.include_router(module.router)
+    for kind, refuse in REFUSALS.items():
+        application.add_exception_handler(kind, refuse)
+    _add_middleware(application, settings, threads)
+    return application
 
+
+def _store_of(settings: ApiSettings, replica: str) -> RunStore:
+    return open_store(
+        settings.store,
+        data_dir=settings.data_dir,
+        run_name=settings.run_name or fresh_run_name(),
+        fsync=settings.fsync,
+        replica=replica,
+    )
+
+
+def _limits_of(settings: ApiSettings) -> RunLimits:
+    return RunLimits(**{limit.name: getattr(settings, limit.name) for limit in fields(RunLimits)})
+
+
+def _lifespan_of(
+    run: Run, threads: Executor
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await run.open()
-        yield
-        await run.close()
+        ticking = asyncio.create_task(_tick(run))
+        try:
+            yield
+        finally:
+            ticking.cancel()
+            await asyncio.wait([ticking])
+            await run.close()
+            threads.shutdown(wait=False)
 
-    application = FastAPI(title="AtroposLib API", lifespan=lifespan)
-    application.state = StateView(run)
-    for module in (operations, trainer, environments, inspection):
-        application.include_router(module.router)
-    application.add_exception_handler(RequestValidationError, validation_refusal)
-    # The middleware added last sees a request first.
+    return lifespan
+
+
+async def _tick(run: Run) -> None:
+    """Let time pass for the run, whatever happens; cancelled when the service stops."""
+    trouble = ""
+    while True:
+        await asyncio.sleep(_TICK_S)
+        try:
+            await run.tick()
+            trouble = ""
+        except Exception as error:
+            # A store that is away fails every second in the same way.
+            if str(error) != trouble:
+                logger.exception("what is done once a second failed; trying again")
+            trouble = str(error)
+
+
+def _add_middleware(application: FastAPI, settings: ApiSettings, threads: Executor) -> None:
+    """Wrap the application; what is added last sees a request first."""
     if settings.cors_origins:
         application.add_middleware(
             CORSMiddleware,
@@ -105,10 +184,23 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
             allow_headers=["*"],
         )
     application.add_middleware(
-        GZipResponseMiddleware, min_bytes=settings.gzip_min_bytes, level=settings.gzip_level
+        GZipResponseMiddleware,
+        min_bytes=settings.gzip_min_bytes,
+        level=settings.gzip_level,
+        threads=threads,
     )
-    application.add_middleware(GZipRequestMiddleware, max_body_bytes=settings.max_body_bytes)
-    return application
+    application.add_middleware(
+        GZipRequestMiddleware,
+        max_body_bytes=settings.max_body_bytes,
+        budget=BodyBudget(settings.max_buffered_bytes),
+        threads=threads,
+    )
+    if settings.token_file is not None:
+        # Before a body is read.
+        tokens = read_token_file(settings.token_file)
+        application.add_middleware(BearerAuthMiddleware, tokens=tokens)
+    application.add_middleware(RequestErrorsMiddleware)
+    application.add_middleware(RequestMetricsMiddleware, metrics=application.state.metrics.requests)
 
 
 app = create_app()

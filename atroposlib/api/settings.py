@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-__all__ = ["RUN_NAME_PATTERN", "ApiSettings"]
+from atroposlib.api.store.open import check_run_name, check_store_url
+
+__all__ = ["ApiSettings"]
 
 _MIB = 1024 * 1024
 
-RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-"""What a run may be called: it names a file and a set of keys."""
 
-_STORE_PATTERN = r"^(memory|sqlite|rediss?://.+|unix://.+)$"
+def _check_run_name(name: str | None) -> str | None:
+    return None if name is None else check_run_name(name)
 
 
 class ApiSettings(BaseModel):
@@ -22,9 +23,8 @@ class ApiSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    store: str = Field(
+    store: Annotated[str, AfterValidator(check_store_url)] = Field(
         default="memory",
-        pattern=_STORE_PATTERN,
         description="Where the run lives: `memory` (gone when the process ends), `sqlite` (a file "
         "under `data_dir`) or the address of a Redis server such as `redis://host:6379/0`, which "
         "several services may share.",
@@ -32,9 +32,8 @@ class ApiSettings(BaseModel):
     data_dir: Path = Field(
         default=Path("atropos_runs"), description="Folder of the files of `sqlite`, one per run."
     )
-    run_name: str | None = Field(
+    run_name: Annotated[str | None, AfterValidator(_check_run_name)] = Field(
         default=None,
-        pattern=RUN_NAME_PATTERN,
         description="Name of the run to create or resume; None starts a new one under a new name.",
     )
     fsync: bool = Field(
@@ -43,12 +42,12 @@ class ApiSettings(BaseModel):
         "power failure, too, and not just the end of the process.",
     )
     max_body_bytes: int = Field(
-        default=512 * _MIB,
+        default=128 * _MIB,
         ge=1,
         description="Largest request body after decompression, in bytes; above it: 413.",
     )
     max_buffered_bytes: int = Field(
-        default=1024 * _MIB,
+        default=512 * _MIB,
         ge=1,
         description="Request bodies in memory at one time, in bytes; further ones are read when "
         "there is room again.",

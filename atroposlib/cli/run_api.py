@@ -5,59 +5,111 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from atroposlib.api.settings import ApiSettings
+from atroposlib.api.store.open import fresh_run_name, run_file
+from atroposlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    import uvicorn
 
 __all__ = ["main"]
 
 _APP = "atroposlib.api:app"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SHUTDOWN_S = 3
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep an idle connection, so that none is closed under a request."""
+_SWITCH_INTERVAL_S = 0.001
+"""Longest turn of a thread that works on a large body while requests wait."""
+_DEFAULTS: Mapping[str, Any] = {"store": "sqlite"}
+"""Where the command differs from `ApiSettings`: what is served outlives the process."""
+_FLAG_NAMES = {"run_name": "--run", "cors_origins": "--cors-origin"}
 
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM; a port that is taken ends it with code 1."""
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
+    settings = _settings(parser, args)
     try:
-        _serve(args.host, args.port, reload=args.reload)
+        _serve(settings, args.host, args.port, reload=args.reload)
+    except ConfigError as error:
+        sys.exit(f"run-api: {error}")
     except SystemExit as stop:
         if not stop.code:
             raise
         print(
-            f"run-api: cannot serve on {args.host}:{args.port}; the line above says why. "
+            f"run-api: cannot serve on {args.host}:{args.port}; the lines above say why. "
             "If another process uses the port, stop it or choose another with --port.",
             file=sys.stderr,
         )
         sys.exit(1)
 
 
-def _serve(host: str, port: int, *, reload: bool) -> None:
+def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None:
+    if not reload:
+        _server(settings, host, port).run()
+        return
     import uvicorn
+    from uvicorn.supervisors import ChangeReload
+
+    # The supervisor watches and restarts; each process it starts builds the service anew.
+    watched = uvicorn.Config(_APP, host=host, port=port, reload=True, log_level="warning")
+    sock = watched.bind_socket()
+    print(_start_message(settings, host, sock.getsockname()[1]), flush=True)
+    ChangeReload(watched, target=partial(_serve_again, settings), sockets=[sock]).run()
+
+
+def _serve_again(settings: ApiSettings, sockets: list[socket.socket] | None = None) -> None:
+    """Serve on sockets that the supervisor of `--reload` has bound."""
+    _server(settings, "", 0, is_announced=False).run(sockets=sockets)
+
+
+def _server(
+    settings: ApiSettings, host: str, port: int, *, is_announced: bool = True
+) -> uvicorn.Server:
+    import uvicorn
+
+    from atroposlib.api.http_protocol import ObservedHttpProtocol
+    from atroposlib.api.logs import log_config
+    from atroposlib.api.server import create_app
+
+    application = create_app(settings)
 
     class AnnouncingServer(uvicorn.Server):
         """Says where it listens once it does, with the port it was given for port 0."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            # Before the server does, so that what is wrong with the store is said in one line.
+            await application.state.run.open()
             await super().startup(sockets=sockets)
-            bound_port = self.servers[0].sockets[0].getsockname()[1]
-            print(_start_message(host, bound_port), flush=True)
+            if is_announced and self.started:
+                bound_port = self.servers[0].sockets[0].getsockname()[1]
+                print(_start_message(settings, host, bound_port), flush=True)
 
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    logging = log_config(settings.log_format)
+    logging["loggers"]["uvicorn"]["level"] = "WARNING"
     config = uvicorn.Config(
-        _APP,
+        application,
         host=host,
         port=port,
-        reload=reload,
+        http=ObservedHttpProtocol,
+        ws="none",
         # One line per request says nothing to an operator and fills a pipe nobody reads.
         access_log=False,
-        log_level="warning",
+        log_config=logging,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
-    if config.should_reload:
-        from uvicorn.supervisors import ChangeReload
-
-        sock = config.bind_socket()
-        print(_start_message(host, port), flush=True)
-        ChangeReload(config, target=uvicorn.Server(config).run, sockets=[sock]).run()
-    else:
-        AnnouncingServer(config).run()
+    return AnnouncingServer(config)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,9 +121,43 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on")
     parser.add_argument(
-        "--reload", action="store_true", help="restart, losing the run, when a source file changes"
+        "--reload", action="store_true", help="restart when a source file changes, for development"
     )
+    for name, field in ApiSettings.model_fields.items():
+        _add_setting(parser, name, field)
     return parser
+
+
+def _add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    """Add the flag of one field of `ApiSettings`; what it takes is checked by the model."""
+    flag = _FLAG_NAMES.get(name, "--" + name.replace("_", "-"))
+    default = _DEFAULTS.get(name, field.get_default())
+    text = (field.description or "").replace("%", "%%")
+    common: dict[str, Any] = {"dest": name, "default": default, "help": text}
+    if field.annotation is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif isinstance(default, tuple):
+        several = {**common, "default": [], "help": f"{text} May be given several times."}
+        parser.add_argument(flag, action="append", metavar="ORIGIN", **several)
+    else:
+        parser.add_argument(flag, metavar=_metavar(flag), **common)
+
+
+def _metavar(flag: str) -> str:
+    return flag.removeprefix("--").rpartition("-")[2].upper()
+
+
+def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> ApiSettings:
+    values = {name: getattr(args, name) for name in ApiSettings.model_fields}
+    if values["run_name"] is None and values["store"] != "memory":
+        values["run_name"] = fresh_run_name()
+    try:
+        return ApiSettings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        flag = _FLAG_NAMES.get(name, "--" + name.replace("_", "-"))
+        parser.error(f"argument {flag}: {first['msg']}, not {first['input']!r}")
 
 
 def _port(text: str) -> int:
@@ -82,12 +168,34 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _start_message(host: str, port: int) -> str:
+def _start_message(settings: ApiSettings, host: str, port: int) -> str:
     shown = f"[{host}]" if ":" in host else host
-    message = f"trajectory API: http://{shown}:{port} (Ctrl-C stops it)"
+    lines = [f"trajectory API: http://{shown}:{port} (Ctrl-C stops it)", _whereabouts(settings)]
     if host in _LOOPBACK:
-        return message + "\nonly this machine can reach it; to serve others: --host 0.0.0.0"
-    return message + "\nanybody who can reach this address can post data and reset the run"
+        lines.append(
+            "only this machine can reach it; to serve others: --host 0.0.0.0 --token-file FILE"
+        )
+    elif settings.token_file is None:
+        lines.append(
+            "anybody who can reach this address can post data and reset the run; "
+            "to ask for tokens: --token-file FILE"
+        )
+    else:
+        lines.append(f"callers need a token of {settings.token_file}")
+    return "\n".join(lines)
+
+
+def _whereabouts(settings: ApiSettings) -> str:
+    """Say where the run is, and how to go on with it."""
+    if settings.store == "memory":
+        return "the run is in memory: it is gone when this process ends"
+    assert settings.run_name is not None  # given or made up by `_settings`
+    again = f"to go on with it after a stop: --run {settings.run_name}"
+    if settings.store == "sqlite":
+        return (
+            f"run {settings.run_name} in {run_file(settings.data_dir, settings.run_name)}; {again}"
+        )
+    return f"run {settings.run_name} in Redis; {again}"
 
 
 if __name__ == "__main__":

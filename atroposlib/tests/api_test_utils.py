@@ -33,7 +33,7 @@ def launch_api_for_testing(max_wait_for_api: int = 10) -> subprocess.Popen[bytes
     """
     command = [sys.executable, "-m", "atroposlib.cli.run_api"]
     process = subprocess.Popen(
-        [*command, "--host", "localhost", "--port", "8000"],
+        [*command, "--host", "localhost", "--port", "8000", "--store", "memory"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

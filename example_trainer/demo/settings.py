@@ -197,6 +197,11 @@ class DemoPaths:
         return self.output / "logs"
 
     @property
+    def service_data(self) -> Path:
+        """Folder of the trajectory service's run."""
+        return self.output / "service"
+
+    @property
     def tiny_model(self) -> Path:
         """Folder of the model after its warm-up."""
         return self.output / "model"

@@ -83,7 +83,9 @@ def build_stack(
             engine_variables(on_gpu=on_gpu),
         ),
         service=part(
-            "trajectory service", ["-m", "atroposlib.cli.run_api", "--port", str(service_port)]
+            "trajectory service",
+            ["-m", "atroposlib.cli.run_api", "--port", str(service_port)]
+            + ["--data-dir", str(paths.service_data)],
         ),
         environment=part(
             "environment",

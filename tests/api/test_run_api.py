@@ -17,12 +17,13 @@ from atroposlib.cli.run_api import main
 from tests.api.helpers import REGISTRATION, make_group
 
 START = [sys.executable, "-m", "atroposlib.cli.run_api"]
+IN_MEMORY = ("--store", "memory")
 
 
 @contextmanager
 def running(port: int, *flags: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [*START, "--host", "localhost", "--port", str(port), *flags],
+        [*START, "--host", "localhost", "--port", str(port), *(flags or IN_MEMORY)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -87,7 +88,7 @@ def test_run_api_help_names_every_flag_with_its_default():
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )
 
-    for text in ("--host", "127.0.0.1", "--port", "8000", "--reload"):
+    for text in ("--host", "127.0.0.1", "--port", "8000", "--reload", "--run", "--token-file"):
         assert text in result.stdout
 
 
@@ -100,3 +101,78 @@ def test_run_api_wrong_port_is_a_usage_error_that_names_the_range(monkeypatch, c
 
     assert stop.value.code == 2
     assert f"argument --port: '{port}' is no port; expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--store", "postgres", "argument --store: Value error, store 'postgres' is unknown"),
+        ("--run", "../up", "argument --run: Value error, run name '../up' cannot be used"),
+        ("--max-queue-sequences", "-1", "argument --max-queue-sequences: Input should be greater"),
+        ("--log-format", "xml", "argument --log-format: Input should be 'text' or 'json'"),
+    ],
+)
+def test_run_api_wrong_value_is_a_usage_error_that_names_the_flag(
+    monkeypatch, capsys, flag, value, said
+):
+    monkeypatch.setattr(sys, "argv", ["run-api", f"{flag}={value}"])
+
+    with pytest.raises(SystemExit) as stop:
+        main()
+
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_run_api_goes_on_with_a_named_run_after_it_was_killed(free_port, tmp_path):
+    flags = ("--data-dir", str(tmp_path / "runs"), "--run", "mine", "--cors-origin", "http://a")
+    with running(free_port, *flags), httpx.Client(base_url=wait_until_up(free_port)) as client:
+        client.post("/register", json={**REGISTRATION, "batch_size": 1})
+        first = client.post(
+            "/scored_data", json=make_group(1, score=7), headers={"Idempotency-Key": "one"}
+        )
+        assert first.json() == {"status": "received"}
+
+    with running(free_port, *flags) as process:
+        with httpx.Client(base_url=wait_until_up(free_port)) as client:
+            assert client.get("/info").json()["batch_size"] == 1
+            assert client.get("/batch").json()["batch"][0]["scores"] == [7]
+        process.terminate()
+        output, _ = process.communicate(timeout=10)
+
+    assert process.returncode in (0, -signal.SIGTERM)
+    assert f"run mine in {tmp_path / 'runs' / 'mine.sqlite3'}" in output
+    assert "--run mine" in output
+
+
+def test_run_api_without_a_name_starts_a_fresh_run_each_time(free_port, tmp_path):
+    for count in (1, 2):
+        with running(free_port, "--data-dir", str(tmp_path)) as process:
+            wait_until_up(free_port)
+            process.terminate()
+            output, _ = process.communicate(timeout=10)
+        files = list(tmp_path.glob("*.sqlite3"))
+        assert len(files) == count
+        assert any(file.stem in output for file in files)
+
+
+def test_run_api_store_that_cannot_be_used_ends_it_with_one_line(free_port, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with running(free_port, "--data-dir", str(tmp_path / "file")) as process:
+        output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 1
+    assert output.startswith("run-api: ")
+    assert "--data-dir" in output
+    assert len(output.splitlines()) == 1
+
+
+def test_run_api_reload_serves_with_its_settings(free_port, tmp_path):
+    flags = ("--reload", "--data-dir", str(tmp_path), "--run", "mine")
+    with running(free_port, *flags) as process:
+        wait_until_up(free_port)
+        process.terminate()
+        output, _ = process.communicate(timeout=10)
+
+    assert (tmp_path / "mine.sqlite3").exists()
+    assert "run mine in" in output

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
 from atroposlib.api.admission import Placement
-from atroposlib.api.responses import refusal_of
+from atroposlib.api.refusals import refusal_of
 from atroposlib.api.routes.dependencies import RunOfApp
 from atroposlib.api.schemas import EnvIdentifier, RegisterEnv, ScoredData
 from atroposlib.wire import WireError, decode_group, decode_groups
