@@ -147,7 +147,7 @@ class BearerAuthMiddleware:
     def __init__(self, app: ASGIApp, *, tokens: TokenTable) -> None:
         self.app = app
         self._tokens = tokens
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str, str]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -175,8 +175,9 @@ class BearerAuthMiddleware:
 
     def _refuse(self, status: int, rule: Rule, name: str, text: str, challenge: str) -> Response:
         """Answer a refusal; each kind of it is logged once."""
-        if (name, rule.route) not in self._logged and len(self._logged) < _MAX_LOGGED_REFUSALS:
-            self._logged.add((name, rule.route))
+        kind = (name, rule.route, text)
+        if kind not in self._logged and len(self._logged) < _MAX_LOGGED_REFUSALS:
+            self._logged.add(kind)
             logger.warning("refused %s on %s: %s", name, rule.route, text)
         return JSONResponse({"detail": text}, status, {"WWW-Authenticate": challenge})
 
