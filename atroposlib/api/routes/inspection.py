@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from atroposlib.api.responses import PiecesResponse
 from atroposlib.api.routes.dependencies import RunOfApp
+from atroposlib.api.settings import ApiSettings
+from atroposlib.wire import convert_payload
 
 __all__ = ["get_latest_example", "get_status", "info", "router", "wandb_info"]
 
@@ -46,19 +49,29 @@ async def info(run: RunOfApp) -> dict[str, Any]:
 
 
 @router.get("/status")
-async def get_status(run: RunOfApp) -> dict[str, Any]:
+async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
     """Return the step and the number of queued groups.
 
-    While something waits that is not in these figures, `buffered_sequences` and `stalls` say so.
+    What these figures do not contain is named only while there is some: `buffered_sequences`,
+    `in_flight_batches` and of them `leased_batches`, `returned_batches` that leave next,
+    `expired_envs`, `policy_version`, `run`, and `stalls`: why queued groups make no batch.
     """
-    state = run.state
+    state, delivery = run.state, run.state.delivery
+    leased = sum(handout.lease_until is not None for handout in delivery.in_flight.values())
+    settings: ApiSettings = request.app.state.settings
+    counts = {
+        "buffered_sequences": state.envs.buffered_sequences,
+        "in_flight_batches": len(delivery.in_flight),
+        "leased_batches": leased,
+        "returned_batches": len(delivery.returned),
+        "expired_envs": sum(env.is_expired for env in state.envs),
+    }
     answer: dict[str, Any] = {"current_step": state.step, "queue_size": len(state.queue)}
-    if state.envs.buffered_sequences:
-        answer["buffered_sequences"] = state.envs.buffered_sequences
+    answer |= {name: count for name, count in counts.items() if count}
+    named = {"policy_version": state.policy_version, "run": settings.run_name}
+    answer |= {name: value for name, value in named.items() if value is not None}
     stalls = [stall._asdict() for stall in run.stalls()]
-    if stalls:
-        answer["stalls"] = stalls
-    return answer
+    return answer | {"stalls": stalls} if stalls else answer
 
 
 @router.get("/latest_example", response_model=None)
@@ -68,4 +81,5 @@ async def get_latest_example(run: RunOfApp) -> Response | dict[str, Any]:
     payload = None if latest is None else await run.payload(latest)
     if payload is None:
         return {key: [] for key in _NO_EXAMPLE_KEYS}
-    return PiecesResponse([payload.content])
+    # Converting is work for a core; other requests are served meanwhile.
+    return PiecesResponse([await asyncio.to_thread(convert_payload, payload, "json")])
