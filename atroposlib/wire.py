@@ -110,7 +110,7 @@ def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = 
     """
     if lane == "json":
         return encode_json_group(group)
-    from atroposlib.wire_binary import encode_binary_group
+    from atroposlib.wire_binary_writing import encode_binary_group
 
     blob = encode_binary_group(group)
     return compressed_blob(blob) if zstd else blob

@@ -1,4 +1,4 @@
-"""Codec of one group in the binary lane; `docs/wire.md` defines the bytes; pure.
+"""Reads and checks groups of the binary lane; `docs/wire.md` defines the bytes; pure.
 
     blob = map {format, field: {dtype, data, lengths?, counts?}, opaque field: JSON text, env_id}
            or the zstd frame of such a map
@@ -15,19 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import GROUP_FIELDS, check_group
+from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.wire_checks import Lengths, check_layout, is_loose
 from atroposlib.wire_columns import TEXT, Column, Numbers, check_column, unpack
-from atroposlib.wire_json import write_field
-from atroposlib.wire_packing import gather, gather_rows, pack
 from atroposlib.wire_rows import (
     INT64,
     ROW_FIELDS,
     decode_value,
-    read_integer,
     read_opaque,
     read_rows,
-    read_scores,
 )
 from atroposlib.wire_types import (
     BODY_NOT_TEXT,
@@ -40,21 +36,23 @@ from atroposlib.wire_zstd import plain_blob
 
 __all__ = [
     "FORMAT",
+    "NUMERIC_FIELDS",
+    "OPAQUE_FIELDS",
     "decode_binary_group",
     "decode_binary_groups",
-    "encode_binary_group",
     "opaque_text",
     "open_group",
     "texts_decoder",
     "unpack_fields",
-    "write_group",
+    "write_map",
 ]
 
 FORMAT = 1
 """Version of the format of a group."""
 
-_NUMERIC_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.name in ROW_FIELDS or f.name == "scores")
-_OPAQUE_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.dtype == "json" and f.name != "env_id")
+NUMERIC_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.name in ROW_FIELDS or f.name == "scores")
+OPAQUE_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.dtype == "json" and f.name != "env_id")
+_KEYS = ("format", *(field.name for field in GROUP_FIELDS), "policy_version")
 _Checked = TypeVar("_Checked")
 texts_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 """Reads the entries of an array as JSON text."""
@@ -71,21 +69,19 @@ def _blob_type(name: str, *, is_strict: bool) -> Any:
         if field.required:
             fields.append((field.name, column))
         else:
-            value = column if field.name in _NUMERIC_FIELDS else memoryview
+            value = column if field.name in NUMERIC_FIELDS else memoryview
             fields.append((field.name, (INT64 if field.name == "env_id" else value) | None, None))
     fields.append(("policy_version", INT64 | None, None))
     return msgspec.defstruct(
         name,
         fields,
         kw_only=True,
-        omit_defaults=True,
         gc=False,
         forbid_unknown_fields=is_strict,
     )
 
 
-_Blob = _blob_type("Blob", is_strict=False)
-_blob_decoder = msgspec.msgpack.Decoder(_Blob)
+_blob_decoder = msgspec.msgpack.Decoder(_blob_type("Blob", is_strict=False))
 _strict_decoder = msgspec.msgpack.Decoder(_blob_type("StrictBlob", is_strict=True))
 
 
@@ -127,7 +123,7 @@ def _decode_plain(body: bytes | memoryview, content: bytes | memoryview) -> Deco
     group, has_unknown_keys = _open(content)
     lengths, scores = _check(_check_fields, group)
     return DecodedGroup(
-        payload=msgspec.msgpack.encode(group) if has_unknown_keys else bytes(body),
+        payload=write_map(msgspec.structs.asdict(group)) if has_unknown_keys else bytes(body),
         lane="msgpack",
         num_sequences=len(scores),
         num_tokens=sum(length or 0 for length in lengths["tokens"]),
@@ -182,7 +178,7 @@ def _check(check: Callable[[Any], _Checked], group: Any) -> _Checked:
 
 def _check_fields(group: Any) -> tuple[dict[str, Lengths], list[float]]:
     lengths = _check_columns(group)
-    for name in _OPAQUE_FIELDS:
+    for name in OPAQUE_FIELDS:
         entries = _check_opaque(name, getattr(group, name))
         if entries is not None:
             lengths[name] = [None] * entries
@@ -195,7 +191,7 @@ def _check_columns(group: Any) -> dict[str, Lengths]:
     tokens = check_column("tokens", group.tokens, None)
     assert tokens is not None  # tokens have rows
     lengths: dict[str, Lengths] = {"tokens": tokens}
-    for name in _NUMERIC_FIELDS[1:]:
+    for name in NUMERIC_FIELDS[1:]:
         column = getattr(group, name)
         if column is None:
             continue
@@ -229,55 +225,16 @@ def _lengths_of_text(name: str, text: memoryview) -> Lengths:
     return [len(row) if isinstance(row, list) else None for row in values]
 
 
-def encode_binary_group(group: Mapping[str, Any]) -> bytes:
-    """Write one group; raises `GroupError` naming the field at fault."""
-    check_group(group)
-    fields: dict[str, Any] = {}
-    for name in _NUMERIC_FIELDS:
-        if group.get(name) is not None:
-            fields[name] = gather(name, group[name]) or _gather_laxly(name, group[name])
-    for name in _OPAQUE_FIELDS:
-        if group.get(name) is not None:
-            fields[name] = write_field(name, group[name])
-    for name in ("env_id", "policy_version"):
-        if group.get(name) is not None:
-            fields[name] = read_integer(name, write_field(name, group[name]))
-    return write_group(fields)
-
-
-def _gather_laxly(name: str, value: Any) -> Numbers | bytes:
-    """Read a field the way the JSON lane does, for numbers written as text and the like."""
-    text = write_field(name, value)
-    if name == "scores":
-        found = gather(name, read_scores(text).values)
-    else:
-        found = gather_rows(name, decode_value(texts_decoder, text, (name,)))
-    return text if found is None else found
-
-
-def write_group(fields: Mapping[str, Any]) -> bytes:
-    """Write a group.
-
-    Args:
-        fields: by name, of what is there: `Numbers`, JSON text of opaque fields and of
-            `advantages` with lone numbers, integers.
-    """
-    tokens = fields["tokens"]
-    written = {}
-    for name, value in fields.items():
-        if isinstance(value, Numbers):
-            written[name] = pack(name, value, tokens)
-        elif name == "advantages":
-            written[name] = Column(TEXT, memoryview(value))
-        else:
-            written[name] = value
-    return msgspec.msgpack.encode(_Blob(format=FORMAT, **written))
+def write_map(values: Mapping[str, Any]) -> bytes:
+    """Write the map of a group from columns, JSON texts and integers by name; None is left out."""
+    present = ((name, values.get(name)) for name in _KEYS)
+    return msgspec.msgpack.encode({name: value for name, value in present if value is not None})
 
 
 def unpack_fields(group: Any) -> dict[str, Numbers]:
     """Return the numbers of an opened and checked group, by field; text columns are left out."""
     found: dict[str, Numbers] = {}
-    for name in _NUMERIC_FIELDS:
+    for name in NUMERIC_FIELDS:
         column = getattr(group, name)
         if column is not None and column.dtype != TEXT:
             found[name] = unpack(name, column, found.get("tokens"))

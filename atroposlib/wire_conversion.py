@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.wire_binary import opaque_text, open_group, unpack_fields, write_group
+from atroposlib.wire_binary import opaque_text, open_group, unpack_fields
+from atroposlib.wire_binary_writing import write_group
 from atroposlib.wire_columns import Numbers, split_rows
 from atroposlib.wire_json import find_fields, splice
 from atroposlib.wire_packing import gather, gather_rows

@@ -134,10 +134,11 @@ def find_fields(body: bytes) -> dict[str, Any]:
     if walk.is_complete:
         return walk.fields
     try:
-        rest = _rest_decoder.decode(b"{" + body[walk.end :])
+        rest = _present(_rest_decoder.decode(b"{" + body[walk.end :]))
     except (msgspec.DecodeError, RecursionError):
         return _parse_fields(body)
-    return walk.fields | _present(rest)
+    # Of a key that comes twice the first value would not be looked at.
+    return walk.fields | rest if walk.fields.keys().isdisjoint(rest) else _parse_fields(body)
 
 
 def _walk_groups(body: bytes) -> list[DecodedGroup] | None:

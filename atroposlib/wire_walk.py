@@ -53,7 +53,7 @@ def walk_group(body: bytes, start: int = 0) -> Walk | None:
         start: where the object begins.
 
     Returns:
-        What was found; None when not even the first field could be walked.
+        What was found; None when not even the first field could be walked, or a key comes twice.
     """
     opening = _OPENING.match(body, start)
     if opening is None:
@@ -66,6 +66,8 @@ def walk_group(body: bytes, start: int = 0) -> Walk | None:
         after = _AFTER_VALUE.match(body, found[1]) if found else None
         if key is None or found is None or after is None:
             return Walk(fields, position, False) if fields else None
+        if key.group(1).decode() in fields:
+            return None  # nobody would look at the first value
         fields[key.group(1).decode()] = found[0]
         position = after.end()
         if after.group(1) == b"}":

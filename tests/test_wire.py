@@ -13,10 +13,11 @@ from pydantic import BaseModel
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.wire import (
+    StoredPayload,
     WireError,
+    batch_pieces,
     decode_group,
     decode_groups,
-    encode_batch,
     encode_group,
     encode_groups,
 )
@@ -50,6 +51,70 @@ def test_decode_group_gives_back_the_canonical_payload():
 
     assert json.loads(decode_group(payload).payload) == json.loads(payload)
     assert decode_group(decode_group(payload).payload).payload == decode_group(payload).payload
+
+
+def test_decode_group_splices_what_is_right_already():
+    body = b'{"tokens": [[1, 2]], "masks": [[-100,2]], "scores":[0.50], "ref_logprobs":[[1e-5,0]]}'
+
+    payload = decode_group(body).payload
+
+    assert payload.startswith(b'{"tokens":[[1, 2]],"masks":[[-100,2]],"scores":[0.50],')
+    assert b'"ref_logprobs":[[0.00001,0.0]]' in payload
+
+
+def test_decode_group_writes_floats_as_floats():
+    body = b'{"tokens":[[1,2]],"masks":[[1,2]],"scores":[1],"inference_logprobs":[[1, -0.25]]}'
+
+    group = json.loads(decode_group(body).payload)
+
+    assert repr(group["scores"] + group["inference_logprobs"][0]) == "[1.0, 1.0, -0.25]"
+
+
+def test_decode_group_consumes_the_policy_version():
+    decoded = decode_group(encode_group({**GROUP, "policy_version": 7}))
+
+    assert decoded.policy_version == 7
+    assert "policy_version" not in json.loads(decoded.payload)
+    assert (decoded.min_score, decoded.max_score) == (-0.1, 1.0)
+
+
+@pytest.mark.parametrize("separator", [",", ", "])
+def test_long_rows_are_read_in_pieces_and_kept(separator):
+    row = separator.join(str(number) for number in range(60_000))
+    floats = separator.join(f"-{number}.25" for number in range(60_000))
+    body = f'{{"tokens":[[{row}]],"masks":[[{row}]],"scores":[1],"advantages":[[{floats}]]}}'
+
+    decoded = decode_group(body.encode())
+
+    assert decoded.num_tokens == 60_000
+    assert json.loads(decoded.payload) | json.loads(body) == json.loads(decoded.payload)
+
+
+@pytest.mark.parametrize("ending", [",]", ",,1]", ',"x"]', ",[1]]", ",1"])
+def test_long_rows_that_end_wrong_are_refused(ending):
+    row = ",".join(str(number) for number in range(60_000))
+    body = f'{{"tokens":[[{row}{ending}],"masks":[[1]],"scores":[1]}}'
+
+    with pytest.raises(WireError):
+        decode_group(body.encode())
+
+
+def test_of_a_repeated_key_the_last_value_counts_and_the_first_must_be_json():
+    tail = b'"masks":[[1]],"scores":[1],"tokens":[[5]]}'
+
+    assert json.loads(decode_group(b'{"tokens":[[1],[2]],' + tail).payload)["tokens"] == [[5]]
+    with pytest.raises(WireError, match="JSON"):
+        decode_group(b'{"tokens":[[1"]],' + tail)
+
+
+@pytest.mark.parametrize("comma", [b"", b",}", b"} {"])
+def test_what_follows_a_group_must_be_json(comma):
+    body = b'{"tokens":[[1]],"masks":[[1]],"scores":[1.0]'
+
+    with pytest.raises(WireError) as caught:
+        decode_group(body + comma)
+
+    assert caught.value.kind == "json_invalid"
 
 
 @given(
@@ -118,11 +183,14 @@ def test_encode_groups_is_what_decode_groups_reads():
     assert [d.num_tokens for d in decode_groups(encode_groups([GROUP, GROUP]))] == [4, 4]
 
 
-def test_encode_batch_splices_payloads():
-    payloads = [encode_group(GROUP), encode_group(GROUP)]
+def test_batch_pieces_splice_payloads():
+    payload = encode_group(GROUP)
 
-    assert json.loads(encode_batch(payloads)) == {"batch": [json.loads(p) for p in payloads]}
-    assert json.loads(encode_batch([])) == {"batch": []}
+    body = b"".join(batch_pieces([StoredPayload("json", payload)] * 2, envelope={"batch_id": "3"}))
+
+    assert json.loads(body) == {"batch": [json.loads(payload)] * 2, "batch_id": "3"}
+    assert b"".join(batch_pieces([])) == b'{"batch":[]}'
+    assert b"".join(batch_pieces(None)) == b'{"batch":null}'
 
 
 def test_encode_group_converts_numpy_and_models():

@@ -35,6 +35,7 @@ PURE_RULES = [
     "atroposlib.wire",
     "atroposlib.wire_batch",
     "atroposlib.wire_binary",
+    "atroposlib.wire_binary_writing",
     "atroposlib.wire_columns",
     "atroposlib.wire_conversion",
     "atroposlib.wire_json",

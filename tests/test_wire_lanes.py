@@ -1,0 +1,61 @@
+"""Negotiation of lanes."""
+
+from __future__ import annotations
+
+import pytest
+
+from atroposlib.wire import MEDIA_TYPES, lane_of, lane_of_accept
+
+
+@pytest.mark.parametrize(
+    ("content_type", "lane"),
+    [
+        (None, "json"),
+        ("", "json"),
+        ("application/json", "json"),
+        ("Application/JSON; charset=utf-8", "json"),
+        ("application/msgpack", "msgpack"),
+        ("application/x-msgpack", "msgpack"),
+        ("application/vnd.msgpack;x=1", "msgpack"),
+        ("text/html", None),
+        ("application/octet-stream", None),
+    ],
+)
+def test_lane_of_a_body(content_type, lane):
+    assert lane_of(content_type) == lane
+
+
+@pytest.mark.parametrize(
+    ("accept", "lane", "accepts_zstd"),
+    [
+        (None, "json", False),
+        ("", "json", False),
+        ("*/*", "json", False),
+        ("text/html, application/xml;q=0.9", "json", False),
+        ("application/msgpack", "msgpack", False),
+        ("application/msgpack;zstd=1", "msgpack", True),
+        ('application/msgpack; zstd="1"; q=0.5, application/json;q=0.4', "msgpack", True),
+        ("application/msgpack;q=0.4, application/json;q=0.5", "json", False),
+        ("application/json, application/msgpack", "json", False),
+        ("application/msgpack, application/json", "msgpack", False),
+        ("application/msgpack;q=0", "json", False),
+        ("application/msgpack, */*;q=0.1", "msgpack", False),
+        ("application/msgpack;q=x", "json", False),
+        ("application/json;zstd=1", "json", False),
+        (",;,=;q", "json", False),
+    ],
+)
+def test_lane_of_an_answer(accept, lane, accepts_zstd):
+    assert lane_of_accept(accept) == (lane, accepts_zstd)
+
+
+def test_lane_of_an_answer_to_a_client_that_takes_anything_is_the_default():
+    assert lane_of_accept("*/*", "msgpack").lane == "msgpack"
+    assert lane_of_accept(None, "msgpack").lane == "msgpack"
+
+
+def test_media_types_lead_back_to_their_lanes():
+    assert {lane: lane_of(media_type) for lane, media_type in MEDIA_TYPES.items()} == {
+        "json": "json",
+        "msgpack": "msgpack",
+    }
