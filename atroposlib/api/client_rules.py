@@ -1,31 +1,36 @@
-"""What both clients agree on: bodies, retries, defaults, and errors that say what to do; pure."""
+"""What both clients agree on: retries, defaults, and errors that say what to do; pure."""
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.errors import TrajectoryApiError
+from atroposlib.api.client_bodies import answer_lane, decode_answer
+from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.io import retry_after_s
 
 __all__ = [
-    "Body",
+    "POST_RETRY",
+    "LeasedBatch",
+    "NotReachedError",
     "RetryRule",
-    "compressed",
+    "auth_headers",
+    "batch_path",
     "delivered_groups",
+    "leased_batch",
     "read_answer",
     "unreachable",
     "with_status_defaults",
 ]
 
-_MIN_GZIP_BYTES = 1024
 _MAX_QUOTED_CHARS = 500
-_JSON = {"Content-Type": "application/json"}
+_BUSY_STATUSES = (429, 503)
 _STATUS_ENV_DEFAULTS = {"self_queue_size": 0, "max_group_size": 1, "unallocated_fraction": 1.0}
 _REMEDIES = {
+    401: "the service asks for a token: set ATROPOS_API_TOKEN, or give the client its `token`",
+    403: "the token is not for this: take one of the right role (environment, trainer or admin)",
     404: "the service was reset or replaced: register again, or check the address",
     409: "use the settings of the running run, or replace them",
     413: "post fewer groups at a time",
@@ -34,27 +39,35 @@ _REMEDIES = {
 }
 
 
-class Body(NamedTuple):
-    """A request body and the headers that describe it."""
+class LeasedBatch(NamedTuple):
+    """A batch that is the trainer's until its lease runs out."""
 
-    content: bytes
-    headers: Mapping[str, str]
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether the content is gzip."""
-        return "Content-Encoding" in self.headers
+    groups: list[dict[str, Any]]
+    """Decoded groups, oldest first."""
+    batch_id: str | None
+    """What `ack` and `nack` take; None from a service without leases, where it is taken already."""
 
 
 class RetryRule(NamedTuple):
-    """How often and when a failed request is repeated."""
+    """How often, when and for how long a failed request is repeated."""
 
-    attempts: int = 3
+    attempts: int | None = 3
+    """Attempts in all, None for as many as fit into `deadline_s`."""
     first_delay_s: float = 0.2
+    """Pause after the first failure; every further one is four times as long."""
     max_delay_s: float = 10.0
+    """Longest pause of our own choice."""
+    deadline_s: float = 120.0
+    """No attempt starts later than this after the first one."""
 
     def delay_s(
-        self, error: TrajectoryApiError, *, attempt: int, is_repeatable: bool
+        self,
+        error: TrajectoryApiError,
+        *,
+        attempt: int,
+        is_repeatable: bool,
+        passed_s: float = 0.0,
+        jitter: float = 0.0,
     ) -> float | None:
         """Return the seconds to wait before the next attempt, None to give up.
 
@@ -63,39 +76,56 @@ class RetryRule(NamedTuple):
             attempt: how many attempts were made, from 1.
             is_repeatable: whether doing the request twice is the same as doing it once. If not,
                 only failures after which the service certainly did nothing are repeated.
+            passed_s: seconds since the first attempt began.
+            jitter: 0 to 1, lengthens the pause by up to a quarter: spreads many clients out.
         """
-        if attempt >= self.attempts:
+        if self.attempts is not None and attempt >= self.attempts:
             return None
-        was_refused = error.status == 503 and error.retry_after_s is not None
-        was_not_sent = isinstance(error, NotReachedError)
-        may_be_passing = error.status is None or error.status >= 500
-        if not (was_refused or was_not_sent or (is_repeatable and may_be_passing)):
+        if not _may_repeat(error, is_repeatable=is_repeatable):
             return None
-        if error.retry_after_s is not None:
-            return min(error.retry_after_s, self.max_delay_s)
-        return float(min(self.first_delay_s * 4 ** (attempt - 1), self.max_delay_s))
+        pause_s = error.retry_after_s
+        if pause_s is None:
+            # The exponent is bounded because a float is.
+            pause_s = min(self.first_delay_s * 4.0 ** min(attempt - 1, 16), self.max_delay_s)
+        pause_s *= 1.0 + jitter / 4.0
+        return pause_s if passed_s + pause_s <= self.deadline_s else None
+
+
+POST_RETRY = RetryRule(attempts=None, deadline_s=600.0)
+"""For groups: long enough for a service that is being restarted or moved."""
 
 
 class NotReachedError(TrajectoryApiError):
     """No connection could be made: the service has not seen the request."""
 
 
-def plain(content: bytes) -> Body:
-    """Wrap encoded JSON."""
-    return Body(content, _JSON)
+def _may_repeat(error: TrajectoryApiError, *, is_repeatable: bool) -> bool:
+    was_not_sent = isinstance(error, NotReachedError)
+    was_put_off = error.status in _BUSY_STATUSES and error.retry_after_s is not None
+    may_be_passing = error.status is None or error.status >= 500 or error.status == 408
+    return was_not_sent or was_put_off or (is_repeatable and may_be_passing)
 
 
-def compressed(content: bytes) -> Body:
-    """Wrap encoded JSON, as gzip where that is worth it."""
-    if len(content) >= _MIN_GZIP_BYTES:
-        # Level 1: token ids shrink well already, and higher levels cost more than they save.
-        packed = gzip.compress(content, compresslevel=1)
-        if len(packed) < len(content):
-            return Body(packed, {**_JSON, "Content-Encoding": "gzip"})
-    return plain(content)
+def auth_headers(token: str | None) -> dict[str, str]:
+    """Return the header that carries a token, none without one.
+
+    Raises:
+        ConfigError: the token cannot be sent; the message does not show it.
+    """
+    token = (token or "").strip()
+    if not token:
+        return {}
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigError(
+            "the token of the trajectory service holds blanks, line breaks or characters outside "
+            "ASCII; it is one word, as in the service's token file"
+        )
+    return {"Authorization": f"Bearer {token}"}
 
 
-def unreachable(method: str, url: str, error: Exception, *, attempt: int, sent: bool) -> Exception:
+def unreachable(
+    method: str, url: str, error: Exception, *, attempt: int, sent: bool
+) -> TrajectoryApiError:
     """Describe a request that got no answer."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     message = (
@@ -113,20 +143,33 @@ def read_answer(
     headers: Mapping[str, str],
     content: bytes,
     attempt: int = 1,
+    secrets: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return the decoded JSON of a good answer.
+    """Return what a good answer holds, in either lane.
+
+    Args:
+        method: of the request.
+        url: of the request.
+        status: of the answer.
+        headers: of the answer.
+        content: of the answer.
+        attempt: how many attempts were made, from 1.
+        secrets: request headers whose values no error may repeat.
 
     Raises:
-        TrajectoryApiError: the status is not 2xx, or the body is not JSON.
+        TrajectoryApiError: the status is not 2xx, or the body cannot be decoded.
     """
     try:
-        answer = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+        answer = decode_answer(content, headers)
+    except (msgspec.DecodeError, ValueError):
         answer = None
-    if 200 <= status < 300 and (answer is not None or content.strip() == b"null"):
+    is_null = answer_lane(headers) == "json" and content.strip() == b"null"
+    if 200 <= status < 300 and (answer is not None or is_null):
         return answer
     detail = answer.get("detail", answer) if isinstance(answer, dict) else None
-    said = _spell(detail) if detail else content.decode(errors="replace")
+    said = _spell(detail) if detail else content[: 4 * _MAX_QUOTED_CHARS].decode(errors="replace")
+    for secret in (secrets or {}).values():
+        said = said.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
     remedy = _REMEDIES.get(status)
     raise TrajectoryApiError(
         f"{method} {url} answered {status} (attempt {attempt}): {said[:_MAX_QUOTED_CHARS]}"
@@ -150,6 +193,13 @@ def with_status_defaults(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {**_STATUS_ENV_DEFAULTS, **answer}
 
 
+def batch_path(*, lease_s: float | None, wait_s: float | None) -> str:
+    """Return the path that asks for a batch; older services ignore what follows `?`."""
+    wishes = {"lease": lease_s, "wait": wait_s}
+    query = "&".join(f"{name}={value:g}" for name, value in wishes.items() if value is not None)
+    return f"/batch?{query}" if query else "/batch"
+
+
 def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]] | None:
     """Return the groups of `GET /batch`, None when no batch is ready.
 
@@ -164,3 +214,12 @@ def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]
         )
     batch: list[dict[str, Any]] | None = answer.get("batch")
     return batch
+
+
+def leased_batch(answer: Mapping[str, Any], url: str) -> LeasedBatch | None:
+    """Return the batch of `GET /batch?lease=`, None when none is ready; raises as above."""
+    groups = delivered_groups(answer, url)
+    if groups is None:
+        return None
+    batch_id = answer.get("batch_id")
+    return LeasedBatch(groups, None if batch_id is None else str(batch_id))

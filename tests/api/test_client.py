@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -16,6 +12,7 @@ from atroposlib.api.client_rules import NotReachedError, RetryRule
 from atroposlib.api.server import create_app
 from atroposlib.errors import GroupError, TrajectoryApiError
 from tests.api.helpers import REGISTRATION, make_group, serve
+from tests.api.scripted_service import scripted
 
 QUICK = RetryRule(first_delay_s=0.001, max_delay_s=0.002)
 ENV = {"max_token_length": 10, "desired_name": "e", "weight": 1.0, "group_size": 2}
@@ -25,20 +22,6 @@ ENV = {"max_token_length": 10, "desired_name": "e", "weight": 1.0, "group_size":
 def url(free_port):
     with serve(create_app(), free_port) as address:
         yield address
-
-
-@asynccontextmanager
-async def scripted(handler: Callable, port: int) -> AsyncIterator[str]:
-    """Serve every request by one function."""
-    app = web.Application()
-    app.router.add_route("*", "/{tail:.*}", handler)
-    runner = web.AppRunner(app, auto_decompress=False)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        await runner.cleanup()
 
 
 async def test_async_client_plays_a_whole_run(url):
@@ -95,7 +78,7 @@ async def test_malformed_group_is_refused_before_anything_is_sent():
 
 async def test_service_that_is_down_is_tried_again_and_named(free_port):
     url = f"http://127.0.0.1:{free_port}"
-    async with TrajectoryApiClient(url, retry=QUICK) as client:
+    async with TrajectoryApiClient(url, post_retry=QUICK) as client:
         with pytest.raises(NotReachedError, match=r"attempt 3.*`run-api` starts one") as caught:
             await client.post_group(make_group(1))
     assert caught.value.status is None
@@ -123,74 +106,6 @@ def test_trainer_client_repeats_failed_requests_with_growing_pauses(free_port):
         client.status()
 
     assert pauses == [0.2, 0.8]
-
-
-async def test_busy_service_is_obeyed(free_port):
-    answers = iter([503, 200])
-
-    async def handler(request: web.Request) -> web.Response:
-        status = next(answers)
-        headers = {"Retry-After": "0"} if status == 503 else {}
-        return web.json_response({"status": "received"}, status=status, headers=headers)
-
-    async with scripted(handler, free_port) as url, TrajectoryApiClient(url) as client:
-        assert await client.post_group(make_group(1)) == {"status": "received"}
-
-
-async def test_post_that_may_have_arrived_is_not_repeated_but_a_get_is(free_port):
-    seen: list[str] = []
-
-    async def handler(request: web.Request) -> web.Response:
-        seen.append(request.path)
-        return web.json_response({"detail": "boom"}, status=500)
-
-    async with (
-        scripted(handler, free_port) as url,
-        TrajectoryApiClient(url, retry=QUICK) as client,
-    ):
-        with pytest.raises(TrajectoryApiError, match=r"answered 500 .*boom"):
-            await client.post_group(make_group(1))
-        with pytest.raises(TrajectoryApiError, match="attempt 3"):
-            await client.info()
-
-    assert seen == ["/scored_data", "/info", "/info", "/info"]
-
-
-@pytest.mark.parametrize("refusal", [400, 415, 422])
-async def test_service_without_gzip_gets_plain_json_from_then_on(free_port, refusal):
-    encodings: list[str | None] = []
-
-    async def handler(request: web.Request) -> web.Response:
-        encoding = request.headers.get("Content-Encoding")
-        encodings.append(encoding)
-        if encoding:
-            return web.json_response({"detail": "what is this"}, status=refusal)
-        json.loads(await request.read())
-        return web.json_response({"status": "received"})
-
-    group = make_group(1, length=2000)
-    async with scripted(handler, free_port) as url, TrajectoryApiClient(url) as client:
-        for _ in range(2):
-            assert await client.post_group(group) == {"status": "received"}
-
-    assert encodings == ["gzip", None, None]
-
-
-@pytest.mark.parametrize(("length", "encoding"), [(10, None), (2000, "gzip")])
-async def test_only_large_groups_are_compressed(free_port, length, encoding):
-    bodies: list[tuple[str | None, bytes]] = []
-
-    async def handler(request: web.Request) -> web.Response:
-        bodies.append((request.headers.get("Content-Encoding"), await request.read()))
-        return web.json_response({"status": "received"})
-
-    group = make_group(1, length=length)
-    async with scripted(handler, free_port) as url, TrajectoryApiClient(url) as client:
-        await client.post_group(group)
-
-    ((sent, body),) = bodies
-    assert sent == encoding
-    assert json.loads(gzip.decompress(body) if encoding else body)["tokens"] == group["tokens"]
 
 
 async def test_older_service_s_status_is_completed(free_port):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
-import random
-
 import pytest
 
 from atroposlib.api.client_rules import (
+    LeasedBatch,
     NotReachedError,
     RetryRule,
-    compressed,
+    auth_headers,
+    batch_path,
     delivered_groups,
+    leased_batch,
     read_answer,
 )
-from atroposlib.errors import TrajectoryApiError
+from atroposlib.errors import ConfigError, TrajectoryApiError
 
 LOST = TrajectoryApiError("no answer")
 NOT_REACHED = NotReachedError("no connection")
@@ -39,32 +39,54 @@ def refused(status: int, retry_after_s: float | None = None) -> TrajectoryApiErr
         (refused(500), 1, False, None),
         # A busy service says when to come back, and has done nothing.
         (refused(503, 1.5), 1, False, 1.5),
-        (refused(503, 600.0), 1, False, 5.0),
+        (refused(503, 30.0), 1, False, 30.0),
+        (refused(429, 1.5), 1, False, 1.5),
         (refused(503), 1, False, None),
+        # Whoever waits longer than the deadline had better be told.
+        (refused(503, 600.0), 1, False, None),
         # The caller's own faults stay faults.
         (refused(404), 1, True, None),
         (refused(422), 1, True, None),
     ],
 )
 def test_retry_rule_repeats_only_what_is_safe(error, attempt, is_repeatable, delay_s):
-    rule = RetryRule(attempts=4, first_delay_s=0.5, max_delay_s=5.0)
+    rule = RetryRule(attempts=4, first_delay_s=0.5, max_delay_s=5.0, deadline_s=60.0)
 
     assert rule.delay_s(error, attempt=attempt, is_repeatable=is_repeatable) == delay_s
 
 
-@pytest.mark.parametrize(("size", "is_compressed"), [(1023, False), (1024, True)])
-def test_compressed_wraps_bodies_from_1024_bytes(size, is_compressed):
-    body = compressed(b"1" * size)
+def test_retry_rule_without_a_number_of_attempts_ends_at_its_deadline():
+    rule = RetryRule(attempts=None, max_delay_s=10.0, deadline_s=600.0)
 
-    assert body.is_compressed is is_compressed
-    content = gzip.decompress(body.content) if is_compressed else body.content
-    assert content == b"1" * size
+    def delay_s(passed_s: float) -> float | None:
+        return rule.delay_s(NOT_REACHED, attempt=1000, is_repeatable=True, passed_s=passed_s)
+
+    assert delay_s(0.0) == 10.0
+    assert delay_s(590.0) == 10.0
+    assert delay_s(591.0) is None
 
 
-def test_compressed_leaves_alone_what_does_not_shrink():
-    body = compressed(random.Random(0).randbytes(5000))
+def test_retry_rule_jitter_only_lengthens_what_the_service_asked_for():
+    rule = RetryRule()
 
-    assert body.is_compressed is False
+    assert rule.delay_s(refused(503, 4.0), attempt=1, is_repeatable=True, jitter=1.0) == 5.0
+
+
+@pytest.mark.parametrize("token", [None, "", "  \n"])
+def test_auth_headers_without_a_token_are_empty(token):
+    assert auth_headers(token) == {}
+
+
+def test_auth_headers_hold_the_token_without_the_line_break_of_its_file():
+    assert auth_headers("secret\n") == {"Authorization": "Bearer secret"}
+
+
+@pytest.mark.parametrize("token", ["se cret", "se\r\ncret", "sécret"])
+def test_auth_headers_refuse_what_no_header_holds_without_showing_it(token):
+    with pytest.raises(ConfigError, match="one word") as caught:
+        auth_headers(token)
+
+    assert "cret" not in str(caught.value)
 
 
 def answer(status: int, content: bytes, **headers: str) -> object:
@@ -81,6 +103,8 @@ def test_read_answer_returns_decoded_json():
     ("status", "content", "says"),
     [
         (422, b'{"detail": [{"msg": "masks[0]: short"}, {"msg": "b"}]}', "masks[0]: short; b; the"),
+        (401, b'{"detail": "no token"}', "no token; the service asks for a token: set ATROPOS_API"),
+        (403, b'{"detail": "admins only"}', "admins only; the token is not for this: take one"),
         (409, b'{"detail": "other settings"}', "409 (attempt 1): other settings; use the settings"),
         (413, b"too large", "413 (attempt 1): too large; post fewer groups"),
         (500, b"Internal Server Error", "500 (attempt 1): Internal Server Error"),
@@ -111,3 +135,32 @@ def test_delivered_groups_distinguishes_none_from_not_registered():
     assert delivered_groups({"batch": [{"tokens": []}]}, "http://h") == [{"tokens": []}]
     with pytest.raises(TrajectoryApiError, match="register the trainer again"):
         delivered_groups({"status": "error", "message": "no", "batch": []}, "http://h")
+
+
+def test_read_answer_repeats_no_secret_of_the_request():
+    with pytest.raises(TrajectoryApiError) as caught:
+        read_answer(
+            "GET",
+            "http://h/x",
+            status=401,
+            headers={},
+            content=b"unknown token s3cret in Bearer s3cret",
+            secrets=auth_headers("s3cret"),
+        )
+
+    assert "s3cret" not in str(caught.value)
+    assert "unknown token *** in ***" in str(caught.value)
+
+
+def test_batch_path_names_only_what_is_asked_for():
+    assert batch_path(lease_s=None, wait_s=None) == "/batch"
+    assert batch_path(lease_s=600, wait_s=2.5) == "/batch?lease=600&wait=2.5"
+    assert batch_path(lease_s=None, wait_s=0) == "/batch?wait=0"
+
+
+def test_leased_batch_has_an_id_where_the_service_knows_leases():
+    groups = [{"tokens": []}]
+
+    assert leased_batch({"batch": None}, "http://h") is None
+    assert leased_batch({"batch": groups, "batch_id": "3-1"}, "u") == LeasedBatch(groups, "3-1")
+    assert leased_batch({"batch": groups}, "http://h") == LeasedBatch(groups, None)
