@@ -47,6 +47,8 @@ class QueueStatus:
     """Sequences in the largest group of the queue."""
     unallocated_fraction: float = 1.0
     """Share of a batch that no environment has reserved, 0 to 1."""
+    groups_to_start: int | None = None
+    """Groups the service lets the asker have in the making, running ones included; None: any."""
 
     @classmethod
     def from_reply(cls, reply: Mapping[str, Any], *, unreported_groups: int = 0) -> QueueStatus:
@@ -63,7 +65,11 @@ class QueueStatus:
             own_queue_groups=int(reply.get("self_queue_size", 0)),
             max_group_size=int(reply.get("max_group_size", 1)),
             unallocated_fraction=float(reply.get("unallocated_fraction", 1.0)),
+            groups_to_start=reply.get("groups_to_start"),
         )
+        if status.groups_to_start is not None:
+            left = max(0, int(status.groups_to_start) - unreported_groups)
+            status = replace(status, groups_to_start=left)
         return replace(
             status,
             queue_groups=status.queue_groups + unreported_groups,
@@ -186,10 +192,13 @@ def worker_limit(
             training, 1 leaves it alone.
 
     Returns:
-        At least 0, at most `int(max_workers * evaluation_ratio)`; within that, what keeps queue
-        and running rollouts within K derived batches, or more to fill a reserved share.
+        At least 0, at most `int(max_workers * evaluation_ratio)` and at most what the service
+        lets start; within that, what keeps queue and running rollouts within K derived batches,
+        or more to fill a reserved share.
     """
     most = int(limits.max_workers * evaluation_ratio)
+    if status.groups_to_start is not None:
+        most = min(most, status.groups_to_start)
     share = derived_batch_size(
         batch_size=limits.batch_size,
         unallocated_fraction=status.unallocated_fraction,

@@ -61,6 +61,9 @@ ENVIRONMENT_VARIABLES = {
     # pragma: allowlist nextline secret
     "OPENAI_API_KEY": "Key of the official OpenAI endpoint, when `api_key` is empty.",
     "OPENAI_BASE_URL": "Address of the inference server, when `base_url` is empty.",
+    # pragma: allowlist nextline secret
+    "ATROPOS_API_TOKEN": "Token shown to a trajectory service that asks for one, by environments "
+    "and by the trainer.",
     "ATROPOS_PROXY_URL": "Managed-server proxy, when `proxy_url` is not given.",
     "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "`1` lets a server that reports no tokens stand in for "
     "a managed server, with placeholder tokens: for tests of environments, not for training.",

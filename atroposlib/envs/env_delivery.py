@@ -25,7 +25,7 @@ from atroposlib.scored_data import GROUP_FIELDS, ScoredDataGroup
 from atroposlib.type_definitions import Item
 from atroposlib.utils.plain_json import to_plain
 
-__all__ = ["DeliveringEnv"]
+__all__ = ["DeliveringEnv", "stamp_policy_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,21 @@ class DeliveringEnv(ReportingEnv):
             self._drop_group(Admission("refused_by_service", str(error)), num_groups=num_groups)
         except (GroupError, TypeError) as error:
             self._drop_group(Admission("not_encodable", str(error)), num_groups=num_groups)
+
+
+def stamp_policy_version(groups: Any, version: int | None) -> None:
+    """Write into finished groups, in place, under which weights they were sampled.
+
+    Args:
+        groups: what a rollout returned: a group or a list of groups and Nones.
+        version: what the service called the trainer's weights when the rollout started; None
+            when it does not say. A group that names its version keeps it.
+    """
+    if version is None:
+        return
+    for group in groups if isinstance(groups, list) else [groups]:
+        if isinstance(group, MutableMapping):
+            group.setdefault("policy_version", version)
 
 
 def _make_plain(group: Any) -> None:

@@ -14,15 +14,12 @@ from atroposlib.envs.capacity import CapacityLimits, QueueStatus, derived_batch_
 from atroposlib.envs.env_delivery import DeliveringEnv
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_metrics import dated_run_name
-from atroposlib.envs.env_session import EnvSession
+from atroposlib.envs.env_session import UNKNOWN_ENV_STATUSES, EnvSession
 from atroposlib.errors import ConfigError, TrajectoryApiError
 
 __all__ = ["RegisteredEnv"]
 
 logger = logging.getLogger(__name__)
-
-UNKNOWN_ENV_STATUSES = frozenset({404, 500})
-"""Replies to a status question about an id that a service restart forgot: ours, and older ones."""
 
 
 class RegisteredEnv(DeliveringEnv):
@@ -46,10 +43,19 @@ class RegisteredEnv(DeliveringEnv):
     _groups_in_status: int
 
     def _open_session(self) -> EnvSession:
-        from atroposlib.api.client import TrajectoryApiClient
+        from atroposlib.api.client import RetryRule, TrajectoryApiClient
 
-        client = TrajectoryApiClient(self.config.rollout_server_url)
+        client = TrajectoryApiClient(
+            self.config.rollout_server_url,
+            # The session repeats posts itself: the id in them may have changed meanwhile.
+            post_retry=RetryRule(attempts=1),
+            token=self._service_token(),
+        )
         return EnvSession(client, retry_s=self.retry_interval_s)
+
+    def _service_token(self) -> str | None:
+        """Return what the service is shown when it asks for a token."""
+        return None
 
     def _joined_session(self) -> EnvSession:
         if self.service_session is None:

@@ -22,6 +22,7 @@ from atroposlib.envs.capacity import (
     worker_limit,
 )
 from atroposlib.envs.config import EvalHandlingEnum
+from atroposlib.envs.env_delivery import stamp_policy_version
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_registration import RegisteredEnv
 from atroposlib.envs.evaluation_runner import EvaluationRunner
@@ -221,6 +222,7 @@ class ServingEnv(RegisteredEnv):
         record = self.running_items.get(item_uuid)
         if record is None:
             return None
+        policy_version = (self.status_dict or {}).get("policy_version")
         scored = await self._collect_scored_groups(record["item"])
         self.running_items.pop(item_uuid, None)
         duration_s = time.time() - record["start_time"]
@@ -231,6 +233,7 @@ class ServingEnv(RegisteredEnv):
         else:
             self.succeeded_task_duration.append(duration_s)
         if scored:
+            stamp_policy_version(scored, policy_version)
             await self._run_tolerated(
                 self.handle_send_to_api(scored, record["item"]), "sending a group"
             )

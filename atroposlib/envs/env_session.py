@@ -3,12 +3,17 @@
 Waits out a service that is down or has no trainer yet, with one log line per reason, and lets
 sends wait while the environment is not registered. What the messages *mean* is the
 environment's business; this module only knows how to keep asking.
+
+A group is sent under one key until it is accepted: services that honour keys store it once, older
+ones at least once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +22,7 @@ from atroposlib.errors import TrajectoryApiError
 if TYPE_CHECKING:
     from atroposlib.api.client import TrajectoryApiClient
 
-__all__ = ["EnvSession", "is_outage"]
+__all__ = ["UNKNOWN_ENV_STATUSES", "EnvSession", "is_outage"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,13 @@ Answer = TypeVar("Answer")
 
 OUTAGE_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 """Refusals that say "not now" rather than "not this"."""
+
+
+UNKNOWN_ENV_STATUSES = frozenset({404, 500})
+"""Replies to a status question about an id that a service restart forgot: ours, and older ones."""
+
+LONGEST_PAUSE_S = 10.0
+MOST_FAILED_SENDS = 3
 
 
 def is_outage(error: TrajectoryApiError) -> bool:
@@ -49,6 +61,8 @@ class EnvSession:
         self.env_id: int | None = None
         self.num_groups_sent = 0
         self._retry_s = retry_s
+        self._num_registrations = 0
+        self._outages_at_confirmation = 0
         self._told: set[str] = set()
         self._is_registered = asyncio.Event()
 
@@ -58,25 +72,38 @@ class EnvSession:
         return self._is_registered.is_set()
 
     async def ask(
-        self, question: Callable[[], Awaitable[Answer | None]], *, waiting_for: str
+        self,
+        question: Callable[[], Awaitable[Answer | None]],
+        *,
+        waiting_for: str,
+        may_pass: Callable[[TrajectoryApiError], bool] = is_outage,
+        backs_off: bool = False,
     ) -> Answer:
         """Repeat a question until it has an answer.
 
         Args:
             question: returns None while there is no answer yet; outages count as no answer.
             waiting_for: what is missing while the answer is None, for the log.
+            may_pass: tells outages from refusals for good.
+            backs_off: double the pause with every outage, up to ten seconds, for what is costly
+                to ask.
 
         Raises:
             TrajectoryApiError: the service refuses for good.
         """
+        longest_s = max(self._retry_s, LONGEST_PAUSE_S) if backs_off else self._retry_s
+        next_pause_s = self._retry_s
         while True:
             pause_s = self._retry_s
             try:
                 answer = await question()
             except TrajectoryApiError as error:
-                if not is_outage(error):
+                if not may_pass(error):
                     raise
-                pause_s = max(pause_s, error.retry_after_s or 0.0)
+                pause_s = max(next_pause_s, error.retry_after_s or 0.0)
+                if backs_off:
+                    pause_s *= 1.0 + random.random() / 4.0  # else all groups come back at once
+                next_pause_s = min(2.0 * next_pause_s, longest_s)
                 what = f"the trajectory service is not available ({error}); waiting for it"
                 self._tell(f"status {error.status}", what)
             else:
@@ -97,6 +124,8 @@ class EnvSession:
     def enter(self, env_id: int) -> None:
         """Take note of a registration; sends that waited for it go on."""
         self.env_id = env_id
+        self._num_registrations += 1
+        self._outages_at_confirmation = self.client.num_outages
         self._is_registered.set()
 
     def forget_registration(self) -> None:
@@ -106,25 +135,51 @@ class EnvSession:
     async def send(self, groups: Mapping[str, Any] | list[Any]) -> None:
         """Deliver one group (a mapping) or several (a list), waiting out outages.
 
-        The groups get the `env_id` of the registration they are sent under. Cancelling is safe
-        but may leave the delivery unknown.
+        The groups get the `env_id` of the registration they are sent under: after an outage it
+        is asked for again first, since the service may have come back as a new run, where the id
+        may be another's. Cancelling is safe but may leave the delivery unknown.
 
         Raises:
             TrajectoryApiError: the service refuses the groups; the message holds its words.
             GroupError: a group cannot be encoded.
         """
+        key = uuid.uuid4().hex
+        num_failures = 0
 
         async def deliver() -> bool:
             await self._is_registered.wait()
+            await self._confirm_registration()
             if isinstance(groups, list):
                 stamped = [{**group, "env_id": self.env_id} for group in groups]
-                await self.client.post_groups(stamped)
+                await self.client.post_groups(stamped, key=key)
             else:
-                await self.client.post_group({**groups, "env_id": self.env_id})
+                await self.client.post_group({**groups, "env_id": self.env_id}, key=key)
             return True
 
-        await self.ask(deliver, waiting_for="the service to take a group")
+        def may_pass(error: TrajectoryApiError) -> bool:
+            nonlocal num_failures
+            num_failures += error.status == 500
+            return is_outage(error) or (error.status == 500 and num_failures < MOST_FAILED_SENDS)
+
+        await self.ask(
+            deliver, waiting_for="the service to take a group", may_pass=may_pass, backs_off=True
+        )
         self.num_groups_sent += len(groups) if isinstance(groups, list) else 1
+
+    async def _confirm_registration(self) -> None:
+        """After an outage, wait for a new registration where the service has forgotten ours."""
+        num_outages, num_registrations = self.client.num_outages, self._num_registrations
+        if self.env_id is None or num_outages == self._outages_at_confirmation:
+            return
+        try:
+            await self.client.status_env(self.env_id)
+            self._outages_at_confirmation = num_outages
+        except TrajectoryApiError as error:
+            if error.status not in UNKNOWN_ENV_STATUSES:
+                raise
+            if self._num_registrations == num_registrations:
+                self.forget_registration()
+            await self._is_registered.wait()
 
     async def leave(self, *, timeout_s: float) -> None:
         """Disconnect and close; failures are only logged, the run is over anyway."""

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from atroposlib.envs.env_delivery import stamp_policy_version
+from atroposlib.errors import TrajectoryApiError
+from tests.api.scripted_service import scripted
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
+from tests.envs.small_environment import SmallEnv
+from tests.envs.test_base_delivery import RecordingSession
 
 MakeEnv = Callable[..., Any]
+
+
+class NumberedEnv(SmallEnv):
+    """Its trajectories name the item they were made from."""
+
+    async def collect_trajectory(self, item: int) -> tuple[Any, list[Any]]:
+        trajectory, backlog = await super().collect_trajectory(item)
+        return {**trajectory, "tokens": [65, item, 67], "masks": [-100, item, 67]}, backlog
 
 
 async def test_register_negative_weight_never_updates_the_servers(
@@ -91,3 +106,84 @@ async def test_register_name_falls_back(
         await env.service_session.leave(timeout_s=1)
 
     assert env.wandb_prepend == expected
+
+
+async def test_fresh_run_in_mid_run_gets_the_waiting_groups_under_the_new_id(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(NumberedEnv, rollout_server_url=service.url)
+    env.most_items = 8
+    finish = asyncio.Event()
+    env.before_rollout = lambda item: finish.wait()
+
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+
+        async def play() -> None:
+            await trainer.register()
+            # Somebody else comes first, so that the environment's id is 1 here and 0 later.
+            await trainer.client.register_env(
+                max_token_length=8, desired_name="other", weight=1.0, group_size=2
+            )
+            await until(lambda: env.env_id == 1 and len(env.workers) == 4)
+            await asyncio.to_thread(service.stop)
+            finish.set()
+            await until(lambda: not env.running_items)  # finished, waiting to be sent
+            service.start()
+            await trainer.register()
+            await trainer.train(4)
+
+        await serve_until(env, play())
+
+    assert sorted(group["tokens"][0][1] for group in trainer.groups) == list(range(1, 9))
+    assert {group["env_id"] for group in trainer.groups} == {0}
+    assert not env.drop_counts
+
+
+async def test_register_shows_the_token_of_the_environment_variable(
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    seen: list[str | None] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"detail": "unknown token"}, status=401)
+
+    monkeypatch.setenv("ATROPOS_API_TOKEN", "s3cret")
+    async with scripted(handler, free_port) as url:
+        env = make_env(rollout_server_url=url)
+        with pytest.raises(TrajectoryApiError, match="set ATROPOS_API_TOKEN"):
+            await env.env_manager()
+
+    assert seen == ["Bearer s3cret"]
+    assert "s3cret" not in f"{env.config!r}{vars(env)}{vars(env.service_session)}"
+
+
+async def test_groups_carry_the_policy_version_their_rollout_started_under(
+    make_env: MakeEnv,
+) -> None:
+    env = make_env()
+    env.service_session = RecordingSession()
+    env.status_dict = {"current_step": 0, "queue_size": 0, "policy_version": 7}
+
+    async def take_a_step(item: int) -> None:
+        env.status_dict = {"current_step": 1, "queue_size": 0, "policy_version": 8}
+
+    env.before_rollout = take_a_step
+    env.rollout_scheduler.start(1)
+    await until(lambda: env.service_session.sent)
+
+    assert env.service_session.sent[0]["policy_version"] == 7
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "expected"), [(3, None, 3), (3, 1, 1), (None, None, None)]
+)
+def test_stamp_policy_version_leaves_what_a_group_says(
+    version: int | None, given: int | None, expected: int | None
+) -> None:
+    group = {} if given is None else {"policy_version": given}
+
+    stamp_policy_version([group, None], version)
+
+    assert group.get("policy_version") == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,45 @@ def test_worker_limit_table(
     now: QueueStatus, bounds: CapacityLimits, ratio: float, expected: int
 ) -> None:
     assert worker_limit(now, bounds, evaluation_ratio=ratio) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups_to_start", "expected"),
+    [
+        (None, 12),  # 3 batches of 16 in groups of 4
+        (5, 5),
+        (0, 0),
+        (100, 12),
+    ],
+)
+def test_worker_limit_never_exceeds_what_the_service_lets_start(
+    groups_to_start: int | None, expected: int
+) -> None:
+    now = replace(status(), groups_to_start=groups_to_start)
+
+    assert worker_limit(now, limits()) == expected
+
+
+def test_worker_limit_what_the_service_lets_start_goes_before_a_reserved_share() -> None:
+    bounds = limits(share=0.5)
+
+    assert worker_limit(status(queue=12), bounds) > 1
+    assert worker_limit(replace(status(queue=12), groups_to_start=1), bounds) == 1
+
+
+def test_worker_limit_what_the_service_lets_start_holds_without_an_offpolicy_limit() -> None:
+    now = replace(status(), groups_to_start=2)
+
+    assert worker_limit(now, limits(ahead=0)) == 2
+
+
+@pytest.mark.parametrize(("unreported", "left"), [(0, 3), (2, 1), (9, 0)])
+def test_queue_status_takes_groups_sent_since_off_what_may_start(
+    unreported: int, left: int
+) -> None:
+    reply = {"current_step": 0, "queue_size": 0, "groups_to_start": 3}
+
+    assert QueueStatus.from_reply(reply, unreported_groups=unreported).groups_to_start == left
 
 
 def test_queue_status_reply_of_an_old_service_takes_defaults() -> None:

@@ -1,0 +1,157 @@
+"""How an environment's finished groups outlast outages and runs; the service is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from atroposlib.envs import env_session
+from atroposlib.envs.env_session import EnvSession
+from atroposlib.errors import TrajectoryApiError
+from tests.envs.live_service import until
+
+AWAY = TrajectoryApiError("no answer")
+SICK = TrajectoryApiError("boom", status=500)
+UNKNOWN = TrajectoryApiError("register again", status=404)
+
+
+class ScriptedClient:
+    """Answers posts and status questions from lists; an empty list means all is well."""
+
+    def __init__(self) -> None:
+        self.post_errors: list[TrajectoryApiError] = []
+        self.status_errors: list[TrajectoryApiError] = []
+        self.posts: list[tuple[Any, str]] = []
+        self.asked_ids: list[int] = []
+        self.num_outages = 0
+
+    def _fail(self, errors: list[TrajectoryApiError]) -> None:
+        if errors:
+            error = errors.pop(0)
+            self.num_outages += error.status is None
+            raise error
+
+    async def post_group(self, group: Any, *, key: str) -> None:
+        self.posts.append((group, key))
+        self._fail(self.post_errors)
+
+    async def post_groups(self, groups: Any, *, key: str) -> None:
+        await self.post_group(groups, key=key)
+
+    async def status_env(self, env_id: int) -> dict[str, Any]:
+        self.asked_ids.append(env_id)
+        self._fail(self.status_errors)
+        return {}
+
+
+def joined_session(client: ScriptedClient, env_id: int = 4) -> EnvSession:
+    session = EnvSession(client, retry_s=0.001)  # type: ignore[arg-type]
+    session.enter(env_id)
+    return session
+
+
+async def test_send_repeats_under_one_key_and_a_new_group_gets_a_new_one() -> None:
+    client = ScriptedClient()
+    client.post_errors = [AWAY, AWAY]
+    session = joined_session(client)
+
+    await session.send({"scores": [1.0]})
+    await session.send([{"scores": [2.0]}, {"scores": [3.0]}])
+
+    keys = [key for _, key in client.posts]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+    assert client.posts[3][0] == [
+        {"scores": [2.0], "env_id": 4},
+        {"scores": [3.0], "env_id": 4},
+    ]
+    assert session.num_groups_sent == 3
+
+
+async def test_send_asks_for_its_registration_after_an_outage_only() -> None:
+    client = ScriptedClient()
+    client.post_errors = [AWAY]
+    session = joined_session(client)
+
+    await session.send({})
+    await session.send({})
+
+    assert client.asked_ids == [4]
+
+
+async def test_send_asks_for_its_registration_after_an_outage_that_others_met() -> None:
+    client = ScriptedClient()
+    session = joined_session(client)
+    client.num_outages += 1  # of a status question, say
+    client.status_errors = [UNKNOWN]
+
+    sending = asyncio.create_task(session.send({}))
+    await until(lambda: not session.is_registered)
+    session.enter(0)
+    await sending
+
+    assert [group["env_id"] for group, _ in client.posts] == [0]
+
+
+async def test_send_waits_for_a_new_registration_when_the_service_came_back_empty() -> None:
+    client = ScriptedClient()
+    client.post_errors = [AWAY]
+    client.status_errors = [AWAY, UNKNOWN]
+    session = joined_session(client)
+
+    sending = asyncio.create_task(session.send({}))
+    await until(lambda: not session.is_registered)
+    assert not sending.done()
+    session.enter(0)
+    await sending
+
+    assert [group["env_id"] for group, _ in client.posts] == [4, 0]
+
+
+async def test_send_that_hears_late_of_the_old_id_keeps_the_new_registration() -> None:
+    client = ScriptedClient()
+    session = joined_session(client)
+    client.num_outages += 1
+
+    async def answer_late(env_id: int) -> dict[str, Any]:
+        session.enter(0)
+        raise UNKNOWN
+
+    client.status_env = answer_late  # type: ignore[method-assign]
+    await asyncio.wait_for(session.send({}), 1)
+
+    assert [group["env_id"] for group, _ in client.posts] == [0]
+
+
+async def test_send_gives_up_on_a_group_that_breaks_the_service() -> None:
+    client = ScriptedClient()
+    client.post_errors = [SICK] * 3
+    session = joined_session(client)
+
+    with pytest.raises(TrajectoryApiError, match="boom"):
+        await session.send({})
+
+    assert len(client.posts) == 3
+    assert session.num_groups_sent == 0
+
+
+async def test_send_backs_off_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(env_session.asyncio, "sleep", note)
+    client = ScriptedClient()
+    client.post_errors = [AWAY] * 6 + [TrajectoryApiError("full", status=503, retry_after_s=30.0)]
+    session = EnvSession(client, retry_s=1.0)  # type: ignore[arg-type]
+    session.enter(4)
+
+    await session.send({})
+
+    # 1, 2, 4, 8, 10, 10 and what the service asks for, each up to a quarter longer.
+    for pause, least in zip(pauses, [1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 30.0], strict=True):
+        assert least <= pause <= 1.25 * least
