@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,12 +17,14 @@ __all__ = [
     "TrajectoryFeed",
     "check_atropos_api",
     "get_batch",
+    "open_client",
     "register_trainer",
     "registration_of",
 ]
 
 logger = logging.getLogger(__name__)
 
+_LONG_POLL_S = 20.0
 _SHORTEST_POLL_S = 0.05
 _LONGEST_POLL_S = 1.0
 _LONGEST_RETRY_S = 10.0
@@ -34,13 +37,21 @@ class BatchClient(Protocol):
     def register(self, **registration: Any) -> int:
         """Register the trainer and return its uuid."""
 
-    def batch(self) -> list[dict[str, Any]] | None:
-        """Take the next batch, None when there is none yet."""
+    def batch(self, *, wait_s: float) -> list[dict[str, Any]] | None:
+        """Take the next batch, waiting so long for one; None when there is none yet."""
+
+    def set_policy_version(self, version: int) -> bool:
+        """Report which weights the engine serves; False when the service does not ask for it."""
 
     def wait_until_up(
         self, timeout_s: float, on_wait: Callable[[float], None] | None = None
     ) -> None:
         """Wait until the service answers."""
+
+
+def open_client(url: str) -> TrainerClient:
+    """Return a client that shows the token in `ATROPOS_API_TOKEN`, if there is one."""
+    return TrainerClient(url, token=os.environ.get("ATROPOS_API_TOKEN"))
 
 
 def registration_of(config: TrainingConfig, *, starting_step: int = 0) -> dict[str, Any]:
@@ -82,6 +93,8 @@ class TrajectoryFeed:
         self._config = config
         self._sleep = sleep
         self._clock = clock
+        self._policy_version: int | None = None
+        self._is_policy_told = True
 
     def connect(self) -> None:
         """Wait until the service answers, saying so.
@@ -103,8 +116,36 @@ class TrajectoryFeed:
         """Tell the service about this run, `step` optimiser steps into it."""
         self._client.register(**registration_of(self._config, starting_step=step))
 
+    def report_policy(self, version: int) -> None:
+        """Tell the service which weights the engine serves now; one that is away is told later.
+
+        Args:
+            version: Optimiser steps behind those weights.
+
+        Raises:
+            TrajectoryApiError: the service refused.
+        """
+        self._policy_version = version
+        self._is_policy_told = False
+        self._tell_policy()
+
+    def _tell_policy(self) -> None:
+        if self._is_policy_told or self._policy_version is None:
+            return
+        try:
+            self._client.set_policy_version(self._policy_version)
+        except TrajectoryApiError as error:
+            if not _is_outage(error):
+                raise
+            logger.warning("the service does not know the policy version yet: %s", error)
+        else:
+            self._is_policy_told = True
+
     def next_groups(self, step: int) -> list[dict[str, Any]]:
         """Wait for the next batch and return its groups.
+
+        The service is asked to answer once there is one; a service that answers at once is asked
+        again after growing pauses.
 
         Args:
             step: Optimiser steps done, told to a service that has forgotten this run.
@@ -115,14 +156,17 @@ class TrajectoryFeed:
         poll_s = _SHORTEST_POLL_S
         next_note_s = self._clock() + _SECONDS_BETWEEN_NOTES
         while True:
+            self._tell_policy()
+            asked_at = self._clock()
             groups = self._take(step)
             if groups:
                 return groups
             if self._clock() >= next_note_s:
                 logger.info("step %d: no full batch yet; are environments running?", step + 1)
                 next_note_s = self._clock() + _SECONDS_BETWEEN_NOTES
-            self._sleep(poll_s)
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+            if self._clock() - asked_at < _LONG_POLL_S / 2:
+                self._sleep(poll_s)
+                poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
     def _take(self, step: int) -> list[dict[str, Any]] | None:
         """Ask once; outlast an outage."""
@@ -130,11 +174,12 @@ class TrajectoryFeed:
         gone_since: float | None = None
         while True:
             try:
-                return self._client.batch()
+                return self._client.batch(wait_s=_LONG_POLL_S)
             except TrajectoryApiError as error:
                 if _is_unregistered(error):
                     logger.warning("the service does not know this run; registering again")
                     self.register(step)
+                    self._is_policy_told = False
                     return None
                 if not _is_outage(error):
                     raise
@@ -167,7 +212,7 @@ def _is_outage(error: TrajectoryApiError) -> bool:
 
 def check_atropos_api(url: str, timeout: float = 30) -> bool:
     """Say whether the service answers within `timeout` seconds."""
-    with TrainerClient(url) as client:
+    with open_client(url) as client:
         try:
             client.wait_until_up(timeout)
         except TrajectoryApiError:
@@ -181,7 +226,7 @@ def register_trainer(config: TrainingConfig) -> int:
     Raises:
         TrajectoryApiError: the service refused, or could not be reached.
     """
-    with TrainerClient(config.atropos_url) as client:
+    with open_client(config.atropos_url) as client:
         return client.register(**registration_of(config))
 
 
@@ -191,5 +236,5 @@ def get_batch(url: str) -> dict[str, Any]:
     Raises:
         TrajectoryApiError: the service refused, or could not be reached.
     """
-    with TrainerClient(url) as client:
+    with open_client(url) as client:
         return {"batch": client.batch()}

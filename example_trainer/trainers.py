@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.api.client import TrainerClient
-from example_trainer.api import TrajectoryFeed
+from example_trainer.api import TrajectoryFeed, open_client
 from example_trainer.checkpointing import find_latest_checkpoint, load_training_state
 from example_trainer.config import TrainingConfig
 from example_trainer.metrics import open_run_log, with_wandb_names
@@ -49,11 +48,12 @@ def train(config: TrainingConfig) -> Path:
         logger.info("starting after step %d from %s", steps_done, source)
         run_log = open_run_log(config)
         stack.callback(run_log.finish)
-        client = stack.enter_context(TrainerClient(config.atropos_url))
+        client = stack.enter_context(open_client(config.atropos_url))
         feed = TrajectoryFeed(client, config)
         feed.connect()
         feed.register(steps_done)
         weight_sync.start(model, tokenizer, source=source)
+        feed.report_policy(steps_done)
         trainer = Trainer(
             config,
             model=model,

@@ -40,6 +40,9 @@ class GroupFeed(Protocol):
     def next_groups(self, step: int) -> list[dict[str, Any]]:
         """Wait for the batch of the optimiser step that follows `step` finished ones."""
 
+    def report_policy(self, version: int) -> None:
+        """Take note that the engine serves the weights of so many optimiser steps."""
+
 
 def make_loss(config: TrainingConfig) -> GrpoLoss:
     """Return the loss object the config describes."""
@@ -111,7 +114,7 @@ class Trainer:
             self.model, self._tokenizer, self.config.save_path, self.steps_done, is_final=True
         )
         if self._is_sync_due(self.steps_done):
-            self._weight_sync.publish(self.model, checkpoint=final)
+            self._publish(final)
         logger.info("final model: %s", final)
         return final
 
@@ -217,7 +220,11 @@ class Trainer:
                 optimizer=self._optimizer if saves else None,
             )
         if publishes:
-            self._weight_sync.publish(self.model, checkpoint=checkpoint)
+            self._publish(checkpoint)
+
+    def _publish(self, checkpoint: Path | None) -> None:
+        self._weight_sync.publish(self.model, checkpoint=checkpoint)
+        self._feed.report_policy(self.steps_done)
 
 
 def _memory_metrics(device: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ from example_trainer.api import (
     TrajectoryFeed,
     check_atropos_api,
     get_batch,
+    open_client,
     register_trainer,
     registration_of,
 )
@@ -34,17 +35,31 @@ class FakeClock:
 
 
 class ScriptedClient:
-    """Answers `batch` from a list; the last answer repeats."""
+    """Answers `batch` from a list; the last answer repeats.
 
-    def __init__(self, *answers):
+    `policy_error` is what `set_policy_version` raises, if anything; `on_wait` is told how long an
+    answer may take.
+    """
+
+    def __init__(self, *answers, on_wait=lambda wait_s: None):
         self._answers = list(answers)
+        self._on_wait = on_wait
         self.registrations = []
+        self.policy_versions = []
+        self.policy_error = None
 
     def register(self, **registration):
         self.registrations.append(registration)
         return 1
 
-    def batch(self):
+    def set_policy_version(self, version):
+        if self.policy_error is not None:
+            raise self.policy_error
+        self.policy_versions.append(version)
+        return True
+
+    def batch(self, *, wait_s):
+        self._on_wait(wait_s)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -79,6 +94,70 @@ def test_feed_polls_with_growing_pauses_until_a_batch_is_there(tmp_path):
 
     assert feed.next_groups(0) == BATCH
     assert clock.pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+def test_feed_asks_again_at_once_where_the_service_waits(tmp_path):
+    clock = FakeClock()
+
+    def wait(seconds):
+        clock.now_s += seconds
+
+    client = ScriptedClient(*[None] * 3, BATCH, on_wait=wait)
+    feed = TrajectoryFeed(client, tiny_config(tmp_path), sleep=clock.sleep, clock=clock)
+
+    assert feed.next_groups(0) == BATCH
+    assert clock.pauses == []
+
+
+def test_feed_reports_the_policy_once(tmp_path):
+    client = ScriptedClient(BATCH)
+    feed, _ = make_feed(client, tmp_path)
+
+    feed.report_policy(4)
+    feed.next_groups(4)
+
+    assert client.policy_versions == [4]
+
+
+def test_feed_reports_the_policy_later_to_a_service_that_was_away(tmp_path, caplog):
+    client = ScriptedClient(BATCH)
+    feed, _ = make_feed(client, tmp_path)
+
+    client.policy_error = AWAY
+    feed.report_policy(4)
+    client.policy_error = None
+    feed.next_groups(4)
+
+    assert client.policy_versions == [4]
+    assert "does not know the policy version yet" in caplog.text
+
+
+def test_feed_reports_the_policy_again_to_a_service_that_forgot_the_run(tmp_path):
+    client = ScriptedClient(UNREGISTERED, BATCH)
+    feed, _ = make_feed(client, tmp_path)
+
+    feed.report_policy(3)
+    feed.next_groups(3)
+
+    assert client.policy_versions == [3, 3]
+
+
+def test_feed_passes_on_that_the_policy_was_refused(tmp_path):
+    client = ScriptedClient(BATCH)
+    client.policy_error = TrajectoryApiError("for trainers only", status=403)
+    feed, _ = make_feed(client, tmp_path)
+
+    with pytest.raises(TrajectoryApiError, match="for trainers only"):
+        feed.report_policy(1)
+
+
+def test_open_client_shows_the_token_of_the_environment_variable(monkeypatch):
+    monkeypatch.setenv("ATROPOS_API_TOKEN", "s3cret")
+
+    with open_client("http://127.0.0.1:1") as client:
+        request = client._client.build_request("GET", client.base_url)
+
+    assert request.headers["Authorization"] == "Bearer s3cret"
 
 
 def test_feed_outlasts_an_outage(tmp_path, caplog):

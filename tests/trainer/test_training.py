@@ -24,10 +24,14 @@ class ScriptedFeed:
     def __init__(self, groups):
         self._groups = groups
         self.steps = []
+        self.policy_versions = []
 
     def next_groups(self, step):
         self.steps.append(step)
         return self._groups
+
+    def report_policy(self, version):
+        self.policy_versions.append(version)
 
 
 class RecordingSync:
@@ -103,6 +107,7 @@ def test_run_publishes_at_the_interval_and_at_the_end(tmp_path):
 
     sync = trainer._weight_sync
     assert sync.published == [None, None, "final_model"]
+    assert trainer._feed.policy_versions == [2, 4, 5]
     assert sync.made_room == [False, True, False, True, True]
 
 
