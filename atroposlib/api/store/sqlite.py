@@ -32,6 +32,8 @@ RECORDS_PER_READ = 2000
 IDS_PER_RESERVATION = 4096
 """Ids are reserved on disk in advance; those not given by then are skipped after a crash."""
 
+MAX_GROUP_ID = 2**63 - 1
+
 T = TypeVar("T")
 
 
@@ -207,6 +209,8 @@ class SqliteRunStore:
 
 
 def _read_payload(reader: sqlite3.Connection, group_id: int) -> bytes:
+    if group_id > MAX_GROUP_ID:
+        raise KeyError(group_id)
     # A statement per payload: a long-lived one would keep the log file from starting anew.
     rows = reader.execute(
         "SELECT content FROM payload WHERE group_id = :id"

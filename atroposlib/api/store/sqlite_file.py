@@ -17,7 +17,7 @@ from typing import Any
 
 from atroposlib.errors import ConfigError
 
-__all__ = ["PAGE_BYTES", "FileLock", "open_reader", "open_writer", "shrink"]
+__all__ = ["PAGE_BYTES", "FileLock", "open_reader", "open_writer", "read_counters", "shrink"]
 
 PAGE_BYTES = 32_768
 """Measured: larger pages make small commits slow, smaller ones make large payloads slow."""
@@ -132,6 +132,16 @@ def open_reader(path: Path) -> sqlite3.Connection:
     _limit_memory(connection)
     connection.execute("PRAGMA query_only = ON")
     return connection
+
+
+def read_counters(connection: sqlite3.Connection) -> tuple[int, int]:
+    """Return the position of the next record, and the number of guarded records so far."""
+    position, num_guarded = connection.execute(
+        "SELECT max(snapshot.position, coalesce(max(log.position) + 1, 0)),"
+        " snapshot.num_guarded + coalesce(sum(log.is_guarded), 0)"
+        " FROM snapshot LEFT JOIN log ON log.position >= snapshot.position"
+    ).fetchone()
+    return int(position), int(num_guarded)
 
 
 def shrink(connection: sqlite3.Connection) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
 from atroposlib.api.store.base import Payload
-from atroposlib.api.store.sqlite_file import PAGE_BYTES, shrink
+from atroposlib.api.store.sqlite_file import PAGE_BYTES, read_counters, shrink
 from atroposlib.api.store.sqlite_requests import Append, Command, Done
 from atroposlib.errors import RunStoreError
 
@@ -54,7 +54,7 @@ class Writer:
         self._held: Append | Command | None = None
         self._is_closing = False
         self._unsaved_bytes = 0
-        self._position, self._num_guarded = self._read_counters()
+        self._position, self._num_guarded = read_counters(connection)
         self._has_garbage = True
         self._thread = threading.Thread(target=self._serve, name="run-store-writer", daemon=True)
         self._thread.start()
@@ -102,15 +102,6 @@ class Writer:
         with self._transaction():
             self._connection.execute("UPDATE ids SET next_group_id = ?", (next_group_id,))
 
-    def _read_counters(self) -> tuple[int, int]:
-        """Return the next position and the number of guarded records, from the file."""
-        row = self._connection.execute(
-            "SELECT max(snapshot.position, coalesce(max(log.position) + 1, 0)),"
-            " snapshot.num_guarded + coalesce(sum(log.is_guarded), 0)"
-            " FROM snapshot LEFT JOIN log ON log.position >= snapshot.position"
-        ).fetchone()
-        return int(row[0]), int(row[1])
-
     def _serve(self) -> None:
         while not self._is_closing:
             request = self._next_request(wait=not self._has_garbage)
@@ -151,7 +142,7 @@ class Writer:
     def _write_appends(self, appends: list[Append]) -> None:
         try:
             done = self._commit(appends)
-        except sqlite3.Error as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait are told
             if len(appends) > 1:  # so that only those fail that do not fit
                 for append in appends:
                     self._write_appends([append])
@@ -185,7 +176,7 @@ class Writer:
     def _run_command(self, command: Command) -> None:
         try:
             command.run()
-        except sqlite3.Error as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait are told
             self._deliver([Done(command, error=_as_error(error))])
         else:
             self._deliver([Done(command)])
@@ -251,5 +242,7 @@ class Writer:
         self._connection.close()
 
 
-def _as_error(error: sqlite3.Error) -> RunStoreError:
+def _as_error(error: Exception) -> RunStoreError:
+    if not isinstance(error, sqlite3.Error):
+        logger.error("writing the run's file failed unexpectedly", exc_info=error)
     return RunStoreError(f"the run's file could not be written: {error}")

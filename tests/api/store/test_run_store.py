@@ -147,8 +147,9 @@ async def test_fetch_of_an_unknown_group_raises_key_error(make_store: MakeStore)
     async with opened(make_store) as run:
         group_id = await run.group(b"bytes")
 
-        with pytest.raises(KeyError):
-            await run.store.fetch([group_id, group_id + 1])
+        for unknown in (group_id + 1, 2**63, 10**30):
+            with pytest.raises(KeyError):
+                await run.store.fetch([group_id, unknown])
 
 
 async def test_discarded_payloads_are_gone_also_after_a_restart(make_store: MakeStore) -> None:

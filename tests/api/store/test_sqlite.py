@@ -197,3 +197,15 @@ async def test_close_writes_what_is_still_waiting(path: Path) -> None:
 
     assert all(await asyncio.gather(*waiting))
     assert len(run.records) == 300
+
+
+async def test_append_that_cannot_be_written_fails_alone(path: Path) -> None:
+    async with opened(lambda: SqliteRunStore(path)) as run:
+        answers = await asyncio.gather(
+            run.store.append(b"a", [Payload(2**64, b"no such id")]),
+            run.store.append(b"b"),
+            return_exceptions=True,
+        )
+
+        assert type(answers[0]) is RunStoreError
+        assert run.records == [b"b"]
