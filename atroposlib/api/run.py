@@ -30,7 +30,7 @@ from atroposlib.api.run_delivery import DeliveryDesk
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.stalls import Stall, find_stalls
+from atroposlib.api.stalls import Patience, Stall, find_stalls
 from atroposlib.api.store.base import RunStore
 from atroposlib.errors import ConfigError
 from atroposlib.wire_types import DecodedGroup, StoredPayload
@@ -147,6 +147,7 @@ class Run:
 
     async def disconnect_env(self, env_id: int) -> bool:
         """Note that an environment signed off; False when nobody is registered under the id."""
+        await self._find_env(env_id)
 
         def decide() -> tuple[Record | None, bool]:
             if self.state.envs.find(env_id) is None:
@@ -169,7 +170,7 @@ class Run:
         return env_view(self.state, env, self.limits)
 
     async def _heard_of(self, env_id: int | None) -> EnvRecord | None:
-        env = self.state.envs.find(env_id)
+        env = await self._find_env(env_id)
         if env is None:
             return None
         now = self._clock()
@@ -178,6 +179,12 @@ class Run:
             await self._log.guarded(lambda: (self._presence.revival_of(env.env_id, now), None))
             logger.info("environment %d (%s) is back", env.env_id, env.real_name)
         return env
+
+    async def _find_env(self, env_id: int | None) -> EnvRecord | None:
+        """Look an environment up, with what other replicas did if this one does not know it."""
+        if env_id is not None and self.state.envs.find(env_id) is None:
+            await self.store.sync()
+        return self.state.envs.find(env_id)
 
     async def admit(
         self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
@@ -234,11 +241,16 @@ class Run:
 
     def stalls(self) -> list[Stall]:
         """Name what keeps queued groups from becoming a batch."""
-        return find_stalls(self.state.queue, self.state.envs, batch_size=self.state.batch_size)
+        state = self.state
+        patience = Patience(self._clock(), self._presence.last_heard)
+        return find_stalls(state.queue, state.envs, batch_size=state.batch_size, patience=patience)
 
     async def payload(self, group_id: int) -> StoredPayload | None:
         """Return the bytes of a group that waits or was delivered lately; None when it is gone."""
         group = self.state.find_group(group_id)
+        if group is None:
+            await self.store.sync()
+            group = self.state.find_group(group_id)
         if group is None:
             return None
         try:

@@ -24,6 +24,8 @@ __all__ = ["DeliveryDesk"]
 
 logger = logging.getLogger(__name__)
 
+_STALL_CHECK_INTERVAL_S = 1.0
+
 
 class DeliveryDesk:
     """Hands batches of a run out and takes word of what became of them.
@@ -54,6 +56,7 @@ class DeliveryDesk:
         self._abandoned: set[BatchToken] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._last_stall = ""
+        self._stall_checked_at = 0.0
 
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0
@@ -71,6 +74,8 @@ class DeliveryDesk:
         Returns:
             The handout and its payloads in order of delivery; None when there is no batch.
         """
+        if self._state.registration is None:
+            await self._store.sync()  # another replica may have registered the trainer
         if self._state.registration is None:
             return None
         if not self._state.is_started:
@@ -153,7 +158,7 @@ class DeliveryDesk:
             acknowledged = records.BatchAcknowledged(*token, self._clock())
             return (acknowledged if result == "acked" else None), result
 
-        return await self._log.guarded(decide)
+        return await self._settle(decide)
 
     async def give_back(self, text: str, *, reason: ReturnReason = "lost") -> AckResult:
         """Let a batch wait for delivery to whoever asks next."""
@@ -166,9 +171,17 @@ class DeliveryDesk:
             returned = records.BatchesReturned([token], reason, self._clock())
             return (returned if result == "returned" else None), result
 
-        result = await self._log.guarded(decide)
+        result = await self._settle(decide)
         if result == "returned":
             logger.warning("batch %s came back (%s); it is next", token, reason)
+        return result
+
+    async def _settle(self, decide: Callable[[], tuple[Record | None, AckResult]]) -> AckResult:
+        result = await self._log.guarded(decide)
+        if result == "unknown":
+            # Another replica may have handed the batch out.
+            await self._store.sync()
+            result = await self._log.guarded(decide)
         return result
 
     async def return_expired(self) -> None:
@@ -260,8 +273,11 @@ class DeliveryDesk:
             logger.error("a batch could not be taken back yet: %s", task.exception())
 
     def _report_stall(self) -> None:
-        """Log why enough data makes no batch, once per reason."""
-        state = self._state
+        """Log why enough data makes no batch, once per reason; looks at it now and then only."""
+        state, now = self._state, self._clock()
+        if abs(now - self._stall_checked_at) < _STALL_CHECK_INTERVAL_S:
+            return
+        self._stall_checked_at = now
         text = ""
         if state.queue.num_sequences >= state.batch_size:
             stalls = find_stalls(state.queue, state.envs, batch_size=state.batch_size)

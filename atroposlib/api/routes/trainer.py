@@ -35,10 +35,10 @@ async def get_batch(run: RunOfApp) -> Response | dict[str, Any]:
     This GET changes the state: the batch leaves the queue, and the step grows, once the body was
     sent in full. The first call lets environments register.
     """
-    if run.state.registration is None:
+    found = await run.next_batch()
+    if found is None and run.state.registration is None:
         message = "Trainer not registered. Call /register first."
         return {"status": "error", "message": message, "batch": []}
-    found = await run.next_batch()
     if found is None:
         return {"batch": None}
     handout, payloads = found
