@@ -25,6 +25,7 @@ from atroposlib.api.gzip_pieces import (
     Inflater,
     accepts_gzip,
 )
+from atroposlib.wire import MEDIA_TYPES
 
 __all__ = ["GZipRequestMiddleware", "GZipResponseMiddleware"]
 
@@ -36,6 +37,9 @@ _INFLATED_AT_ONCE = 64 * 1024
 _MAX_SILENCE_S = 60.0
 _PLAIN_ENCODINGS = ("", "identity", "utf-8", "utf8")
 """`Content-Encoding` of bodies that are not compressed; some senders name a charset there."""
+
+_DENSE_TYPES = (MEDIA_TYPES["msgpack"],)
+"""What is compressed already, or deliberately not."""
 
 
 class GZipRequestMiddleware:
@@ -252,9 +256,8 @@ class _GzipSender:
         headers = MutableHeaders(raw=list(message["headers"]))
         length = int(headers.get("content-length", "0"))
         headers.add_vary_header("Accept-Encoding")
-        if "content-encoding" not in headers and self._deflater.applies_to(
-            self._request_headers, length
-        ):
+        is_ready = "content-encoding" in headers or headers.get("content-type") in _DENSE_TYPES
+        if not is_ready and self._deflater.applies_to(self._request_headers, length):
             self._stream = self._deflater.start()
             headers["Content-Encoding"] = "gzip"
             del headers["Content-Length"]

@@ -52,13 +52,13 @@ async def _refuse_reused_key(request: Request, error: Exception) -> Response:
 async def _refuse_for_now(request: Request, error: Exception) -> Response:
     assert isinstance(error, QueueFullError)  # registered for this class only
     wait_s = math.ceil(error.retry_after_s or _QUEUE_RETRY_AFTER_S)
-    return json_response({"detail": str(error)}, 503, **{"Retry-After": str(wait_s)})
+    return json_response({"detail": str(error)}, 503, {"Retry-After": str(wait_s)})
 
 
 async def _refuse_without_store(request: Request, error: Exception) -> Response:
     logger.error("%s %s was not served: %s", request.method, request.url.path, error)
     text = f"the store of the run does not work: {error}; nothing was acknowledged"
-    return json_response({"detail": text}, 503, **{"Retry-After": str(_STORE_RETRY_AFTER_S)})
+    return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
 
 
 REFUSALS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from atroposlib.api.connection import Connection
 from atroposlib.api.gzip_pieces import Deflater
 
-__all__ = ["PiecesResponse", "json_response"]
+__all__ = ["PiecesResponse", "json_response", "wait_until_gone"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PiecesResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the body and report."""
-        gone = asyncio.ensure_future(_wait_until_gone(receive))
+        gone = asyncio.ensure_future(wait_until_gone(receive))
         has_arrived = False
         try:
             await self._compress(scope, gone)
@@ -99,7 +99,7 @@ class PiecesResponse(Response):
         # Servers wait here until most of the pieces before have left this process.
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         connection = Connection.of(scope)
-        if connection is not None and self._on_arrived is not None:
+        if connection is not None and self._on_lost is not None:
             return await connection.wait_until_confirmed(gone.done)
         await asyncio.sleep(0)
         return not gone.done()
@@ -132,12 +132,15 @@ def _slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
         yield b"".join(small)
 
 
-async def _wait_until_gone(receive: Receive) -> None:
+async def wait_until_gone(receive: Receive) -> None:
+    """Wait until the client has left, or has its answer; safe to cancel."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def json_response(content: Any, status: int = 200, **headers: str) -> Response:
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """Answer with JSON."""
     return Response(
         msgspec.json.encode(content), status, headers=headers, media_type="application/json"

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-__all__ = ["EnvIdentifier", "Info", "RegisterEnv", "Registration", "ScoredData", "Status"]
+__all__ = [
+    "EnvIdentifier",
+    "Info",
+    "Policy",
+    "RegisterEnv",
+    "Registration",
+    "ScoredData",
+    "Status",
+]
 
 
 def _require_encodable(text: str) -> str:
@@ -72,6 +80,12 @@ class EnvIdentifier(BaseModel):
     """The registration id of an environment."""
 
     env_id: Int64
+
+
+class Policy(BaseModel):
+    """A trainer has new weights in service."""
+
+    version: Int64 = Field(ge=0, description="Version of the policy, a number that grows.")
 
 
 class ScoredData(BaseModel):

@@ -278,6 +278,8 @@ def test_status_env_takes_the_id_in_the_body(service, method):
         "self_queue_size": 0,
         "max_group_size": 1,
         "env_weight": 1.0,
+        "groups_to_start": None,
+        "policy_version": None,
     }
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from atroposlib.api.responses import PiecesResponse
-from atroposlib.api.routes.dependencies import RunOfApp
+from atroposlib.api.routes.dependencies import RunOfApp, advertises_lanes
 from atroposlib.api.settings import ApiSettings
 from atroposlib.wire import convert_payload
 
@@ -30,7 +30,7 @@ _NO_EXAMPLE_KEYS = (
 )
 
 
-@router.get("/wandb_info")
+@router.get("/wandb_info", dependencies=[advertises_lanes])
 async def wandb_info(run: RunOfApp) -> dict[str, Any]:
     """Return the trainer's run group and project, null before it registered."""
     registration = run.state.registration
@@ -39,7 +39,7 @@ async def wandb_info(run: RunOfApp) -> dict[str, Any]:
     return {"group": registration.wandb_group, "project": registration.wandb_project}
 
 
-@router.get("/info")
+@router.get("/info", dependencies=[advertises_lanes])
 async def info(run: RunOfApp) -> dict[str, Any]:
     """Return the batch size and the length limit, -1 before the trainer registered."""
     registration = run.state.registration

@@ -1,25 +1,41 @@
-"""What a trainer calls: register, fetch batches."""
+"""What a trainer calls: register, fetch batches, acknowledge them, report its policy."""
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException
+import msgspec
+from fastapi import APIRouter, HTTPException, Query, Request
 from starlette.responses import Response
 
-from atroposlib.api.responses import PiecesResponse
-from atroposlib.api.routes.dependencies import RunOfApp
-from atroposlib.api.run import RegistrationConflictError
-from atroposlib.api.schemas import Registration
-from atroposlib.wire import encode_batch
+from atroposlib.api.delivery import AckResult, Handout
+from atroposlib.api.responses import PiecesResponse, json_response, wait_until_gone
+from atroposlib.api.routes.dependencies import RunOfApp, advertises_lanes
+from atroposlib.api.routes.reading import in_threads
+from atroposlib.api.run import RegistrationConflictError, Run
+from atroposlib.api.schemas import Policy, Registration
+from atroposlib.wire import (
+    MEDIA_TYPES,
+    AcceptedLane,
+    StoredPayload,
+    batch_pieces,
+    convert_payload,
+    lane_of_accept,
+)
 
-__all__ = ["get_batch", "register", "router"]
+__all__ = ["acknowledge_batch", "get_batch", "register", "return_batch", "router", "set_policy"]
 
 router = APIRouter(tags=["trainer"])
 
+_BOTH_LANES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {MEDIA_TYPES["json"]: {}, MEDIA_TYPES["msgpack"]: {}}}
+}
+Found = tuple[Handout, list[StoredPayload]]
 
-@router.post("/register")
+
+@router.post("/register", dependencies=[advertises_lanes])
 async def register(registration: Registration, run: RunOfApp) -> dict[str, Any]:
     """Start a run, or join it with the same settings (`starting_step` aside); 409 otherwise."""
     try:
@@ -28,22 +44,128 @@ async def register(registration: Registration, run: RunOfApp) -> dict[str, Any]:
         raise HTTPException(409, str(error)) from error
 
 
-@router.get("/batch", response_model=None)
-async def get_batch(run: RunOfApp) -> Response | dict[str, Any]:
+@router.get("/batch", response_model=None, responses=_BOTH_LANES)
+async def get_batch(
+    request: Request,
+    run: RunOfApp,
+    lease: Annotated[
+        float | None,
+        Query(ge=1, le=86400, description="Seconds the batch is yours before it goes back."),
+    ] = None,
+    wait: Annotated[
+        float, Query(ge=0, le=300, description="Seconds to wait for a batch if there is none.")
+    ] = 0.0,
+) -> Response:
     """Return the oldest batch of exactly `batch_size` sequences, or null.
 
-    This GET changes the state: the batch leaves the queue, and the step grows, once the body was
-    sent in full. The first call lets environments register.
+    This GET changes the state: the batch leaves the queue. Without a lease the step grows once the
+    body was sent in full; with one, once `batch_id` is acknowledged. A batch that did not arrive
+    is the next to leave. The first call lets environments register.
     """
-    found = await run.next_batch()
-    if found is None and run.state.registration is None:
+    accepted = lane_of_accept(request.headers.get("accept"))
+    if run.state.registration is None:
         message = "Trainer not registered. Call /register first."
-        return {"status": "error", "message": message, "batch": []}
+        return _small({"status": "error", "message": message, "batch": []}, accepted)
+    found = await _next_batch(request, run, lease_s=lease, wait_s=wait)
     if found is None:
-        return {"batch": None}
+        return _small({"batch": None}, accepted)
     handout, payloads = found
+    lost = partial(run.give_back, handout.token)
+    envelope = {} if lease is None else {"batch_id": handout.token, "lease_expires_in_s": lease}
+    try:
+        pieces = await _pieces_of(request, payloads, accepted, envelope)
+    except BaseException:
+        await lost()
+        raise
     return PiecesResponse(
-        [encode_batch([payload.content for payload in payloads])],
-        on_arrived=partial(run.acknowledge, handout.token),
-        on_lost=partial(run.give_back, handout.token),
+        pieces,
+        media_type=MEDIA_TYPES[accepted.lane],
+        headers={"Vary": "Accept"},
+        # Groups in the binary lane are compressed, or not, by who sent them.
+        deflater=request.app.state.deflater if accepted.lane == "json" else None,
+        on_arrived=partial(run.acknowledge, handout.token) if lease is None else None,
+        on_lost=lost,
     )
+
+
+async def _next_batch(
+    request: Request, run: Run, *, lease_s: float | None, wait_s: float
+) -> Found | None:
+    """Wait for a batch, at most as long as the client does."""
+    if not wait_s:
+        return await run.next_batch(lease_s=lease_s)
+    finding = asyncio.ensure_future(run.next_batch(lease_s=lease_s, wait_s=wait_s))
+    leaving = asyncio.ensure_future(wait_until_gone(request.receive))
+    try:
+        await asyncio.wait((finding, leaving), return_when=asyncio.FIRST_COMPLETED)
+        # A client that left at the moment its batch was found: sending tells.
+        return await finding if finding.done() else None
+    finally:
+        leaving.cancel()
+        finding.cancel()
+
+
+async def _pieces_of(
+    request: Request,
+    payloads: list[StoredPayload],
+    accepted: AcceptedLane,
+    envelope: dict[str, Any],
+) -> list[bytes]:
+    """Write a batch; groups of the other lane are converted beside the event loop."""
+    lane, accepts_zstd = accepted
+    is_spliced = all(payload.lane == lane for payload in payloads)
+    if not is_spliced or (lane == "msgpack" and not accepts_zstd):
+        converted = []
+        for payload in payloads:
+            convert = partial(convert_payload, payload, lane, accepts_zstd=accepts_zstd)
+            converted.append(StoredPayload(lane, await in_threads(request, convert)))
+        payloads = converted
+    return batch_pieces(payloads, lane, envelope=envelope, accepts_zstd=True)
+
+
+def _small(content: dict[str, Any], accepted: AcceptedLane) -> Response:
+    if accepted.lane == "json":
+        return json_response(content)
+    return Response(msgspec.msgpack.encode(content), media_type=MEDIA_TYPES["msgpack"])
+
+
+@router.post("/batch/{batch_id}/ack")
+async def acknowledge_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
+    """Count a leased batch as delivered; may be repeated.
+
+    409 when it went to somebody else meanwhile, 404 when there is no such batch.
+    """
+    result = await run.acknowledge(batch_id)
+    _refuse_stale(batch_id, result)
+    done = {"acked": "acknowledged", "repeated": "already acknowledged"}
+    return {"status": done[result], "current_step": run.state.step}
+
+
+@router.post("/batch/{batch_id}/nack")
+async def return_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
+    """Give a leased batch back: it is the next to leave; may be repeated.
+
+    409 when it went to somebody else meanwhile or was acknowledged, 404 when there is none.
+    """
+    result = await run.give_back(batch_id, reason="refused")
+    _refuse_stale(batch_id, result)
+    done = {"returned": "returned", "repeated": "already returned"}
+    return {"status": done[result], "current_step": run.state.step}
+
+
+def _refuse_stale(batch_id: str, result: AckResult) -> None:
+    if result == "unknown":
+        raise HTTPException(404, f"there is no batch {batch_id[:100]!r}; was the run reset?")
+    if result == "expired":
+        raise HTTPException(
+            409,
+            f"batch {batch_id} has moved on: its lease expired and it was handed out again, "
+            "or it was acknowledged",
+        )
+
+
+@router.post("/policy")
+async def set_policy(policy: Policy, run: RunOfApp) -> dict[str, Any]:
+    """Note which version of the policy the trainer serves now."""
+    await run.set_policy_version(policy.version)
+    return {"status": "success", "policy_version": run.state.policy_version}
