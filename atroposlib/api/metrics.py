@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -31,6 +31,7 @@ from atroposlib.api.run_figures import FIGURES, MeteredRun, current_version
 __all__ = ["ServiceMetrics"]
 
 _AGE_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+_STORE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
 _STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
 
@@ -83,6 +84,15 @@ class ServiceMetrics:
         self.registry = CollectorRegistry()
         self.requests = RequestMetrics(self.registry)
         self._run = run
+        self._store_s = Histogram(
+            "atropos_store_operation_seconds",
+            "Time the store took to write a record with its groups, or to read groups.",
+            ["operation"],
+            registry=self.registry,
+            buckets=_STORE_BUCKETS_S,
+        )
+        # Finding a series by its label costs as much as using it.
+        self._store_series = {name: self._store_s.labels(name) for name in ("append", "fetch")}
         self._age_s = _Distribution(
             "atropos_handed_out_age_seconds",
             "Time from a group's arrival until it was first handed out.",
@@ -96,6 +106,10 @@ class ServiceMetrics:
         for collector in (_RunCollector(run), self._age_s, self._staleness):
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
+
+    def observe_store(self, operation: str, seconds: float) -> None:
+        """Note how long an `append` or a `fetch` took."""
+        self._store_series[operation].observe(seconds)
 
     def observe_handout(self, handout: Handout) -> None:
         """Note how old the groups of a batch are that leaves; only its first attempt counts."""

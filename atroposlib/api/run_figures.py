@@ -106,159 +106,126 @@ def _oldest_staleness(run: MeteredRun) -> Reading:
     return max(0, current_version(run.state) - min(versions)) if versions else 0
 
 
+def _gauge(
+    name: str, text: str, read: Callable[[MeteredRun], Reading], label: str | None = None
+) -> Figure:
+    return Figure(name, "gauge", text, read, label)
+
+
+def _counter(
+    name: str, text: str, read: Callable[[MeteredRun], Reading], label: str | None = None
+) -> Figure:
+    return Figure(name, "counter", text, read, label)
+
+
 FIGURES = (
-    Figure(
-        "atropos_step",
-        "gauge",
-        "Batches the trainer has, plus its first step.",
-        lambda run: run.state.step,
+    _gauge(
+        "atropos_step", "Batches the trainer has, plus its first step.", lambda run: run.state.step
     ),
-    Figure(
+    _gauge(
         "atropos_policy_version",
-        "gauge",
         "Policy version the trainer told last, else its step.",
         lambda run: current_version(run.state),
     ),
-    Figure(
-        "atropos_queue_groups",
-        "gauge",
-        "Groups that wait for a batch.",
-        lambda run: len(run.state.queue),
+    _gauge(
+        "atropos_queue_groups", "Groups that wait for a batch.", lambda run: len(run.state.queue)
     ),
-    Figure(
+    _gauge(
         "atropos_queue_sequences",
-        "gauge",
         "Sequences that wait for a batch.",
         lambda run: run.state.queue.num_sequences,
     ),
-    Figure(
+    _gauge(
         "atropos_queue_tokens",
-        "gauge",
         "Tokens that wait for a batch.",
         lambda run: run.state.queue.num_tokens,
     ),
-    Figure(
+    _gauge(
         "atropos_queue_bytes",
-        "gauge",
         "Payload bytes that wait for a batch.",
         lambda run: run.state.queue.num_bytes,
     ),
-    Figure(
+    _gauge(
         "atropos_environment_queue_sequences",
-        "gauge",
         "Sequences that wait for a batch, by the name their environment asked for.",
         _queued_by_environment,
         "environment",
     ),
-    Figure(
-        "atropos_queue_oldest_age_seconds",
-        "gauge",
-        "Time since the next group came in.",
-        _oldest_age_s,
-    ),
-    Figure(
+    _gauge("atropos_queue_oldest_age_seconds", "Time since the next group came in.", _oldest_age_s),
+    _gauge(
         "atropos_queue_oldest_staleness_steps",
-        "gauge",
         "Current policy version less the oldest one that waits.",
         _oldest_staleness,
     ),
-    Figure(
+    _gauge(
         "atropos_buffered_sequences",
-        "gauge",
         "Sequences that wait for others to add up to their environment's group size.",
         lambda run: run.state.envs.buffered_sequences,
     ),
-    Figure(
+    _gauge(
         "atropos_buffered_bytes",
-        "gauge",
         "Payload bytes of buffered sequences.",
         lambda run: run.state.envs.buffered_bytes,
     ),
-    Figure(
+    _gauge(
         "atropos_stalled_sequences",
-        "gauge",
         "Sequences that are stuck, or missing for a minimum share, by reason.",
         _stalled_sequences,
         "reason",
     ),
-    Figure(
+    _gauge(
         "atropos_batches_pending",
-        "gauge",
         "Batches formed but not acknowledged, by state.",
         _batches_pending,
         "state",
     ),
-    Figure(
+    _gauge(
         "atropos_batches_pending_sequences",
-        "gauge",
         "Sequences in batches formed but not acknowledged.",
         lambda run: run.state.delivery.num_sequences,
     ),
-    Figure(
-        "atropos_environments",
-        "gauge",
-        "Registered environments, by state.",
-        _environments,
-        "state",
+    _gauge("atropos_environments", "Registered environments, by state.", _environments, "state"),
+    _counter("atropos_groups_received_total", "Groups stored.", _counted("groups/received")),
+    _counter(
+        "atropos_sequences_received_total", "Sequences stored.", _counted("sequences/received")
     ),
-    Figure(
-        "atropos_groups_received_total", "counter", "Groups stored.", _counted("groups/received")
-    ),
-    Figure(
-        "atropos_sequences_received_total",
-        "counter",
-        "Sequences stored.",
-        _counted("sequences/received"),
-    ),
-    Figure(
-        "atropos_tokens_received_total", "counter", "Tokens stored.", _counted("tokens/received")
-    ),
-    Figure(
+    _counter("atropos_tokens_received_total", "Tokens stored.", _counted("tokens/received")),
+    _counter(
         "atropos_groups_loose_total",
-        "counter",
         "Groups stored although an optional field does not line up with their tokens.",
         _counted("groups/loose"),
     ),
-    Figure(
+    _counter(
         "atropos_requests_repeated_total",
-        "counter",
         "Requests answered from their idempotency key, without storing them again.",
         lambda run: run.counters["requests/repeated"],
     ),
-    Figure(
+    _counter(
         "atropos_requests_refused_total",
-        "counter",
         "Requests with groups that were refused, by reason.",
         lambda run: _by_reason(run.counters, _REFUSED),
         "reason",
     ),
-    Figure(
-        "atropos_batches_delivered_total",
-        "counter",
-        "Batches acknowledged.",
-        _counted("batches/delivered"),
+    _counter(
+        "atropos_batches_delivered_total", "Batches acknowledged.", _counted("batches/delivered")
     ),
-    Figure(
+    _counter(
         "atropos_groups_delivered_total",
-        "counter",
         "Groups of acknowledged batches.",
         _counted("groups/delivered"),
     ),
-    Figure(
+    _counter(
         "atropos_sequences_delivered_total",
-        "counter",
         "Sequences of acknowledged batches.",
         _counted("sequences/delivered"),
     ),
-    Figure(
+    _counter(
         "atropos_tokens_delivered_total",
-        "counter",
         "Tokens of acknowledged batches.",
         _counted("tokens/delivered"),
     ),
-    Figure(
+    _counter(
         "atropos_batches_returned_total",
-        "counter",
         "Batches that came back and leave again, by reason; expired: a lease ran out.",
         lambda run: _by_reason(run.state.counters, "batches/returned_"),
         "reason",

@@ -108,6 +108,7 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     run = Run(store, limits=_limits_of(settings), replica=replica)
     metrics = ServiceMetrics(run)
     run.on_handed_out = metrics.observe_handout
+    store.observe = metrics.observe_store
     threads = ThreadPoolExecutor(_BODY_THREADS, thread_name_prefix="bodies")
     application = FastAPI(title="AtroposLib API", lifespan=_lifespan_of(run, threads))
     application.state = StateView(run)

@@ -90,6 +90,7 @@ def test_metrics_count_what_went_through() -> None:
         "atropos_sequences_delivered_total 4.0",
         "atropos_tokens_delivered_total 4.0",
         "atropos_handed_out_age_seconds_count 2.0",
+        'atropos_store_operation_seconds_count{operation="fetch"} 1.0',
         'atropos_http_requests_total{method="POST",route="/scored_data",status="200"} 3.0',
         'atropos_http_requests_total{method="POST",route="/scored_data",status="422"} 1.0',
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, perf_counter
@@ -10,6 +11,8 @@ from time import monotonic, perf_counter
 from atroposlib.api.store.base import Apply, Payload, Restore, RunStore
 
 __all__ = ["Observe", "WatchedStore"]
+
+logger = logging.getLogger(__name__)
 
 Observe = Callable[[str, float], None]
 """Takes what was done, `append` or `fetch`, and the seconds it took."""
@@ -22,7 +25,7 @@ class WatchedStore:
 
     Args:
         store: the store that does the work.
-        observe: told of every append and fetch that succeeded.
+        observe: told of every append and fetch that succeeded; may be replaced.
         clock: seconds that never go back.
     """
 
@@ -34,7 +37,7 @@ class WatchedStore:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.store = store
-        self._observe = observe
+        self.observe = observe
         self._clock = clock
         self._failure: tuple[float, str] | None = None
 
@@ -102,10 +105,14 @@ class WatchedStore:
         except KeyError:
             raise  # a group that is not there says nothing about the store
         except Exception as error:
+            if self._failure is None:
+                logger.error("the store fails to %s: %s", operation, _told(error))
             self._failure = (self._clock(), f"{operation}: {_told(error)}")
             raise
-        self._failure = None
-        self._observe(operation, perf_counter() - started)
+        if self._failure is not None:
+            logger.info("the store works again")
+            self._failure = None
+        self.observe(operation, perf_counter() - started)
 
 
 def _told(error: Exception) -> str:

@@ -125,3 +125,21 @@ async def test_observer_hears_of_what_succeeded(fragile: FragileStore) -> None:
 
     assert [operation for operation, _ in heard] == ["append", "fetch"]
     assert all(seconds >= 0 for _, seconds in heard)
+
+
+async def test_failure_and_recovery_are_logged_once(
+    watched: WatchedStore, fragile: FragileStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    fragile.error = OSError("the disk is full")
+    for _ in range(3):
+        with pytest.raises(OSError, match="full"):
+            await watched.append(b"record")
+    fragile.error = None
+    await watched.append(b"record")
+    await watched.append(b"record")
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "the store fails to append: OSError: the disk is full",
+        "the store works again",
+    ]
