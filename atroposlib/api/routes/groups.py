@@ -17,7 +17,7 @@ from atroposlib.api.group_listing import (
     find_group,
     list_groups,
 )
-from atroposlib.api.responses import PiecesResponse
+from atroposlib.api.responses import PiecesResponse, json_response
 from atroposlib.api.routes.dependencies import RunOfApp
 from atroposlib.wire import MEDIA_TYPES, convert_payload, lane_of_accept
 
@@ -33,7 +33,7 @@ Limit = Annotated[int, Query(ge=1, le=1000, description="The most to list.")]
 Score = Annotated[float | None, Query(allow_inf_nan=False)]
 
 
-@router.get("/groups")
+@router.get("/groups", response_model=None)
 async def get_groups(
     run: RunOfApp,
     state: GroupState = GroupState.QUEUED,
@@ -42,7 +42,7 @@ async def get_groups(
     max_score: Score = None,
     offset: Offset = 0,
     limit: Limit = 100,
-) -> dict[str, Any]:
+) -> Response:
     """List groups that are queued, buffered, in flight or past, without taking any.
 
     `min_score` and `max_score` choose groups with a score in that range. With filters at most ten
@@ -50,7 +50,7 @@ async def get_groups(
     """
     wanted = GroupFilter(env_id, min_score, max_score)
     page = list_groups(run.state, state, wanted, offset=offset, limit=limit, now=time.time())
-    return page._asdict()
+    return json_response(page._asdict())
 
 
 @router.get("/groups/{group_id}")
@@ -86,7 +86,7 @@ def _missing(group_id: int, run: RunOfApp) -> HTTPException:
     )
 
 
-@router.get("/envs")
-async def list_envs(run: RunOfApp, offset: Offset = 0, limit: Limit = 100) -> dict[str, Any]:
+@router.get("/envs", response_model=None)
+async def list_envs(run: RunOfApp, offset: Offset = 0, limit: Limit = 100) -> Response:
     """List environments in order of registration, the ones that left or fell silent included."""
-    return describe_envs(run.state, offset=offset, limit=limit, now=time.time())
+    return json_response(describe_envs(run.state, offset=offset, limit=limit, now=time.time()))
