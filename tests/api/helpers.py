@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
 
 import uvicorn
 from fastapi.testclient import TestClient
@@ -17,6 +18,7 @@ from atroposlib.api.access import Role
 from atroposlib.api.http_protocol import ObservedHttpProtocol
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
+from atroposlib.api.store.open import fresh_run_name
 
 TOKENS = {role: f"token-for-tests-of-{role.value}" for role in Role}
 
@@ -55,11 +57,35 @@ def make_group(size: int, *, length: int = 1, score: float = 0.0, **extra: Any) 
     return {"tokens": [row] * size, "masks": [row] * size, "scores": [score] * size, **extra}
 
 
+class StoreOfServices(ExitStack):
+    """The store that services under test are given, each with a run of its own.
+
+    A run outside memory needs one event loop for all requests; those of its service are served in
+    one from the start to the end of the test.
+    """
+
+    def __init__(self, url: str, data_dir: Path) -> None:
+        super().__init__()
+        self._choice = {"store": url, "data_dir": data_dir}
+
+    def settle(self, settings: ApiSettings) -> ApiSettings:
+        """Return the same settings with a run in this store."""
+        return settings.model_copy(update={**self._choice, "run_name": fresh_run_name()})
+
+
 class Service(TestClient):
     """A service of its own, in process, with the calls that tests make most."""
 
+    home: ClassVar[StoreOfServices | None] = None
+    """Where runs live; None: in memory."""
+
     def __init__(self, settings: ApiSettings | None = None) -> None:
+        settings = settings or ApiSettings()
+        if self.home is not None:
+            settings = self.home.settle(settings)
         super().__init__(create_app(settings), raise_server_exceptions=False)
+        if self.home is not None:
+            self.home.enter_context(self)
 
     def register(self, **changes: Any) -> Response:
         return self.post("/register", json={**REGISTRATION, **changes})
@@ -82,6 +108,12 @@ class Service(TestClient):
         """Fetch a batch; return the score of each of its groups, None when there is no batch."""
         batch = self.get("/batch").json()["batch"]
         return None if batch is None else [group["scores"][0] for group in batch]
+
+    def status(self) -> dict[str, Any]:
+        """Ask for the status; the name of the run, which differs from test to test, is left out."""
+        answer = self.get("/status").json()
+        answer.pop("run", None)
+        return answer
 
     def status_env(self, env_id: Any) -> Response:
         return self.request("GET", "/status-env", json={"env_id": env_id})

@@ -41,7 +41,7 @@ def test_register_post_reset_starts_over(service):
     assert service.get("/reset_data").status_code == 200
 
     assert service.get("/info").json()["batch_size"] == -1
-    assert service.get("/status").json() == {"current_step": 0, "queue_size": 0}
+    assert service.status() == {"current_step": 0, "queue_size": 0}
     assert service.get("/wandb_info").json() == {"group": None, "project": None}
     assert service.register().status_code == 200
 

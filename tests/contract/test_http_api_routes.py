@@ -20,7 +20,7 @@ def test_root_says_who_answers(service):
 
 def test_neutral_answers_before_anything_is_registered(service):
     assert service.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
-    assert service.get("/status").json() == {"current_step": 0, "queue_size": 0}
+    assert service.status() == {"current_step": 0, "queue_size": 0}
     assert service.get("/wandb_info").json() == {"group": None, "project": None}
     assert service.get("/latest_example").json() == {
         "tokens": [],
@@ -77,7 +77,7 @@ def test_register_twice_with_the_same_settings_continues_the_run(service):
 
     assert second.status_code == 200
     assert second.json()["uuid"] != first
-    assert service.get("/status").json() == {"current_step": 0, "queue_size": 1}
+    assert service.status() == {"current_step": 0, "queue_size": 1}
 
 
 def test_register_with_other_settings_is_409_naming_both_values(service):
@@ -321,7 +321,7 @@ def test_reset_data_forgets_the_run_each_time(service):
         assert (answer.status_code, answer.text) == (200, "Reset successful")
         assert answer.headers["content-type"].startswith("text/plain")
         assert service.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
-        assert service.get("/status").json() == {"current_step": 0, "queue_size": 0}
+        assert service.status() == {"current_step": 0, "queue_size": 0}
         assert service.get("/wandb_info").json() == {"group": None, "project": None}
         assert service.get("/latest_example").json()["tokens"] == []
         assert service.get("/batch").json()["status"] == "error"
