@@ -2,8 +2,9 @@
 
 A row of numbers ends at the next `]`, so most of a group's bytes need not be looked at to find
 where its columns lie. What is found this way is exact once every row has been decoded as an array:
-an array that ends at the first `]` is the whole value. The walk stops at the first thing it does
-not know, such as messages, and says where; the rest is for a real parser.
+an array that ends at the first `]` is the whole value. An opaque value ends where the next key
+begins, which is tried. The walk stops at the first thing it does not know, and says where; the rest
+is for a real parser.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+import msgspec
+
 from atroposlib.scored_data import GROUP_FIELDS
 
 __all__ = ["RowTexts", "Walk", "walk_group"]
 
 _ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape == "GL")
+_OPAQUE_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.dtype == "json") - {"env_id"}
+_NAMES = b"|".join(f.name.encode() for f in GROUP_FIELDS)
+_NEXT_KEY = re.compile(rb',[ \t\r\n]*"(?:%b)"[ \t\r\n]*:' % _NAMES)
 _OPENING = re.compile(rb"[ \t\r\n]*\{")
 _KEY = re.compile(rb'[ \t\r\n]*"([a-z_]+)"[ \t\r\n]*:[ \t\r\n]*')
 _NULL = re.compile(rb"null(?=[ \t\r\n,}])")
@@ -23,6 +29,14 @@ _INTEGER = re.compile(rb"-?[0-9]+(?=[ \t\r\n,}])")
 _AFTER_VALUE = re.compile(rb"[ \t\r\n]*([,}])")
 _ROWS_OPENING = re.compile(rb"\[[ \t\r\n]*(?=\[)")
 _AFTER_ROW = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
+_CALL_BYTES = 256 * 1024
+"""What one search looks at, so that other threads get their turn in between."""
+_MAX_KEY_BYTES = 64
+_MAX_TRIES = 4
+"""Keys inside a value may look like the next key of the group; then a parser is quicker."""
+_value_decoder = msgspec.json.Decoder(msgspec.Raw)
 
 
 class RowTexts(NamedTuple):
@@ -83,8 +97,35 @@ def _walk_value(body: bytes, name: str, start: int) -> tuple[Any, int] | None:
     if name == "scores":
         end = body.find(b"]", start) + 1
         return (body[start:end], end) if end and body.startswith(b"[", start) else None
+    if name in _OPAQUE_FIELDS:
+        return _walk_opaque(body, start)
     integer = _INTEGER.match(body, start) if name in ("env_id", "policy_version") else None
     return (integer.group(), integer.end()) if integer else None
+
+
+def _walk_opaque(body: bytes, start: int) -> tuple[bytes, int] | None:
+    end = start
+    for _ in range(_MAX_TRIES):
+        end = _find_next_key(body, end + 1)
+        if end < 0:
+            return None
+        text = body[start:end]
+        try:
+            # A text that is one whole value, and is followed by a comma, is all of the value.
+            _value_decoder.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            continue
+        return text, end
+    return None
+
+
+def _find_next_key(body: bytes, start: int) -> int:
+    while start < len(body):
+        found = _NEXT_KEY.search(body, start, start + _CALL_BYTES + _MAX_KEY_BYTES)
+        if found is not None:
+            return found.start()
+        start += _CALL_BYTES
+    return -1
 
 
 def _walk_rows(body: bytes, start: int) -> tuple[RowTexts, int] | None:

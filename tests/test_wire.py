@@ -107,6 +107,24 @@ def test_of_a_repeated_key_the_last_value_counts_and_the_first_must_be_json():
         decode_group(b'{"tokens":[[1"]],' + tail)
 
 
+@pytest.mark.parametrize("num_keys", [1, 10])
+def test_opaque_values_may_hold_the_keys_of_a_group(num_keys):
+    nested = [{"a": 1, "images": [[1]], "tokens": [["]"]]}] * num_keys
+    group = {
+        "tokens": [[1, 2]],
+        "messages": [[{"role": "user", "content": nested}, ',"masks":']],
+        "masks": [[1, 2]],
+        "images": nested,
+        "scores": [0.5],
+    }
+
+    one = decode_group(json.dumps(group).encode())
+    two = decode_groups(json.dumps([group, group]).encode())
+
+    assert {key: json.loads(one.payload)[key] for key in group} == group
+    assert [each.payload for each in two] == [one.payload] * 2
+
+
 @pytest.mark.parametrize("comma", [b"", b",}", b"} {"])
 def test_what_follows_a_group_must_be_json(comma):
     body = b'{"tokens":[[1]],"masks":[[1]],"scores":[1.0]'
