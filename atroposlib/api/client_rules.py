@@ -32,10 +32,13 @@ _REMEDIES = {
     401: "the service asks for a token: set ATROPOS_API_TOKEN, or give the client its `token`",
     403: "the token is not for this: take one of the right role (environment, trainer or admin)",
     404: "the service was reset or replaced: register again, or check the address",
-    409: "use the settings of the running run, or replace them",
     413: "post fewer groups at a time",
     422: "the request is malformed; repeating it will not help",
     503: "the service is busy; wait and repeat",
+}
+_CONFLICT_REMEDIES = {
+    "/register": "use the settings of the running run, or replace them",
+    "/ack": "its groups may be trained on twice; ask for longer leases",
 }
 
 
@@ -170,13 +173,19 @@ def read_answer(
     said = _spell(detail) if detail else content[: 4 * _MAX_QUOTED_CHARS].decode(errors="replace")
     for secret in (secrets or {}).values():
         said = said.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
-    remedy = _REMEDIES.get(status)
+    remedy = _remedy(status, url)
     raise TrajectoryApiError(
         f"{method} {url} answered {status} (attempt {attempt}): {said[:_MAX_QUOTED_CHARS]}"
         + (f"; {remedy}" if remedy else ""),
         status=status,
         retry_after_s=retry_after_s(headers),
     )
+
+
+def _remedy(status: int, url: str) -> str | None:
+    if status == 409:
+        return _CONFLICT_REMEDIES.get(url[url.rfind("/") :])
+    return _REMEDIES.get(status)
 
 
 def _spell(detail: Any) -> str:

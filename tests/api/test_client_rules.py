@@ -105,7 +105,6 @@ def test_read_answer_returns_decoded_json():
         (422, b'{"detail": [{"msg": "masks[0]: short"}, {"msg": "b"}]}', "masks[0]: short; b; the"),
         (401, b'{"detail": "no token"}', "no token; the service asks for a token: set ATROPOS_API"),
         (403, b'{"detail": "admins only"}', "admins only; the token is not for this: take one"),
-        (409, b'{"detail": "other settings"}', "409 (attempt 1): other settings; use the settings"),
         (413, b"too large", "413 (attempt 1): too large; post fewer groups"),
         (500, b"Internal Server Error", "500 (attempt 1): Internal Server Error"),
         (200, b"<html>", "200 (attempt 1): <html>"),
@@ -135,6 +134,19 @@ def test_delivered_groups_distinguishes_none_from_not_registered():
     assert delivered_groups({"batch": [{"tokens": []}]}, "http://h") == [{"tokens": []}]
     with pytest.raises(TrajectoryApiError, match="register the trainer again"):
         delivered_groups({"status": "error", "message": "no", "batch": []}, "http://h")
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/register", "c; use the settings of the running run"),
+        ("/batch/1-1/ack", "c; its groups may be trained on twice"),
+        ("/batch/1-1/nack", "c"),
+    ],
+)
+def test_read_answer_tells_conflicts_apart(path, says):
+    with pytest.raises(TrajectoryApiError, match=says):
+        read_answer("POST", f"http://h{path}", status=409, headers={}, content=b'{"detail": "c"}')
 
 
 def test_read_answer_repeats_no_secret_of_the_request():
