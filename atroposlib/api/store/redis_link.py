@@ -11,21 +11,16 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from atroposlib.errors import ConfigError, MissingExtraError, RunStoreError
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from atroposlib.api.store.redis_client import address_of, connect, is_passing
+from atroposlib.errors import ConfigError, RunStoreError
 
 __all__ = ["Argument", "RedisFullError", "RedisLink", "RunLostError"]
 
 logger = logging.getLogger(__name__)
 
 _OPEN_S = 5.0
-_SOCKET_TIMEOUT_S = 10.0
-_CONNECT_TIMEOUT_S = 5.0
-_MAX_CONNECTIONS = 32
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _OLDEST_VERSION = (7, 0)
@@ -49,11 +44,11 @@ class RedisLink:
     """
 
     def __init__(self, url: str, *, patience_s: float) -> None:
-        self._client = _connect(url)
+        self._client = connect(url)
         self._execute: Callable[..., Awaitable[Any]] = self._client.execute_command
         self._patience_s = patience_s
         self._is_away = False
-        self.address = _address(self._client)
+        self.address = address_of(self._client)
 
     async def open(self) -> None:
         """Check the server; waits for it a few seconds.
@@ -143,7 +138,7 @@ class RedisLink:
             try:
                 result = await make_call()
             except RedisError as error:
-                if not _passes(error):
+                if not is_passing(error):
                     raise self._explain(error, attempts) from error
                 self._note_away(error)
                 if time.monotonic() + pause_s > deadline:
@@ -212,57 +207,6 @@ class RedisLink:
         return settings.get("appendfsync", "unknown")
 
 
-def _connect(url: str) -> Redis:
-    try:
-        from redis.asyncio import BlockingConnectionPool, Redis
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-    except ImportError as error:
-        raise MissingExtraError("redis", extra="redis") from error
-    try:
-        pool = BlockingConnectionPool.from_url(url, max_connections=_MAX_CONNECTIONS)
-    except ValueError:
-        # The reason may quote the URL with its password, so nothing of it is passed on.
-        raise ConfigError(
-            "the Redis URL is malformed; expected redis://[[user]:password@]host[:port][/database]"
-            ", rediss://... or unix:///path; percent-encode special characters in the password"
-        ) from None
-    pool.connection_kwargs.update(
-        decode_responses=False,
-        protocol=2,
-        retry=Retry(NoBackoff(), 0),
-        socket_connect_timeout=_CONNECT_TIMEOUT_S,
-        socket_timeout=_SOCKET_TIMEOUT_S,
-    )
-    return Redis(connection_pool=pool)
-
-
-def _address(client: Redis) -> str:
-    settings = client.connection_pool.connection_kwargs
-    if "path" in settings:
-        return f"unix://{settings['path']}"
-    host, port = settings.get("host", "localhost"), settings.get("port", 6379)
-    return f"{host}:{port}/{settings.get('db', 0)}"
-
-
 def _version(text: str) -> tuple[int, int]:
     major, minor, *_ = [int(part) for part in f"{text}.0".split(".")[:2]]
     return major, minor
-
-
-def _passes(error: Exception) -> bool:
-    """Whether waiting may help: the server is away, starts, or hands over to another."""
-    from redis import exceptions
-
-    refusals = (exceptions.AuthenticationError, exceptions.AuthorizationError)
-    if isinstance(error, refusals) or isinstance(error.__cause__, refusals):
-        return False
-    passing = (
-        exceptions.ConnectionError,
-        exceptions.TimeoutError,
-        exceptions.ReadOnlyError,
-        exceptions.ClusterDownError,
-        exceptions.MasterDownError,
-        exceptions.TryAgainError,
-    )
-    return isinstance(error, passing) or str(error).startswith(("BUSY ", "LOADING ", "MISCONF "))

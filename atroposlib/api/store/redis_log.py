@@ -4,11 +4,9 @@
     apply ◄── reply: every record from the position known here to the end
 
 One task sends one call at a time, so replies come in order, and a lost reply is asked for again
-under the same number. The same task looks every `poll_s` for what others wrote. Several `append`
-calls made while one is under way go together in the next.
-
-A process that does not know the log far enough back, because another has replaced those records by
-a snapshot, gets that snapshot: `restore` may be called at any time, with a whole state.
+under the same number. Every `poll_s` it looks for what others wrote. Several `append` calls made
+while one is under way go together in the next. Who does not know the log far enough back, because
+another has put a snapshot in its place, gets that: `restore` may be called at any time.
 """
 
 from __future__ import annotations
@@ -122,9 +120,8 @@ class RedisLog:
 
     async def compact(self, snapshot: bytes, position: int) -> None:
         """Replace the records before a position by a snapshot, unless another's is newer."""
-        keys = (self._keys.meta, self._keys.log, self._keys.snapshot)
-        known = (self._position, self._tag)
-        await self._link.call(scripts.COMPACT, keys, (*known, snapshot, position))
+        arguments = (self._position, self._tag, snapshot, position)
+        await self._link.call(scripts.COMPACT, self._keys[:3], arguments)
 
     async def close(self) -> None:
         """Send what waits, a few seconds at most, and stop following."""
