@@ -14,7 +14,7 @@ only the others are converted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atroposlib.wire_batch import (
@@ -42,7 +42,6 @@ __all__ = [
     "decode_batch",
     "decode_group",
     "decode_groups",
-    "encode_batch",
     "encode_group",
     "encode_groups",
     "lane_of",
@@ -122,8 +121,3 @@ def encode_groups(
     """Write a list of groups in canonical form; takes and raises what `encode_group` does."""
     encoded = [encode_group(group, lane, zstd=zstd) for group in groups]
     return b"[%b]" % b",".join(encoded) if lane == "json" else join_blobs(encoded)
-
-
-def encode_batch(payloads: Sequence[bytes]) -> bytes:
-    """Splice JSON payloads into the body of `GET /batch` without decoding them."""
-    return b"".join(batch_pieces([StoredPayload("json", payload) for payload in payloads]))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from atroposlib.api.server import create_app
@@ -67,7 +68,9 @@ def test_shell_client_posts_and_takes_batches(unused_tcp_port):
         )
         posted = environment.communicate(timeout=60)[0]
         taken = trainer.communicate(timeout=60)[0]
+        status = httpx.get(f"{url}/status").json()
 
     assert (environment.returncode, trainer.returncode) == (0, 0)
     assert posted.splitlines() == ['{"status":"received"}'] * 2
     assert taken.splitlines() == ["[0.5,-0.5]", "[1.5,-1.5]"]
+    assert status["current_step"] == 2  # both leases were acknowledged
