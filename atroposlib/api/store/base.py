@@ -23,7 +23,8 @@ Apply = Callable[[int, bytes], None]
 """Takes a record and its position in the log (from 0); never awaited, never raises."""
 
 Restore = Callable[[bytes], None]
-"""Takes a snapshot of the state, before any record is applied."""
+"""Takes a snapshot of the whole state: when a run is opened, and again, in place of what there is,
+when a replica fell behind records that another has compacted."""
 
 
 class Payload(NamedTuple):
