@@ -4,13 +4,14 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
 
 from atroposlib.api.store.base import Payload
 from atroposlib.api.store.redis import RedisRunStore
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, MissingExtraError
 from tests.api.store.redis_replicas import Replica, replicas
 from tests.redis_server import RedisServer
 
@@ -262,6 +263,13 @@ async def test_runs_do_not_see_each_other(redis_server: RedisServer) -> None:
 def test_run_without_a_name_is_refused(redis_server: RedisServer) -> None:
     with pytest.raises(ConfigError, match="--run"):
         RedisRunStore(redis_server.url, "")
+
+
+def test_missing_client_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+
+    with pytest.raises(MissingExtraError, match=r"atroposlib\[redis\]"):
+        RedisRunStore("redis://localhost", "run")
 
 
 async def test_alive_replicas_lists_who_is_there(redis_server: RedisServer) -> None:
