@@ -25,7 +25,11 @@ def _require_encodable(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_require_encodable)]
 # Wider integers are accepted by Python alone; other clients could not read them back.
-Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+_INT64_MAX = 2**63 - 1
+Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX)]
+# Bounds given to a field of type `Int64` would be overruled by those of the type.
+Version = Annotated[int, Field(ge=0, le=_INT64_MAX)]
+Count = Annotated[int, Field(ge=1, le=_INT64_MAX)]
 
 
 class Registration(BaseModel):
@@ -33,7 +37,7 @@ class Registration(BaseModel):
 
     wandb_group: Text = Field(description="Run group handed to environments.")
     wandb_project: Text = Field(description="Project handed to environments.")
-    batch_size: Int64 = Field(ge=1, description="Sequences per batch.")
+    batch_size: Count = Field(description="Sequences per batch.")
     max_token_len: Int64 = Field(
         description="Sequences this long or longer are dropped by environments; 0 or less: none."
     )
@@ -61,9 +65,8 @@ class RegisterEnv(BaseModel):
     max_token_length: Int64 = Field(description="Longest trajectory, in tokens.")
     desired_name: Text = Field(description="Name; the service appends a running number.")
     weight: float = Field(allow_inf_nan=False, description="Relative share of inference capacity.")
-    group_size: Int64 | None = Field(
+    group_size: Count | None = Field(
         default=None,
-        ge=1,
         description="Sequences per group; smaller groups are collected until they add up to it. "
         "None: groups of every size are queued as they come.",
     )
@@ -85,7 +88,7 @@ class EnvIdentifier(BaseModel):
 class Policy(BaseModel):
     """A trainer has new weights in service."""
 
-    version: Int64 = Field(ge=0, description="Version of the policy, a number that grows.")
+    version: Version = Field(description="Version of the policy, a number that grows.")
 
 
 class ScoredData(BaseModel):

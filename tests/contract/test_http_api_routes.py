@@ -62,6 +62,14 @@ def test_register_without_a_field_is_422(service, field, change):
     assert answer.json()["detail"][0]["loc"] == ["body", field]
 
 
+@pytest.mark.parametrize("batch_size", [0, -8, 1.5, 2**70])
+def test_register_batch_size_out_of_range_is_422(service, batch_size):
+    answer = service.register(batch_size=batch_size)
+
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["body", "batch_size"]
+
+
 def test_register_converts_numbers_laxly_and_ignores_unknown_fields(service):
     answer = service.register(batch_size="8", max_token_len=16.0, colour="blue")
 

@@ -1,0 +1,246 @@
+"""Batches over HTTP: leases, long polls, lanes, and clients that leave in the middle."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from atroposlib.api.server import create_app
+from atroposlib.wire import decode_batch, encode_group
+from tests.api.helpers import REGISTRATION, Service, make_group, serve
+
+MSGPACK = "application/msgpack"
+
+
+@pytest.fixture
+def service() -> Service:
+    service = Service()
+    service.register(batch_size=2)
+    return service
+
+
+@pytest.fixture
+def live(free_port: int) -> Iterator[httpx.Client]:
+    """A service on a port, with a trainer whose batches are one sequence each."""
+    with serve(create_app(), free_port) as url, httpx.Client(base_url=url, timeout=30) as client:
+        client.post("/register", json={**REGISTRATION, "batch_size": 1})
+        yield client
+
+
+def ask(live: httpx.Client, path: str) -> socket.socket:
+    """Send a GET and return the connection, unread."""
+    connection = socket.create_connection((live.base_url.host, live.base_url.port))
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return connection
+
+
+def wait_for_batch(live: httpx.Client) -> list[dict[str, Any]]:
+    batch = live.get("/batch?wait=10").json()["batch"]
+    assert batch is not None
+    return batch
+
+
+def test_lease_counts_once_the_batch_is_acknowledged(service):
+    service.push(2)
+
+    leased = service.get("/batch?lease=60").json()
+
+    assert leased["lease_expires_in_s"] == 60
+    assert [group["scores"] for group in leased["batch"]] == [[0, 0]]
+    assert service.status()["current_step"] == 0
+    path = f"/batch/{leased['batch_id']}/ack"
+    assert service.post(path).json() == {"status": "acknowledged", "current_step": 1}
+    assert service.post(path).json() == {"status": "already acknowledged", "current_step": 1}
+    assert service.take() is None
+
+
+def test_lease_given_back_is_the_next_to_leave_under_another_name(service):
+    service.push(2, 2)
+    leased = service.get("/batch?lease=60").json()
+
+    first = service.post(f"/batch/{leased['batch_id']}/nack")
+    again = service.post(f"/batch/{leased['batch_id']}/nack")
+
+    assert first.json() == {"status": "returned", "current_step": 0}
+    assert again.json() == {"status": "already returned", "current_step": 0}
+    renewed = service.get("/batch?lease=60").json()
+    assert renewed["batch"] == leased["batch"]
+    assert renewed["batch_id"] != leased["batch_id"]
+    late = service.post(f"/batch/{leased['batch_id']}/ack")
+    assert late.status_code == 409
+    assert "handed out again" in late.json()["detail"]
+
+
+@pytest.mark.slow
+def test_lease_that_expired_is_the_next_to_leave(service):
+    service.push(2)
+    leased = service.get("/batch?lease=1").json()
+    with service:  # what is done once a second is done
+        time.sleep(2.5)
+
+    assert service.get("/batch").json()["batch"] == leased["batch"]
+    assert service.post(f"/batch/{leased['batch_id']}/ack").status_code == 409
+
+
+@pytest.mark.parametrize("call", ["ack", "nack"])
+@pytest.mark.parametrize("batch_id", ["99-1", "nonsense", "0-7", "é"])
+def test_batch_nobody_knows_is_404(service, call, batch_id):
+    assert service.post(f"/batch/{batch_id}/{call}").status_code == 404
+
+
+@pytest.mark.parametrize("query", ["lease=0", "lease=86401", "lease=nan", "lease=x", "wait=-1",
+                                   "wait=301", "wait=inf"])  # fmt: skip
+def test_lease_and_wait_out_of_range_are_422(service, query):
+    answer = service.get(f"/batch?{query}")
+
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["query", query.partition("=")[0]]
+
+
+def test_wait_ends_when_a_batch_can_be_formed(live):
+    asked = ask(live, "/batch?wait=30")
+    time.sleep(0.05)
+
+    live.post("/scored_data", json=make_group(1, score=5))
+
+    asked.settimeout(10)
+    assert b'"scores":[5' in asked.recv(65536)
+    asked.close()
+
+
+def test_wait_without_a_batch_ends_in_time(service):
+    started = time.monotonic()
+
+    assert service.get("/batch?wait=0.05").json() == {"batch": None}
+    assert 0.05 <= time.monotonic() - started < 5
+
+
+def test_wait_of_a_client_that_left_takes_no_batch(live):
+    ask(live, "/batch?wait=300").close()
+    time.sleep(0.05)
+
+    live.post("/scored_data", json=make_group(1, score=3))
+
+    assert wait_for_batch(live)[0]["scores"] == [3]
+
+
+@pytest.mark.parametrize("path", ["/batch", "/batch?lease=600"])
+def test_batch_of_a_client_that_left_in_the_middle_leaves_again(live, path):
+    live.post("/scored_data", json=make_group(1, length=1_000_000, score=1))
+    with ask(live, path) as vanishing:
+        assert vanishing.recv(1000).startswith(b"HTTP/1.1 200")
+        assert live.get("/batch").json() == {"batch": None}  # in flight: nobody else gets it
+        assert live.get("/status").json()["current_step"] == 0
+
+    assert wait_for_batch(live)[0]["scores"] == [1]
+    assert live.get("/status").json()["current_step"] == 1
+    assert live.get("/batch").json() == {"batch": None}
+
+
+def test_requests_are_served_while_a_slow_client_takes_its_batch(live):
+    live.post("/scored_data", json=make_group(1, length=2_000_000))
+    with ask(live, "/batch") as slow:
+        slow.recv(1000)
+        times = []
+        for _ in range(50):
+            started = time.monotonic()
+            live.get("/health/live")
+            times.append(time.monotonic() - started)
+
+    assert sorted(times)[25] < 0.05
+
+
+@pytest.mark.parametrize("posted", ["json", "msgpack"])
+@pytest.mark.parametrize("taken", ["json", "msgpack"])
+@pytest.mark.parametrize("lease", ["", "?lease=9"])
+def test_groups_cross_lanes_unchanged(service, posted, taken, lease):
+    messages = [[{"role": "user", "content": "é"}]] * 2
+    group = {**make_group(2, length=5, score=0.25), "messages": messages, "env_id": 4}
+    media_type = {"json": "application/json", "msgpack": MSGPACK}
+    body = encode_group(group, posted)
+    headers = {"Content-Type": media_type[posted]}
+    assert service.post("/scored_data", content=body, headers=headers).status_code == 200
+
+    answer = service.get(f"/batch{lease}", headers={"Accept": media_type[taken]})
+
+    assert answer.headers["content-type"] == media_type[taken]
+    decoded = decode_batch(answer.content, taken)
+    assert ("batch_id" in decoded) == bool(lease)
+    (delivered,) = decoded["batch"]
+    assert {key: delivered[key] for key in group} == group
+
+
+def test_binary_answers_without_a_batch_are_binary(service):
+    binary = {"Accept": MSGPACK}
+
+    waiting = service.get("/batch", headers=binary)
+    nobody = Service().get("/batch", headers=binary)
+
+    assert msgspec.msgpack.decode(waiting.content) == {"batch": None}
+    assert msgspec.msgpack.decode(nobody.content)["status"] == "error"
+
+
+def test_binary_batches_are_not_compressed_again(service):
+    body = encode_group(make_group(2, length=5000), "msgpack")
+    service.post("/scored_data", content=body, headers={"Content-Type": MSGPACK})
+
+    answer = service.get("/batch", headers={"Accept": MSGPACK, "Accept-Encoding": "gzip"})
+
+    assert "content-encoding" not in answer.headers
+    assert decode_batch(answer.content, "msgpack")["batch"][0]["scores"] == [0, 0]
+
+
+@pytest.mark.parametrize("path", ["/info", "/wandb_info"])
+def test_lanes_are_advertised(service, path):
+    assert service.get(path).headers["accept-post"] == f"application/json, {MSGPACK}"
+
+
+def test_lanes_are_advertised_to_who_registers(service):
+    service.get("/batch")
+    request = {"max_token_length": 1, "desired_name": "e", "weight": 1}
+    for path, body in (("/register-env", request), ("/register", {**REGISTRATION,
+                                                                  "batch_size": 2})):  # fmt: skip
+        answer = service.post(path, json=body)
+
+        assert (answer.status_code, MSGPACK in answer.headers["accept-post"]) == (200, True)
+
+
+def test_policy_version_is_told_to_environments(service):
+    service.get("/batch")
+    service.register_env()
+
+    answer = service.post("/policy", json={"version": 7})
+
+    assert answer.json() == {"status": "success", "policy_version": 7}
+    assert service.status_env(0).json()["policy_version"] == 7
+    assert service.status()["policy_version"] == 7
+
+
+@pytest.mark.parametrize("version", [-1, 1.5, None, 2**70])
+def test_policy_version_that_is_none_is_422(service, version):
+    assert service.post("/policy", json={"version": version}).status_code == 422
+
+
+def test_batches_leave_once_each_when_many_ask_at_once(live):
+    live.post("/scored_data_list", json=[make_group(1, score=i) for i in range(60)])
+    taken: list[float] = []
+
+    def take() -> None:
+        with httpx.Client(base_url=live.base_url, timeout=30) as client:
+            while (batch := client.get("/batch").json()["batch"]) is not None:
+                taken.append(batch[0]["scores"][0])
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(taken) == list(range(60))
