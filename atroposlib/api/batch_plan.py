@@ -66,7 +66,7 @@ def plan_combination(rows: SizeRows, batch_size: int) -> list[QueuedGroup] | Non
         return None
     # Of equally sized groups the oldest are preferred, so later ones can never be chosen.
     candidates = sorted(
-        entry for size, row in rows.rows() for entry in islice(row.values(), batch_size // size)
+        entry for size, row in rows.rows() for entry in islice(row, batch_size // size)
     )[: _COMBINATION_BITS // batch_size]
     positions = oldest_combination([group.num_sequences for _, group in candidates], batch_size)
     return [candidates[position][1] for position in positions] or None
@@ -156,7 +156,7 @@ def _packed_sequences(size: int, row: Row, largest: int) -> int:
 
 def _packs(row: Row, groups_per_pack: int) -> Iterator[_Pack]:
     """Yield the packs of a row, each with the place at which it is complete."""
-    entries = iter(row.values())
+    entries = iter(row)
     while len(pack := list(islice(entries, groups_per_pack))) == groups_per_pack:
         yield pack[-1][0], pack
 

@@ -3,10 +3,10 @@
     size 4, packs of 8:   sender 0 [a d] [e      ─► packable: a d    in queue order over all
                           sender 1 [b c] [f g]   ─► packable: b c f g    senders: a b c d f g
 
-Invariants, while `_pack_size` is set: `_heads[size]` holds every sender whose row of that size has
-a pack, with the place of its oldest group; `_heaps[size]` holds at least those, ordered by place.
-Entries of a heap that `_heads` does not confirm, or that repeat another, are left-overs; a plan
-starts with no more of them than half the heap and a few.
+Invariants, while `_pack_size` is set and but for rows in `_changed`: `_heads[size]` holds every
+sender whose row of that size has a pack, with the place of its oldest group; `_heaps[size]` holds
+at least those, ordered by place. Entries of a heap that `_heads` does not confirm, or that repeat
+another, are left-overs; a plan starts with no more of them than half the heap and a few.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from atroposlib.api.queued_group import QueuedGroup
-from atroposlib.api.size_rows import Entry, SizeRows
+from atroposlib.api.size_rows import Entry, Row, SizeRows
 
 __all__ = ["SenderRows"]
 
@@ -27,7 +27,10 @@ _SPARE_HEADS = 16
 
 
 class SenderRows:
-    """Rows of every sender; changes are O(log senders), a new pack size costs O(rows) once."""
+    """Rows of every sender; changes are O(1), and settled by the next plan in O(log senders) each.
+
+    The first plan after the pack size changed costs O(rows).
+    """
 
     def __init__(self) -> None:
         self._senders: dict[int | None, SizeRows] = {}
@@ -35,6 +38,8 @@ class SenderRows:
         """The pack size that `_heads` holds for; 0 when nobody asked since it changed."""
         self._heads: dict[int, dict[int | None, int]] = {}
         self._heaps: dict[int, list[_Head]] = {}
+        self._changed: set[tuple[int | None, int]] = set()
+        """Senders and sizes whose row may have another head than `_heads` says."""
 
     def get(self, sender: int | None) -> SizeRows | None:
         """Return the rows of one sender, None when nothing of it is queued."""
@@ -47,15 +52,16 @@ class SenderRows:
         if rows is None:
             rows = self._senders[group.env_id] = SizeRows()
         in_row = rows.add(entry, at_front=at_front)
-        if at_front or in_row * group.num_sequences == self._pack_size:
-            self._note_head(group.env_id, group.num_sequences)
+        if self._pack_size and (at_front or in_row * group.num_sequences == self._pack_size):
+            self._changed.add((group.env_id, group.num_sequences))
         return in_row
 
     def remove(self, group: QueuedGroup) -> None:
         """Remove a group that is in its row."""
         rows = self._senders[group.env_id]
         rows.remove(group)
-        self._note_head(group.env_id, group.num_sequences)
+        if self._pack_size:
+            self._changed.add((group.env_id, group.num_sequences))
         if not len(rows):
             del self._senders[group.env_id]
 
@@ -64,6 +70,9 @@ class SenderRows:
         if pack_size != self._pack_size:
             self._pack_size = pack_size
             self._find_heads()
+        for sender, size in self._changed:
+            self._note_head(sender, size)
+        self._changed.clear()
         return [size for size, heads in self._heads.items() if heads]
 
     def packable(self, size: int) -> Iterator[Entry]:
@@ -98,27 +107,29 @@ class SenderRows:
     def _packs_of(self, sender: int | None, size: int) -> Iterator[Entry]:
         row = self._senders[sender].row(size)
         groups_per_pack = self._pack_size // size
-        return islice(row.values(), len(row) - len(row) % groups_per_pack)
+        return islice(row, len(row) - len(row) % groups_per_pack)
 
     def _note_head(self, sender: int | None, size: int) -> None:
         """Bring the head of one row up to date."""
-        if not self._pack_size or self._pack_size % size:
+        if self._pack_size % size:
             return
         heads = self._heads.setdefault(size, {})
-        row = self._senders[sender].row(size)
+        rows = self._senders.get(sender)
+        row = rows.row(size) if rows else Row()
         if len(row) * size < self._pack_size:
             heads.pop(sender, None)
             return
-        place = next(iter(row.values()))[0]
+        place = next(iter(row))[0]
         if heads.get(sender) != place:
             heads[sender] = place
             heappush(self._heaps.setdefault(size, []), (place, sender))
 
     def _find_heads(self) -> None:
         self._heads, self._heaps = {}, {}
+        self._changed.clear()
         for sender, rows in self._senders.items():
             for size, row in rows.packable_rows(self._pack_size):
-                self._heads.setdefault(size, {})[sender] = next(iter(row.values()))[0]
+                self._heads.setdefault(size, {})[sender] = next(iter(row))[0]
         for size in self._heads:
             self._heaps[size] = self._new_heap(size)
 

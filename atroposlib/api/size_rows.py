@@ -14,8 +14,8 @@ that has a row.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain
 
 from atroposlib.api.queued_group import QueuedGroup
 
@@ -24,8 +24,59 @@ __all__ = ["Entry", "Row", "SizeRows"]
 Entry = tuple[int, QueuedGroup]
 """A group and its place: entries compare as they are queued; places are never used twice."""
 
-Row = OrderedDict[int, Entry]
-"""Group id → entry, oldest first. Either end is reached, and any entry removed, in O(1)."""
+_MIN_GAPS = 32
+_ENTRIES_PER_GAP = 8
+
+
+class Row:
+    """Entries in queue order, by group id; either end, and any removal, in amortised O(1).
+
+    Dictionaries keep the order of insertion, but a removed entry leaves a gap that iteration steps
+    over: they are written anew once there is more than one gap to eight entries. Unlike an
+    `OrderedDict`, they cost the garbage collector nothing.
+    """
+
+    __slots__ = ("_appended", "_gaps", "_prepended")
+
+    def __init__(self) -> None:
+        self._prepended: dict[int, Entry] = {}
+        """Entries before all of `_appended`, the first one last."""
+        self._appended: dict[int, Entry] = {}
+        self._gaps = 0
+
+    def __len__(self) -> int:
+        return len(self._prepended) + len(self._appended)
+
+    def __iter__(self) -> Iterator[Entry]:
+        if not self._prepended:
+            return iter(self._appended.values())
+        return chain(reversed(self._prepended.values()), self._appended.values())
+
+    def get(self, group_id: int) -> Entry | None:
+        """Return the entry of a group, None when it is not in the row."""
+        return self._appended.get(group_id) or self._prepended.get(group_id)
+
+    def add(self, entry: Entry, *, at_front: bool = False) -> None:
+        """Add an entry behind all others, or before them; its group must not be in the row."""
+        (self._prepended if at_front else self._appended)[entry[1].group_id] = entry
+
+    def pop(self, group_id: int) -> Entry | None:
+        """Remove and return the entry of a group, None when it is not in the row."""
+        entry = self._appended.pop(group_id, None) or self._prepended.pop(group_id, None)
+        if entry is not None:
+            self._gaps += 1
+            if self._gaps > _MIN_GAPS + len(self) // _ENTRIES_PER_GAP:
+                self._prepended = _without_gaps(self._prepended)
+                self._appended = _without_gaps(self._appended)
+                self._gaps = 0
+        return entry
+
+
+def _without_gaps(entries: dict[int, Entry]) -> dict[int, Entry]:
+    """Write entries anew; copying a dictionary may copy its gaps, filling an empty one does not."""
+    filled: dict[int, Entry] = {}
+    filled.update(entries)
+    return filled
 
 
 class SizeRows:
@@ -45,7 +96,7 @@ class SizeRows:
 
     def row(self, size: int) -> Row:
         """Return the row of one size, an empty one when there is none."""
-        return self._rows.get(size) or OrderedDict()
+        return self._rows.get(size) or Row()
 
     def add(self, entry: Entry, *, at_front: bool = False) -> int:
         """Add a group behind all others of its size, or before them; return how many there are."""
@@ -53,19 +104,17 @@ class SizeRows:
         size = group.num_sequences
         row = self._rows.get(size)
         if row is None:
-            row = self._rows[size] = OrderedDict()
+            row = self._rows[size] = Row()
             self.largest = max(self.largest, size)
-        row[group.group_id] = entry
-        if at_front:
-            row.move_to_end(group.group_id, last=False)
+        row.add(entry, at_front=at_front)
         return len(row)
 
     def remove(self, group: QueuedGroup) -> None:
         """Remove a group that is in its row."""
         size = group.num_sequences
         row = self._rows[size]
-        del row[group.group_id]
-        if not row:
+        row.pop(group.group_id)
+        if not len(row):
             del self._rows[size]
             if size == self.largest:
                 self.largest = max(self._rows, default=0)
