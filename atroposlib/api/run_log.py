@@ -112,6 +112,7 @@ class RunLog:
             except BaseException:
                 self._state.put_back_discardable(group_ids)
                 raise
+            await asyncio.sleep(0)
 
     async def compact_if_due(self) -> None:
         """Replace a long log by a snapshot, written in slices between which others run."""
@@ -122,7 +123,9 @@ class RunLog:
         frozen = freeze(self._state)
         for _ in frozen.encode_in_slices():
             await asyncio.sleep(0)
-        await self._store.compact(frozen.content(), position=position)
+        content = frozen.content()
+        await asyncio.sleep(0)
+        await self._store.compact(content, position=position)
         self._num_records -= num_records
         logger.info("wrote a snapshot in place of %d records", num_records)
 

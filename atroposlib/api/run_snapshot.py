@@ -1,9 +1,10 @@
 """A run's whole state as bytes, written in slices; pure.
 
-A snapshot is one MessagePack array: the format, a head with everything that is small, then chunks
-of the queue and chunks of the idempotency keys. `freeze` copies references and takes about a
-millisecond per 100,000 queued groups; the encoding that follows can be interrupted anywhere, while
-the run goes on.
+A snapshot is a byte that tells its format, then parts: one letter, the length (8 bytes, little
+endian) and MessagePack. The head holds everything that is small; chunks of the queue, of the ids
+of payloads to discard and of the idempotency keys follow. `freeze` copies references, which takes
+a few milliseconds per 100,000 queued groups; the encoding after it can be interrupted between any
+two parts, while the run goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from atroposlib.errors import ConfigError
 
 __all__ = ["FrozenRun", "freeze", "restore", "snapshot"]
 
-_FORMAT = 1
+_FORMAT = b"\x01"
+_HEAD, _QUEUE, _DISCARDABLE, _KEYS = b"h", b"q", b"d", b"k"
+_LENGTH_BYTES = 8
 _CHUNK = 2000
 
 _Entry = TypeVar("_Entry")
@@ -53,15 +56,8 @@ class _Head(msgspec.Struct):
     fence: int
 
 
-class _Snapshot(msgspec.Struct, array_like=True):
-    format: int
-    head: bytes
-    queue: list[bytes]
-    discardable: list[bytes]
-    keys: list[bytes]
-
-
 _encode = msgspec.msgpack.Encoder().encode
+_head_decoder = msgspec.msgpack.Decoder(_Head)
 _queue_decoder = msgspec.msgpack.Decoder(list[QueuedGroup])
 _ids_decoder = msgspec.msgpack.Decoder(list[int])
 _keys_decoder = msgspec.msgpack.Decoder(list[tuple[str, KeyEntry]])
@@ -72,28 +68,32 @@ class FrozenRun:
 
     def __init__(self, state: RunState) -> None:
         self._head = _head_of(state)
-        self._queue = list(state.queue)
-        self._discardable = list(state.discardable)
-        self._keys = list(state.keys.items())
-        self._snapshot = _Snapshot(_FORMAT, b"", [], [], [])
+        self._entries = state.queue.entries()
+        self._lists: list[tuple[bytes, list[Any]]] = [
+            (_DISCARDABLE, state.discardable),
+            (_KEYS, list(state.keys.items())),
+        ]
+        self._parts = [_FORMAT]
 
     def encode_in_slices(self) -> Iterator[None]:
         """Encode a part, about a millisecond of work, per step of the iteration."""
-        self._snapshot.head = _encode(self._head)
+        self._add(_HEAD, self._head)
         yield
-        entries: list[tuple[list[Any], list[bytes]]] = [
-            (self._queue, self._snapshot.queue),
-            (self._discardable, self._snapshot.discardable),
-            (self._keys, self._snapshot.keys),
-        ]
-        for items, chunks in entries:
-            for chunk in _chunked(items):
-                chunks.append(_encode(chunk))
+        for chunk in _chunked(self._entries):
+            self._add(_QUEUE, [group for _, group in chunk])
+            yield
+        for kind, entries in self._lists:
+            for chunk in _chunked(entries):
+                self._add(kind, chunk)
                 yield
 
     def content(self) -> bytes:
         """Return the snapshot; every slice must have been encoded."""
-        return _encode(self._snapshot)
+        return b"".join(self._parts)
+
+    def _add(self, kind: bytes, value: object) -> None:
+        content = _encode(value)
+        self._parts += [kind, len(content).to_bytes(_LENGTH_BYTES, "little"), content]
 
 
 def freeze(state: RunState) -> FrozenRun:
@@ -116,17 +116,14 @@ def restore(state: RunState, content: bytes) -> None:
         ConfigError: the snapshot is damaged, or was written by a later version of the service.
     """
     try:
-        found = msgspec.msgpack.decode(content, type=_Snapshot)
-        if found.format != _FORMAT:
-            raise ConfigError(
-                f"the run's snapshot has format {found.format}, this service reads {_FORMAT}; "
-                "serve the run with the version that wrote it, or start another run"
-            )
-        head = msgspec.msgpack.decode(found.head, type=_Head)
-        queue = [group for chunk in found.queue for group in _queue_decoder.decode(chunk)]
-        discardable = [i for chunk in found.discardable for i in _ids_decoder.decode(chunk)]
-        keys = [item for chunk in found.keys for item in _keys_decoder.decode(chunk)]
-    except msgspec.DecodeError as error:
+        parts = list(_parts_of(content))
+        (head,) = (_head_decoder.decode(part) for kind, part in parts if kind == _HEAD)
+        queue = [g for kind, part in parts if kind == _QUEUE for g in _queue_decoder.decode(part)]
+        given_up = [
+            i for kind, part in parts if kind == _DISCARDABLE for i in _ids_decoder.decode(part)
+        ]
+        keys = [k for kind, part in parts if kind == _KEYS for k in _keys_decoder.decode(part)]
+    except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(
             f"the run's snapshot cannot be read ({error}); serve the run with the version that "
             "wrote it, or start another run"
@@ -134,8 +131,23 @@ def restore(state: RunState, content: bytes) -> None:
     _restore_head(state, head)
     for group in queue:
         state.queue.append(group)
-    state.put_back_discardable(discardable)
+    state.put_back_discardable(given_up)
     state.keys.restore(keys)
+
+
+def _parts_of(content: bytes) -> Iterator[tuple[bytes, memoryview]]:
+    """Split a snapshot into its parts; ValueError when it is none of ours, or cut off."""
+    if content[:1] != _FORMAT:
+        raise ValueError(f"format {content[:1].hex() or 'none'}, expected {_FORMAT.hex()}")
+    view = memoryview(content)
+    position = 1
+    while position < len(view):
+        start = position + 1 + _LENGTH_BYTES
+        end = start + int.from_bytes(view[position + 1 : start], "little")
+        if end > len(view):
+            raise ValueError("its end is missing")
+        yield bytes(view[position : position + 1]), view[start:end]
+        position = end
 
 
 def _head_of(state: RunState) -> _Head:

@@ -3,8 +3,8 @@
 Invariants:
 
 - `apply` never fails and depends on nothing but the state and the record, so every replica that
-  applied the same records holds the same state. A record that comes twice or too late changes
-  nothing.
+  applied the same records holds the same state. A record that comes too late, such as the
+  acknowledgement of a batch that has moved on, changes nothing.
 - A group's payload is given up for discarding only after its batch was acknowledged and it is no
   longer among `past`, when its request repeats one that was stored, or when the run was reset.
 - The step grows by one per acknowledged batch and by nothing else.
@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -61,7 +61,7 @@ class RunState:
         self.fence = 0
         self.latest_is_held = False
         """Whether the latest group is kept for nothing but being the latest."""
-        self._discardable: list[int] = []
+        self._discardable: deque[int] = deque()
         self._handlers: dict[type[Any], Callable[[Any], Admission | None]] = {
             records.GroupsAdmitted: self._admit,
             records.TrainerRegistered: self._register_trainer,
@@ -125,9 +125,9 @@ class RunState:
         return len(self.queue) + self.envs.buffered_sequences + in_batches + len(self.past)
 
     @property
-    def discardable(self) -> Sequence[int]:
+    def discardable(self) -> list[int]:
         """Ids of groups whose payloads nobody needs any more."""
-        return self._discardable
+        return list(self._discardable)
 
     def take_discardable(self, limit: int | None = None) -> list[int]:
         """Return, and forget, ids of groups whose payloads nobody needs any more.
@@ -135,9 +135,9 @@ class RunState:
         Args:
             limit: the most to return; None for all.
         """
-        taken = self._discardable[:limit]
-        self._discardable = self._discardable[len(taken) :]
-        return taken
+        held = self._discardable
+        count = len(held) if limit is None else min(limit, len(held))
+        return [held.popleft() for _ in range(count)]
 
     def put_back_discardable(self, group_ids: Iterable[int]) -> None:
         """Note ids again that could not be discarded."""

@@ -230,7 +230,10 @@ def test_frozen_run_is_not_touched_by_what_happens_while_it_is_encoded():
     assert frozen.content() == before
 
 
-@pytest.mark.parametrize("content", [b"", b"\x90", b"nonsense", b"\x95\x09\xc4\x00\x90\x90\x90"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x01", b"nonsense", b"\x01h\x09\x00", b"\x01h" + bytes(8), b"\x02h" + bytes(8)],
+)
 def test_snapshot_that_cannot_be_read_is_refused(content):
     with pytest.raises(ConfigError, match="snapshot"):
         restore(RunState(), content)
