@@ -74,8 +74,18 @@ def test_token_lines_of_the_page_are_a_token_file(tmp_path: Path) -> None:
 
 
 def commands() -> list[str]:
-    text = re.sub(r"^ExecStart=/opt/atropos/.venv/bin/", "", PAGE, flags=re.MULTILINE)
-    return re.findall(r"^(?:exec )?run-api (.*?)(?: &)?$", text, re.MULTILINE)
+    """Return the arguments of every `run-api` of the page's code blocks."""
+    blocks = "".join(re.findall(r"```(?:bash|ini)\n(.*?)```", PAGE, re.DOTALL))
+    lines = blocks.replace("\\\n", " ")
+    return re.findall(r"^(?:exec |ExecStart=\S*/)?run-api (.*?)(?: &)?$", lines, re.MULTILINE)
+
+
+def test_page_shows_a_command_for_each_way_to_run() -> None:
+    shown = " ".join(commands())
+
+    assert len(commands()) == 6
+    for flag in ("--run", "--data-dir", "--store", "--token-file", "--host", "--log-format"):
+        assert f"{flag} " in shown
 
 
 @pytest.mark.parametrize("command", commands())
