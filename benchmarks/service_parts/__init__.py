@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/service.py`: a server on one core, a load from the other, floors."""
