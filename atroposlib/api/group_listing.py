@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from atroposlib.api.queue import QueuedGroup
-from atroposlib.api.run_figures import current_version
 from atroposlib.api.run_state import RunState
 
 __all__ = ["GroupFilter", "GroupPage", "GroupState", "describe_group", "find_group", "list_groups"]
@@ -128,7 +127,7 @@ def describe_group(
         "num_bytes": group.num_bytes,
         "lane": group.lane,
         "policy_version": group.version,
-        "staleness": max(0, current_version(state) - group.version),
+        "staleness": max(0, state.current_version - group.version),
         "received_at": group.received_at,
         "age_s": max(0.0, now - group.received_at),
         "min_score": group.min_score,

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from atroposlib.api.delivery import Handout
 from atroposlib.api.request_metrics import RequestMetrics
-from atroposlib.api.run_figures import FIGURES, MeteredRun, current_version
+from atroposlib.api.run_figures import FIGURES, MeteredRun
 
 __all__ = ["ServiceMetrics"]
 
@@ -115,7 +115,7 @@ class ServiceMetrics:
         """Note how old the groups of a batch are that leaves; only its first attempt counts."""
         if handout.attempt != 1:
             return
-        version = current_version(self._run.state)
+        version = self._run.state.current_version
         self._age_s.observe(max(0.0, handout.at - group.received_at) for group in handout.groups)
         self._staleness.observe(max(0, version - group.version) for group in handout.groups)
 

@@ -111,7 +111,7 @@ class AdmissionDesk:
             num_tokens=group.num_tokens,
             num_bytes=len(group.payload),
             lane=group.lane,
-            version=self._state.step if version is None else version,
+            version=self._state.current_version if version is None else version,
             received_at=now,
             min_score=group.min_score,
             max_score=group.max_score,

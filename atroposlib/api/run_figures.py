@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from atroposlib.api.run_state import RunState
 from atroposlib.api.stalls import Stall
 
-__all__ = ["FIGURES", "Figure", "MeteredRun", "current_version"]
+__all__ = ["FIGURES", "Figure", "MeteredRun"]
 
 _MAX_ENVIRONMENT_NAMES = 100
 _OTHER_NAMES = "other"
@@ -96,14 +96,9 @@ def _oldest_age_s(run: MeteredRun) -> Reading:
     return 0.0 if oldest is None else max(0.0, time.time() - oldest.received_at)
 
 
-def current_version(state: RunState) -> int:
-    """Return the policy version the trainer told last; its step when it tells none."""
-    return state.step if state.policy_version is None else state.policy_version
-
-
 def _oldest_staleness(run: MeteredRun) -> Reading:
     versions = run.state.queue.groups_by_version
-    return max(0, current_version(run.state) - min(versions)) if versions else 0
+    return max(0, run.state.current_version - min(versions)) if versions else 0
 
 
 def _gauge(
@@ -125,7 +120,7 @@ FIGURES = (
     _gauge(
         "atropos_policy_version",
         "Policy version the trainer told last, else its step.",
-        lambda run: current_version(run.state),
+        lambda run: run.state.current_version,
     ),
     _gauge(
         "atropos_queue_groups", "Groups that wait for a batch.", lambda run: len(run.state.queue)

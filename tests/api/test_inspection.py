@@ -233,3 +233,15 @@ def test_unknown_environment_is_told_to_register_again(service: Service) -> None
 
     assert answer.status_code == 404
     assert "register the environment again" in answer.json()["detail"]
+
+
+def test_group_without_a_version_counts_from_the_policy_it_arrived_under(service: Service) -> None:
+    service.post("/policy", json={"version": 7})
+    service.push(1)
+    service.post("/scored_data", json=make_group(1, policy_version=5))
+    service.post("/policy", json={"version": 9})
+
+    groups = service.get("/groups").json()["groups"]
+
+    assert [(group["policy_version"], group["staleness"]) for group in groups] == [(7, 2), (5, 4)]
+    assert "atropos_queue_oldest_staleness_steps 4.0" in service.get("/metrics").text
