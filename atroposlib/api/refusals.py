@@ -56,7 +56,8 @@ async def _refuse_for_now(request: Request, error: Exception) -> Response:
 
 
 async def _refuse_without_store(request: Request, error: Exception) -> Response:
-    logger.error("%s %s was not served: %s", request.method, request.url.path, error)
+    # The store says when it begins to fail; a line per request would bury that one.
+    logger.debug("%s %s was not served: %s", request.method, request.url.path, error)
     text = f"the store of the run does not work: {error}; nothing was acknowledged"
     return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
 
