@@ -12,6 +12,7 @@ from aiohttp import web
 
 from atroposlib.envs.env_delivery import stamp_policy_version
 from atroposlib.errors import TrajectoryApiError
+from tests.api.may_2025_service import May2025Service
 from tests.api.scripted_service import scripted
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
 from tests.envs.small_environment import SmallEnv
@@ -187,3 +188,18 @@ def test_stamp_policy_version_leaves_what_a_group_says(
     stamp_policy_version([group, None], version)
 
     assert group.get("policy_version") == expected
+
+
+async def test_environment_serves_a_service_of_may_2025_to_the_end(
+    make_env: MakeEnv, free_port: int
+) -> None:
+    service = May2025Service()
+
+    async with scripted(service, free_port) as url, ScriptedTrainer(url) as trainer:
+        env = make_env(rollout_server_url=url)
+        await trainer.register()
+        await serve_until(env, trainer.train(3))
+
+    assert len(trainer.groups) == 6
+    assert not env.drop_counts
+    assert not env.failure_counts
