@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from atroposlib.api.allocation import minimum_shares, total_weight
+from atroposlib.api.allocation import minimum_shares, total_weight, unallocated_fraction
 from atroposlib.api.packing import oldest_combination
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.schemas import RegisterEnv
@@ -83,6 +83,7 @@ class EnvRegistry:
         self._envs: list[EnvRecord] = []
         self._minimums: Mapping[int, float] | None = None
         self._total_weight: float | None = None
+        self._unallocated: float | None = None
         self._buffered_by_env: dict[int, int] = {}
         self.buffered_sequences = 0
         """Sequences in all buffers."""
@@ -162,8 +163,15 @@ class EnvRegistry:
             self._total_weight = total_weight(self._envs)
         return self._total_weight
 
+    @property
+    def unallocated_fraction(self) -> float:
+        """The part of a batch that no connected environment has reserved, 0 to 1."""
+        if self._unallocated is None:
+            self._unallocated = unallocated_fraction(self.minimums)
+        return self._unallocated
+
     def _forget_sums(self) -> None:
-        self._minimums = self._total_weight = None
+        self._minimums = self._total_weight = self._unallocated = None
 
     def clear(self) -> None:
         """Forget every environment and its buffer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atroposlib.api.admission import RunLimits, room_for
-from atroposlib.api.allocation import unallocated_fraction, weight_share
+from atroposlib.api.allocation import weight_share
 from atroposlib.api.env_registry import EnvRecord
 from atroposlib.api.run_state import RunState
 
@@ -43,7 +43,7 @@ def env_view(state: RunState, env: EnvRecord, limits: RunLimits) -> EnvView:
     return EnvView(
         current_step=state.step,
         queue_size=view.queue_groups,
-        unallocated_fraction=unallocated_fraction(minimums),
+        unallocated_fraction=state.envs.unallocated_fraction,
         self_queue_size=view.own_groups,
         max_group_size=pack_size,
         env_weight=weight,

@@ -20,7 +20,7 @@ from atroposlib.api.records import GroupsAdmitted, Record, decode_record, encode
 from atroposlib.api.run_snapshot import freeze, restore
 from atroposlib.api.run_state import RunState
 from atroposlib.api.store.base import Payload, RunStore
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, RunStoreError
 
 __all__ = ["RunLog"]
 
@@ -82,11 +82,23 @@ class RunLog:
         try:
             await self._store.append(encode_record(record), payloads)
             self.check()
-            outcome = self._outcomes[first]
-            assert outcome is not None  # the store applies what it has written
-            return outcome
+            return self._outcomes[first] or self._outcome_in_state(record)
         finally:
             del self._outcomes[first]
+
+    def _outcome_in_state(self, record: GroupsAdmitted) -> Admission:
+        """Read off the state what became of groups whose record was compacted by another replica.
+
+        Raises:
+            RunStoreError: the state does not tell.
+        """
+        known = self._state.keys.find(record.key) if record.key is not None else None
+        if known is not None and known.digest == record.digest:
+            return Admission(known.placements)
+        raise RunStoreError(
+            "the groups were written, but where they went was lost with the connection to the "
+            "store; requests that carry an idempotency key can be repeated safely"
+        )
 
     async def guarded(self, decide: Callable[[], tuple[Record | None, T]]) -> T:
         """Decide on the state and write the decision; decide anew when another replica was faster.
@@ -126,14 +138,16 @@ class RunLog:
         content = frozen.content()
         await asyncio.sleep(0)
         await self._store.compact(content, position=position)
-        self._num_records -= num_records
+        self._num_records = max(0, self._num_records - num_records)
         logger.info("wrote a snapshot in place of %d records", num_records)
 
     def _restore(self, content: bytes) -> None:
+        """Take over a snapshot: at the start, or because others compacted what was not applied."""
         try:
             restore(self._state, content)
         except ConfigError as error:
             self.failure = error
+        self._num_records = 0
 
     def _apply(self, position: int, content: bytes) -> None:
         if self.failure is not None:

@@ -38,6 +38,7 @@ class _Head(msgspec.Struct):
     """The part of a state that does not grow with the queue."""
 
     registration: dict[str, Any] | None
+    run_id: str | None
     started_at: float | None
     trainer_ids: list[str]
     envs: list[EnvRecord]
@@ -110,7 +111,7 @@ def snapshot(state: RunState) -> bytes:
 
 
 def restore(state: RunState, content: bytes) -> None:
-    """Bring a state that nothing was applied to, to where a snapshot was taken.
+    """Bring a state to where a snapshot was taken, whatever was applied to it before.
 
     Raises:
         ConfigError: the snapshot is damaged, or was written by a later version of the service.
@@ -128,6 +129,7 @@ def restore(state: RunState, content: bytes) -> None:
             f"the run's snapshot cannot be read ({error}); serve the run with the version that "
             "wrote it, or start another run"
         ) from error
+    state.start_over()
     _restore_head(state, head)
     for group in queue:
         state.queue.append(group)
@@ -154,6 +156,7 @@ def _head_of(state: RunState) -> _Head:
     delivery = state.delivery
     return _Head(
         registration=state.registration.model_dump() if state.registration else None,
+        run_id=state.run_id,
         started_at=state.started_at,
         trainer_ids=[f"{trainer_id:x}" for trainer_id in state.trainer_ids],
         envs=[_plain(env) for env in state.envs],
@@ -180,6 +183,7 @@ def _plain(env: EnvRecord) -> EnvRecord:
 
 def _restore_head(state: RunState, head: _Head) -> None:
     state.registration = Registration(**head.registration) if head.registration else None
+    state.run_id = head.run_id
     state.started_at = head.started_at
     state.trainer_ids.extend(int(trainer_id, 16) for trainer_id in head.trainer_ids)
     state.envs.restore(head.envs)

@@ -30,14 +30,17 @@ from atroposlib.api.schemas import RegisterEnv, Registration
 __all__ = ["RunState"]
 
 _KEPT_TRAINER_IDS = 256
+_RUN_ID_DIGITS = 16
 
 
 class RunState:
     """One run of one trainer with any number of environments; changed by `apply` only."""
 
     def __init__(self, limits: RunLimits | None = None) -> None:
-        limits = limits or RunLimits()
+        self._limits = limits = limits or RunLimits()
         self.registration: Registration | None = None
+        self.run_id: str | None = None
+        """New for every run: from the first registration until everything is forgotten."""
         self.started_at: float | None = None
         """Unix time of the registration that started the run, in seconds."""
         self.envs = EnvRegistry()
@@ -77,6 +80,10 @@ class RunState:
             records.PolicyVersionSet: self._set_policy_version,
             records.RunReset: self._reset,
         }
+
+    def start_over(self) -> None:
+        """Become a state that nothing was applied to."""
+        self.__init__(self._limits)  # type: ignore[misc]
 
     def apply(self, record: records.Record) -> Admission | None:
         """Change the state by what happened.
@@ -202,6 +209,8 @@ class RunState:
         asked = Registration(**record.settings)
         if self.registration is not None and not asked.replace:
             return
+        if self.registration is None:
+            self.run_id = record.trainer_id[:_RUN_ID_DIGITS]
         self.started_at = record.at
         self.registration = asked
         self.step = asked.starting_step
@@ -303,6 +312,7 @@ class RunState:
             forgotten.append(self.latest.group_id)
         self._discardable.extend(forgotten)
         self.registration = None
+        self.run_id = None
         self.started_at = None
         self.envs.clear()
         self.queue.clear()

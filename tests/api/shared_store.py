@@ -37,6 +37,7 @@ class SharedRunStore:
         self._replica = replica
         self._applied = 0
         self._apply: Apply
+        self._restore: Restore
 
     async def _pause(self) -> None:
         """Let others run, for a while that differs every time."""
@@ -51,11 +52,15 @@ class SharedRunStore:
 
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Load what there is."""
-        self._apply = apply
+        self._apply, self._restore = apply, restore
         self._log.alive.add(self._replica)
+        await self.jump()
+
+    async def jump(self) -> None:
+        """Take over the snapshot, if there is one, and what came after it."""
         if self._log.snapshot is not None:
             self._applied, content = self._log.snapshot
-            restore(content)
+            self._restore(content)
         self._catch_up()
 
     async def append(

@@ -101,6 +101,8 @@ class Cluster:
         while True:
             self.clock.now += 1
             for name, run in list(self.replicas.items()):
+                if self.random.random() < 0.1:
+                    run._log._num_records = 10**6  # let it write a snapshot for those who come
                 if name in self.replicas:
                     await run.tick()
             await asyncio.sleep(0)
