@@ -39,13 +39,14 @@ class WatchedStore:
         self.store = store
         self.observe = observe
         self._clock = clock
-        self._failure: tuple[float, str] | None = None
+        self._failures: dict[str, tuple[float, str]] = {}
+        """What fails → when it did last, and why."""
 
     async def problem(self, *, timeout_s: float = 2.0) -> str | None:
         """Return why the store cannot be relied on now, None when it can.
 
-        Asks the store, and remembers writes and reads that failed for half a minute unless one
-        worked since: a disk that is full lets itself be asked.
+        Asks the store, and remembers what failed for half a minute unless it worked since: a disk
+        that is full lets itself be asked, and read.
         """
         try:
             await asyncio.wait_for(self.sync(), timeout_s)
@@ -53,9 +54,8 @@ class WatchedStore:
             return f"the store did not answer within {timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
             return _told(error)
-        if self._failure is not None and self._clock() - self._failure[0] < _FAILURE_COUNTS_S:
-            return self._failure[1]
-        return None
+        since = self._clock() - _FAILURE_COUNTS_S
+        return next((reason for at, reason in self._failures.values() if at > since), None)
 
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Load the run."""
@@ -74,7 +74,8 @@ class WatchedStore:
 
     async def new_group_ids(self, count: int) -> range:
         """Reserve ids."""
-        return await self.store.new_group_ids(count)
+        with self._noting_failure("reserve ids"):
+            return await self.store.new_group_ids(count)
 
     async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
         """Return payloads."""
@@ -100,19 +101,24 @@ class WatchedStore:
     @contextmanager
     def _watch(self, operation: str) -> Iterator[None]:
         started = perf_counter()
+        with self._noting_failure(operation):
+            yield
+        self.observe(operation, perf_counter() - started)
+
+    @contextmanager
+    def _noting_failure(self, operation: str) -> Iterator[None]:
+        """Remember a failure, and log it when it is the first in a row."""
         try:
             yield
         except KeyError:
             raise  # a group that is not there says nothing about the store
         except Exception as error:
-            if self._failure is None:
+            if operation not in self._failures:
                 logger.error("the store fails to %s: %s", operation, _told(error))
-            self._failure = (self._clock(), f"{operation}: {_told(error)}")
+            self._failures[operation] = self._clock(), f"{operation}: {_told(error)}"
             raise
-        if self._failure is not None:
-            logger.info("the store works again")
-            self._failure = None
-        self.observe(operation, perf_counter() - started)
+        if self._failures.pop(operation, None) is not None:
+            logger.info("the store can %s again", operation)
 
 
 def _told(error: Exception) -> str:

@@ -75,6 +75,20 @@ async def test_failed_write_is_a_problem_until_one_works(
     assert await watched.problem() is None
 
 
+async def test_reads_that_work_do_not_hide_writes_that_fail(
+    watched: WatchedStore, fragile: FragileStore
+) -> None:
+    await watched.append(b"record", [Payload(0, b"payload")])
+    fragile.error = OSError("the disk is full")
+    with pytest.raises(OSError, match="full"):
+        await watched.append(b"record")
+
+    await watched.new_group_ids(3)
+    await watched.fetch([0])
+
+    assert await watched.problem() == "append: OSError: the disk is full"
+
+
 async def test_failed_write_is_forgotten_when_nobody_tries_again(
     watched: WatchedStore, fragile: FragileStore, clock: Clock
 ) -> None:
@@ -141,5 +155,5 @@ async def test_failure_and_recovery_are_logged_once(
 
     assert [record.getMessage() for record in caplog.records] == [
         "the store fails to append: OSError: the disk is full",
-        "the store works again",
+        "the store can append again",
     ]
