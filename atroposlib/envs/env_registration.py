@@ -116,7 +116,7 @@ class RegisteredEnv(DeliveringEnv):
                     "set --env.total_steps"
                 )
             self.config.total_steps = reply["num_steps"]
-        session.enter(reply["env_id"])
+        session.enter(reply["env_id"], run_id=reply.get("run"))
         self._name_metrics_file(reply["wandb_name"])
         logger.info("registered as %s at step %d", self.wandb_prepend, self.curr_step)
         if is_first and self.curr_step > 0:
@@ -158,7 +158,7 @@ class RegisteredEnv(DeliveringEnv):
                 groups_in_status = session.num_groups_sent
                 try:
                     if session.env_id is not None:
-                        return await session.client.status_env(session.env_id)
+                        return await session.status(session.env_id)
                 except TrajectoryApiError as error:
                     if error.status not in UNKNOWN_ENV_STATUSES:
                         raise

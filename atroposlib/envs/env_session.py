@@ -61,6 +61,7 @@ class EnvSession:
         self.env_id: int | None = None
         self.num_groups_sent = 0
         self._retry_s = retry_s
+        self._run_id: str | None = None
         self._num_registrations = 0
         self._outages_at_confirmation = 0
         self._told: set[str] = set()
@@ -121,9 +122,15 @@ class EnvSession:
             self._told.add(reason)
             logger.warning("%s", message)
 
-    def enter(self, env_id: int) -> None:
-        """Take note of a registration; sends that waited for it go on."""
+    def enter(self, env_id: int, *, run_id: str | None = None) -> None:
+        """Take note of a registration; sends that waited for it go on.
+
+        Args:
+            env_id: id in the run.
+            run_id: what the service calls the run, None when it does not say.
+        """
         self.env_id = env_id
+        self._run_id = run_id
         self._num_registrations += 1
         self._outages_at_confirmation = self.client.num_outages
         self._is_registered.set()
@@ -166,13 +173,28 @@ class EnvSession:
         )
         self.num_groups_sent += len(groups) if isinstance(groups, list) else 1
 
+    async def status(self, env_id: int) -> dict[str, Any]:
+        """Return the queue as the environment sees it.
+
+        Raises:
+            TrajectoryApiError: with status 404, the service does not know the environment: nobody
+                has the id, or it is somebody's in another run than the one it was given in.
+        """
+        run_id = self._run_id
+        status = await self.client.status_env(env_id)
+        if run_id is not None and status.get("run", run_id) != run_id:
+            raise TrajectoryApiError(
+                f"environment id {env_id} is of another run than the one served now", status=404
+            )
+        return status
+
     async def _confirm_registration(self) -> None:
         """After an outage, wait for a new registration where the service has forgotten ours."""
         num_outages, num_registrations = self.client.num_outages, self._num_registrations
         if self.env_id is None or num_outages == self._outages_at_confirmation:
             return
         try:
-            await self.client.status_env(self.env_id)
+            await self.status(self.env_id)
             self._outages_at_confirmation = num_outages
         except TrajectoryApiError as error:
             if error.status not in UNKNOWN_ENV_STATUSES:
