@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from atroposlib.api import records
-from atroposlib.api.admission import Admission, QueueFullError, RunLimits
+from atroposlib.api.admission import Admission, KeyReusedError, QueueFullError, RunLimits
 from atroposlib.api.delivery import AckResult, Handout
 from atroposlib.api.env_registry import EnvRecord
 from atroposlib.api.env_view import EnvView, env_view
@@ -212,6 +212,9 @@ class Run:
             admission = await self._admissions.admit(groups, key=key, digest=digest)
         except QueueFullError:
             self.counters["groups/refused_queue_full"] += 1
+            raise
+        except KeyReusedError:
+            self.counters["groups/refused_key_reused"] += 1
             raise
         self.counters["requests/repeated"] += admission.is_repeat
         return admission

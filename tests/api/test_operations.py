@@ -213,3 +213,19 @@ def test_request_without_a_token_is_refused_before_its_body_is_inflated(guarded:
     answer = guarded.post("/scored_data", content=b"no gzip", headers={"Content-Encoding": "gzip"})
 
     assert answer.status_code == 401
+
+
+def test_metrics_name_why_groups_were_refused() -> None:
+    service = Service(ApiSettings(max_queue_sequences=3))
+    key = {"Idempotency-Key": "one"}
+    assert service.post("/scored_data", json=make_group(2), headers=key).status_code == 200
+    assert service.post("/scored_data", json=make_group(2), headers=key).status_code == 200
+    assert service.post("/scored_data", json=make_group(1), headers=key).status_code == 422
+    assert service.post("/scored_data", json=make_group(2)).status_code == 503
+
+    lines = service.get("/metrics").text.splitlines()
+
+    assert 'atropos_requests_refused_total{reason="key_reused"} 1.0' in lines
+    assert 'atropos_requests_refused_total{reason="queue_full"} 1.0' in lines
+    assert "atropos_requests_repeated_total 1.0" in lines
+    assert "atropos_groups_received_total 1.0" in lines
