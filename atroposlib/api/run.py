@@ -30,7 +30,8 @@ from atroposlib.api.run_delivery import DeliveryDesk
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.stalls import Patience, Stall, find_stalls
+from atroposlib.api.stall_watch import StallWatch
+from atroposlib.api.stalls import Stall
 from atroposlib.api.store.base import RunStore
 from atroposlib.errors import ConfigError
 from atroposlib.wire_types import DecodedGroup, StoredPayload
@@ -76,7 +77,15 @@ class Run:
         self._admissions = AdmissionDesk(
             self._log, self.state, store, limits=self.limits, clock=clock
         )
-        self._deliveries = DeliveryDesk(self._log, self.state, store, replica=replica, clock=clock)
+        self._stalls = StallWatch(self.state, self._presence, clock=clock)
+        self._deliveries = DeliveryDesk(
+            self._log,
+            self.state,
+            store,
+            replica=replica,
+            report_stall=self._stalls.report,
+            clock=clock,
+        )
         self._opening = asyncio.Lock()
         self._is_open = False
 
@@ -244,9 +253,7 @@ class Run:
 
     def stalls(self) -> list[Stall]:
         """Name what keeps queued groups from becoming a batch."""
-        state = self.state
-        patience = Patience(self._clock(), self._presence.last_heard)
-        return find_stalls(state.queue, state.envs, batch_size=state.batch_size, patience=patience)
+        return self._stalls.find_all()
 
     async def payload(self, group_id: int) -> StoredPayload | None:
         """Return the bytes of a group that waits or was delivered lately; None when it is gone."""

@@ -15,7 +15,6 @@ from atroposlib.api.delivery import AckResult, BatchToken, Handout, parse_token
 from atroposlib.api.records import Record, ReturnReason
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
-from atroposlib.api.stalls import find_stalls
 from atroposlib.api.store.base import RunStore
 from atroposlib.api.waiting import Waiters
 from atroposlib.wire_types import StoredPayload
@@ -23,8 +22,6 @@ from atroposlib.wire_types import StoredPayload
 __all__ = ["DeliveryDesk"]
 
 logger = logging.getLogger(__name__)
-
-_STALL_CHECK_INTERVAL_S = 1.0
 
 
 class DeliveryDesk:
@@ -35,6 +32,7 @@ class DeliveryDesk:
         state: the run.
         store: where payloads are.
         replica: name of this process.
+        report_stall: called when enough is queued and makes no batch.
         clock: Unix time in seconds.
     """
 
@@ -45,6 +43,7 @@ class DeliveryDesk:
         store: RunStore,
         *,
         replica: str,
+        report_stall: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._log = log
@@ -55,8 +54,7 @@ class DeliveryDesk:
         self._waiters = Waiters()
         self._abandoned: set[BatchToken] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self._last_stall = ""
-        self._stall_checked_at = 0.0
+        self._report_stall = report_stall
 
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0
@@ -271,18 +269,3 @@ class DeliveryDesk:
         self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a batch could not be taken back yet: %s", task.exception())
-
-    def _report_stall(self) -> None:
-        """Log why enough data makes no batch, once per reason; looks at it now and then only."""
-        state, now = self._state, self._clock()
-        if abs(now - self._stall_checked_at) < _STALL_CHECK_INTERVAL_S:
-            return
-        self._stall_checked_at = now
-        text = ""
-        if state.queue.num_sequences >= state.batch_size:
-            stalls = find_stalls(state.queue, state.envs, batch_size=state.batch_size)
-            text = "; ".join(stall.message for stall in stalls)
-            text = text or "the sizes of the queued groups do not add up"
-        if text and text != self._last_stall:
-            logger.warning("no batch of %d sequences: %s", state.batch_size, text)
-        self._last_stall = text

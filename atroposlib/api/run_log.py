@@ -118,11 +118,16 @@ class RunLog:
 
     async def discard(self) -> None:
         """Let the store forget payloads that nobody needs; what fails is tried again later."""
-        while group_ids := self._state.take_discardable(_DISCARDED_AT_ONCE):
+        ledger = self._state.payloads
+        while group_ids := ledger.take_discardable(_DISCARDED_AT_ONCE):
             try:
                 await self._store.discard(group_ids)
+            except OSError as error:
+                ledger.give_up(group_ids)
+                logger.warning("payloads are kept until the store works again: %s", error)
+                return
             except BaseException:
-                self._state.put_back_discardable(group_ids)
+                ledger.give_up(group_ids)
                 raise
             await asyncio.sleep(0)
 

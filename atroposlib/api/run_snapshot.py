@@ -71,7 +71,7 @@ class FrozenRun:
         self._head = _head_of(state)
         self._entries = state.queue.entries()
         self._lists: list[tuple[bytes, list[Any]]] = [
-            (_DISCARDABLE, state.discardable),
+            (_DISCARDABLE, state.payloads.discardable),
             (_KEYS, list(state.keys.items())),
         ]
         self._parts = [_FORMAT]
@@ -133,7 +133,7 @@ def restore(state: RunState, content: bytes) -> None:
     _restore_head(state, head)
     for group in queue:
         state.queue.append(group)
-    state.put_back_discardable(given_up)
+    state.payloads.give_up(given_up)
     state.keys.restore(keys)
 
 
@@ -169,7 +169,7 @@ def _head_of(state: RunState) -> _Head:
         is_started=state.is_started,
         policy_version=state.policy_version,
         latest=state.latest,
-        latest_is_held=state.latest_is_held,
+        latest_is_held=state.payloads.latest_is_held,
         counters=dict(sorted(state.counters.items())),
         epoch=state.epoch,
         fence=state.fence,
@@ -193,12 +193,12 @@ def _restore_head(state: RunState, head: _Head) -> None:
     state.step = head.step
     state.is_started = head.is_started
     state.policy_version = head.policy_version
-    state.latest = head.latest
-    state.latest_is_held = head.latest_is_held
+    state.payloads.latest = head.latest
+    state.payloads.latest_is_held = head.latest_is_held
     state.counters.update(head.counters)
     state.epoch = head.epoch
     state.fence = head.fence
-    state.release(state.past.add(head.past))
+    state.payloads.note_delivered(head.past)
 
 
 def _chunked(items: list[_Entry]) -> Iterator[list[_Entry]]:

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ from atroposlib.api.delivery import BatchToken, Delivery
 from atroposlib.api.env_registry import EnvRegistry
 from atroposlib.api.idempotency import KeyBook
 from atroposlib.api.past import PastGroups
+from atroposlib.api.payload_ledger import PayloadLedger
 from atroposlib.api.queue import GroupQueue, QueuedGroup
 from atroposlib.api.schemas import RegisterEnv, Registration
 
@@ -46,8 +47,10 @@ class RunState:
         self.envs = EnvRegistry()
         self.queue = GroupQueue()
         self.delivery = Delivery()
-        self.past = PastGroups(max_groups=limits.keep_past_groups, max_bytes=limits.keep_past_bytes)
-        """Delivered groups whose payloads can still be looked at."""
+        self.payloads = PayloadLedger(
+            max_past_groups=limits.keep_past_groups, max_past_bytes=limits.keep_past_bytes
+        )
+        """Which payloads are kept for inspection, and which may be discarded."""
         self.keys = KeyBook()
         self.step = 0
         self.is_started = False
@@ -55,17 +58,15 @@ class RunState:
         self.policy_version: int | None = None
         """What the trainer told last; None when it never did."""
         self.trainer_ids: deque[int] = deque(maxlen=_KEPT_TRAINER_IDS)
-        self.latest: QueuedGroup | None = None
-        """The group queued last; its payload is kept until another one is."""
         self.counters: Counter[str] = Counter()
         """Counts over the whole life of the run, resets included."""
         self.epoch = 0
         """How often the run was reset."""
         self.fence = 0
-        self.latest_is_held = False
-        """Whether the latest group is kept for nothing but being the latest."""
-        self._discardable: deque[int] = deque()
-        self._handlers: dict[type[Any], Callable[[Any], Admission | None]] = {
+        self._handlers: dict[type[Any], Callable[[Any], Admission | None]] = self._all_handlers()
+
+    def _all_handlers(self) -> dict[type[Any], Callable[[Any], Admission | None]]:
+        return {
             records.GroupsAdmitted: self._admit,
             records.TrainerRegistered: self._register_trainer,
             records.TrainerStarted: self._start,
@@ -101,6 +102,16 @@ class RunState:
         return self.registration.batch_size if self.registration else 0
 
     @property
+    def past(self) -> PastGroups:
+        """Delivered groups whose payloads can still be looked at."""
+        return self.payloads.past
+
+    @property
+    def latest(self) -> QueuedGroup | None:
+        """The group queued last."""
+        return self.payloads.latest
+
+    @property
     def latest_group_id(self) -> int | None:
         """The group queued last."""
         return self.latest.group_id if self.latest else None
@@ -131,25 +142,6 @@ class RunState:
         in_batches = sum(len(handout.groups) for handout in self.delivery.pending())
         return len(self.queue) + self.envs.buffered_sequences + in_batches + len(self.past)
 
-    @property
-    def discardable(self) -> list[int]:
-        """Ids of groups whose payloads nobody needs any more."""
-        return list(self._discardable)
-
-    def take_discardable(self, limit: int | None = None) -> list[int]:
-        """Return, and forget, ids of groups whose payloads nobody needs any more.
-
-        Args:
-            limit: the most to return; None for all.
-        """
-        held = self._discardable
-        count = len(held) if limit is None else min(limit, len(held))
-        return [held.popleft() for _ in range(count)]
-
-    def put_back_discardable(self, group_ids: Iterable[int]) -> None:
-        """Note ids again that could not be discarded."""
-        self._discardable.extend(group_ids)
-
     def find_group(self, group_id: int) -> QueuedGroup | None:
         """Return a group whose payload the store has, wherever it is."""
         if self.latest is not None and self.latest.group_id == group_id:
@@ -168,11 +160,11 @@ class RunState:
     def _admit(self, record: records.GroupsAdmitted) -> Admission:
         if record.epoch != self.epoch:
             # The run these groups belong to was reset while they were written.
-            self._discardable.extend(group.group_id for group in record.groups)
+            self.payloads.give_up(group.group_id for group in record.groups)
             return Admission([Placement(None) for _ in record.groups])
         known = self.keys.find(record.key) if record.key is not None else None
         if known is not None:
-            self._discardable.extend(group.group_id for group in record.groups)
+            self.payloads.give_up(group.group_id for group in record.groups)
             is_same = known.digest == record.digest
             return Admission(known.placements, is_repeat=is_same, is_key_reused=not is_same)
         placements = [self._place(group) for group in record.groups]
@@ -199,10 +191,7 @@ class RunState:
         if self.queue.get(group.group_id) is not None:
             return
         self.queue.append(group)
-        if self.latest_is_held and self.latest is not None:
-            self._discardable.append(self.latest.group_id)
-        self.latest = group
-        self.latest_is_held = False
+        self.payloads.note_queued(group)
 
     def _register_trainer(self, record: records.TrainerRegistered) -> None:
         self.trainer_ids.append(int(record.trainer_id, 16))
@@ -281,15 +270,7 @@ class RunState:
         self.counters["groups/delivered"] += len(handout.groups)
         self.counters["sequences/delivered"] += handout.num_sequences
         self.counters["tokens/delivered"] += sum(group.num_tokens for group in handout.groups)
-        self.release(self.past.add(handout.groups))
-
-    def release(self, group_ids: Iterable[int]) -> None:
-        """Give payloads up for discarding, except that of the latest group."""
-        for group_id in group_ids:
-            if group_id == self.latest_group_id:
-                self.latest_is_held = True
-            else:
-                self._discardable.append(group_id)
+        self.payloads.note_delivered(handout.groups)
 
     def _take_back(self, record: records.BatchesReturned) -> None:
         for batch_id, attempt in record.handouts:
@@ -307,10 +288,7 @@ class RunState:
         forgotten = [group.group_id for group in self.queue]
         forgotten += [group.group_id for env in self.envs for group in env.buffer]
         forgotten += [i for handout in self.delivery.pending() for i in handout.group_ids]
-        forgotten += self.past.clear()
-        if self.latest_is_held and self.latest is not None:
-            forgotten.append(self.latest.group_id)
-        self._discardable.extend(forgotten)
+        self.payloads.forget(forgotten)
         self.registration = None
         self.run_id = None
         self.started_at = None
@@ -322,5 +300,3 @@ class RunState:
         self.is_started = False
         self.policy_version = None
         self.trainer_ids.clear()
-        self.latest = None
-        self.latest_is_held = False

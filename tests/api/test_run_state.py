@@ -135,10 +135,10 @@ def test_every_payload_is_held_by_somebody_or_given_up_once(data):
     held += [group.group_id for env in state.envs for group in env.buffer]
     held += [i for handout in state.delivery.pending() for i in handout.group_ids]
     held += [group.group_id for group in state.past]
-    if state.latest_is_held:
+    if state.payloads.latest_is_held:
         held.append(state.latest_group_id)
 
-    assert sorted([*held, *state.discardable]) == list(range(history.num_groups))
+    assert sorted([*held, *state.payloads.discardable]) == list(range(history.num_groups))
     assert state.fence == sum(record.is_guarded for record in history.records)
 
 
@@ -166,8 +166,8 @@ def test_payloads_are_given_up_when_newer_ones_are_past():
 
     # Past holds 4 groups of 10 bytes: the newest of the six that left.
     assert [group.group_id for group in state.past] == [2, 3, 4, 5]
-    assert state.take_discardable() == [0, 1]
-    assert state.take_discardable() == []
+    assert state.payloads.take_discardable() == [0, 1]
+    assert state.payloads.take_discardable() == []
 
 
 def test_replacing_the_settings_dissolves_returned_batches_to_the_front():
@@ -193,7 +193,7 @@ def test_joining_trainer_changes_nothing_but_its_id():
 def test_groups_of_an_epoch_that_is_over_belong_to_nothing():
     state = state_of(records.RunReset(0.0), admitted(5, epoch=0))
 
-    assert (len(state.queue), state.discardable) == (0, [5])
+    assert (len(state.queue), state.payloads.discardable) == (0, [5])
 
 
 def test_restore_takes_past_groups_that_the_limits_still_allow():
@@ -208,7 +208,7 @@ def test_restore_takes_past_groups_that_the_limits_still_allow():
     restore(again, snapshot(first))
 
     assert [group.group_id for group in again.past] == [2]
-    assert again.discardable == [0, 1]
+    assert again.payloads.discardable == [0, 1]
 
 
 def test_frozen_run_is_not_touched_by_what_happens_while_it_is_encoded():
