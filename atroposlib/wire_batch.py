@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from atroposlib.wire_rows import decode_value
 from atroposlib.wire_types import Lane, StoredPayload, WireError, from_validation
 from atroposlib.wire_zstd import is_compressed, plain_blob
 
@@ -22,6 +23,7 @@ __all__ = ["batch_pieces", "convert_payload", "decode_batch", "join_blobs", "spl
 _blobs_decoder = msgspec.msgpack.Decoder(list[memoryview])
 _batch_decoder = msgspec.msgpack.Decoder(list[memoryview] | None)
 _map_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_json_decoder = msgspec.json.Decoder()
 _UNLIMITED = 2**63
 
 
@@ -108,10 +110,7 @@ def decode_batch(
         WireError: the body is not such an answer.
     """
     if lane == "json":
-        try:
-            return msgspec.json.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise WireError(f"JSON decode error: {error}", kind="json_invalid") from error
+        return decode_value(_json_decoder, body, ())
     from atroposlib.wire_conversion import read_blob
 
     answer = {

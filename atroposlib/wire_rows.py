@@ -16,7 +16,7 @@ import msgspec
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, GroupField
 from atroposlib.wire_checks import check_opaque
-from atroposlib.wire_types import Path, WireError, from_group_error, from_validation
+from atroposlib.wire_types import BODY_NOT_TEXT, Path, WireError, from_group_error, from_validation
 
 __all__ = [
     "INT64",
@@ -162,6 +162,8 @@ def decode_value(decoder: msgspec.json.Decoder[Any], text: JsonText, path: Path)
         return decoder.decode(text)
     except msgspec.ValidationError as error:
         raise from_validation(error, path) from error
+    except UnicodeDecodeError as error:
+        raise WireError(BODY_NOT_TEXT, kind="not_text", path=path) from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"JSON decode error: {error}", kind="json_invalid", path=path) from error
 

@@ -264,6 +264,17 @@ def test_batch_converts_only_groups_of_the_other_lane():
     assert decode_batch(b"".join(as_compressed), "msgpack") == {"batch": [FULL_GROUP] * 3}
 
 
+@pytest.mark.parametrize("lane", ["json", "msgpack"])
+def test_batch_that_is_not_text_is_refused(lane):
+    blob = changed(images=b'"\xff"')
+    body = b'{"a":"\xff"}' if lane == "json" else msgspec.msgpack.encode({"batch": [blob]})
+
+    with pytest.raises(WireError) as caught:
+        decode_batch(body, lane)
+
+    assert caught.value.kind == "not_text"
+
+
 @pytest.mark.parametrize(("payloads", "batch"), [(None, None), ([], [])])
 def test_batch_may_be_empty_or_missing(payloads, batch):
     assert decode_batch(b"".join(batch_pieces(payloads, "msgpack")), "msgpack") == {"batch": batch}
