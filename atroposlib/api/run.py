@@ -283,7 +283,7 @@ class Run:
         """
         await self.store.sync()
         self._log.check()
-        await self._deliveries.return_abandoned()
+        await self._deliveries.settle_owed()
         await self._deliveries.return_expired()
         await self._return_orphans(is_start=False)
         await self._watch_envs()

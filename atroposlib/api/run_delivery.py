@@ -52,7 +52,8 @@ class DeliveryDesk:
         self._replica = replica
         self._clock = clock
         self._waiters = Waiters()
-        self._abandoned: set[BatchToken] = set()
+        self._owed: dict[BatchToken, bool] = {}
+        """What could not be written yet: token → whether the batch arrived."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
 
@@ -156,7 +157,7 @@ class DeliveryDesk:
             acknowledged = records.BatchAcknowledged(*token, self._clock())
             return (acknowledged if result == "acked" else None), result
 
-        return await self._settle(decide)
+        return await self._settle(token, decide, has_arrived=True)
 
     async def give_back(self, text: str, *, reason: ReturnReason = "lost") -> AckResult:
         """Let a batch wait for delivery to whoever asks next."""
@@ -169,17 +170,31 @@ class DeliveryDesk:
             returned = records.BatchesReturned([token], reason, self._clock())
             return (returned if result == "returned" else None), result
 
-        result = await self._settle(decide)
+        result = await self._settle(token, decide, has_arrived=False)
         if result == "returned":
             logger.warning("batch %s came back (%s); it is next", token, reason)
         return result
 
-    async def _settle(self, decide: Callable[[], tuple[Record | None, AckResult]]) -> AckResult:
-        result = await self._log.guarded(decide)
-        if result == "unknown":
-            # Another replica may have handed the batch out.
-            await self._store.sync()
+    async def _settle(
+        self,
+        token: BatchToken,
+        decide: Callable[[], tuple[Record | None, AckResult]],
+        *,
+        has_arrived: bool,
+    ) -> AckResult:
+        """Write what became of a batch; when the store fails, the next ticks try again."""
+        try:
             result = await self._log.guarded(decide)
+            if result == "unknown":
+                # Another replica may have handed the batch out.
+                await self._store.sync()
+                result = await self._log.guarded(decide)
+        except OSError:
+            handout = self._state.delivery.find(token)
+            if handout is not None and handout.lease_until is None:
+                self._owed[token] = has_arrived  # nobody else would say it
+            raise
+        self._owed.pop(token, None)
         return result
 
     async def return_expired(self) -> None:
@@ -194,17 +209,13 @@ class DeliveryDesk:
             "expired",
         )
 
-    async def return_abandoned(self) -> None:
-        """Take back what was handed out to callers that were cancelled."""
-        await self._return_all(
-            lambda: [
-                handout
-                for token in self._abandoned
-                if (handout := self._state.delivery.find(token)) is not None
-            ],
-            "lost",
-        )
-        self._abandoned.clear()
+    async def settle_owed(self) -> None:
+        """Write what could not be written before, and take back what cancelled callers left."""
+        for token, has_arrived in list(self._owed.items()):
+            if has_arrived:
+                await self.acknowledge(str(token))
+            else:
+                await self._give_back(token, "lost")
 
     async def return_orphans(self, alive: Collection[str] | None, *, is_start: bool) -> None:
         """Take back what replicas that are gone were sending.
@@ -260,8 +271,8 @@ class DeliveryDesk:
 
     def _abandon(self, token: BatchToken) -> None:
         """Return a batch whose caller is gone, at once or, if the store fails, with a tick."""
-        self._abandoned.add(token)
-        task = asyncio.ensure_future(self.return_abandoned())
+        self._owed[token] = False
+        task = asyncio.ensure_future(self.settle_owed())
         self._background.add(task)
         task.add_done_callback(self._forget_background)
 

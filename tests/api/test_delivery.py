@@ -190,6 +190,35 @@ async def test_next_batch_that_cannot_be_read_is_not_lost():
     assert [await take(run), await take(run)] == [[0], None]
 
 
+class UnwritableStore(MemoryRunStore):
+    """A store that cannot be written for a while."""
+
+    is_failing = False
+
+    async def append(self, record, payloads=(), *, fence=None):
+        if self.is_failing:
+            raise OSError("disk full")
+        return await super().append(record, payloads, fence=fence)
+
+
+@pytest.mark.parametrize(("method", "step"), [("acknowledge", 1), ("give_back", 0)])
+async def test_word_of_a_batch_that_could_not_be_written_is_written_later(method, step):
+    store = UnwritableStore()
+    run = await started_run(store, batch_size=1)
+    await run.admit([decoded()])
+    handout, _ = await run.next_batch()
+    store.is_failing = True
+    with pytest.raises(OSError, match="disk full"):
+        await getattr(run, method)(handout.token)
+
+    store.is_failing = False
+    await run.tick()
+
+    assert run.state.step == step
+    assert run.state.delivery.in_flight == {}
+    assert await take(run) == (None if step else [0])
+
+
 async def test_waiting_callers_are_served_in_the_order_they_came():
     run = await started_run(batch_size=2)
     callers = [asyncio.create_task(take(run, wait_s=5)) for _ in range(3)]

@@ -83,7 +83,8 @@ class Cluster:
             assert len(payloads) == len(handout.groups)
             fate = self.random.random()
             if fate < 0.15:
-                await self.call("give_back", handout.token)
+                while await self.call("give_back", handout.token) is None:
+                    pass
             elif fate < 0.25 and lease_s:
                 pass  # the trainer died; its lease runs out
             else:
