@@ -66,53 +66,74 @@ def make_group(num_sequences: int, length: int, *, has_logprobs: bool) -> dict[s
     return group
 
 
-def measure(group: dict[str, Any], seconds: float) -> list[Figure]:
-    """Return the figures of one group."""
-    num_tokens = sum(map(len, group["tokens"]))
-    text, blob = encode_group(group), encode_group(group, "msgpack")
-    packed = encode_group(group, "msgpack", zstd=True)
-    texts, blobs = encode_groups([group] * 8), encode_groups([group] * 8, "msgpack")
-    stored = StoredPayload("json", text), StoredPayload("msgpack", blob)
-    typed = msgspec.json.Decoder(TypedGroup)
-    binary_batch = b"".join(batch_pieces([stored[1]] * 8, "msgpack"))
+class Stopwatch(NamedTuple):
+    """Times calls that work on groups of one size."""
 
-    def best(call: Callable[[], Any], num_groups: int = 1) -> float:
-        fastest, until = float("inf"), time.perf_counter() + seconds
+    num_tokens: int
+    seconds: float
+
+    def speed(self, call: Callable[[], Any], num_groups: int = 1) -> float:
+        """Return M tokens/s of the fastest call."""
+        fastest, until = float("inf"), time.perf_counter() + self.seconds
         while time.perf_counter() < until:
             started = time.perf_counter()
             call()
             fastest = min(fastest, time.perf_counter() - started)
-        return num_groups * num_tokens / fastest / 1e6
+        return num_groups * self.num_tokens / fastest / 1e6
 
-    floor = best(lambda: typed.decode(text))
-    copy = best(lambda: bytearray(blob))
-    rows = [
-        ("json: msgspec typed decode (floor)", floor, floor),
-        ("json: decode and check", best(lambda: decode_group(text)), floor),
-        ("json: decode and check, list of 8", best(lambda: decode_groups(texts), 8), floor),
-        ("json: encode", best(lambda: encode_group(group)), floor),
-        ("json from binary", best(lambda: convert_payload(stored[1], "json")), floor),
-        ("json: splice a batch of 8", best(lambda: b"".join(batch_pieces([stored[0]] * 8)), 8),
-         floor),
-        ("binary: memcpy (floor)", copy, copy),
-        ("binary: decode and check", best(lambda: decode_group(blob, "msgpack")), copy),
-        ("binary: decode and check, list of 8",
-         best(lambda: decode_groups(blobs, "msgpack"), 8), copy),
-        ("binary: decode and check, zstd", best(lambda: decode_group(packed, "msgpack")), copy),
-        ("binary: encode from lists", best(lambda: encode_group(group, "msgpack")), copy),
-        ("binary from json", best(lambda: convert_payload(stored[0], "msgpack")), copy),
-        ("binary: splice a batch of 8",
-         best(lambda: b"".join(batch_pieces([stored[1]] * 8, "msgpack")), 8), copy),
-        ("binary: read a batch of 8 as lists",
-         best(lambda: decode_batch(binary_batch, "msgpack"), 8), copy),
-        ("binary: read a batch of 8 as arrays",
-         best(lambda: decode_batch(binary_batch, "msgpack", as_arrays=True), 8), copy),
-    ]  # fmt: skip
-    print(
-        f"  bytes per token: json {len(text) / num_tokens:.1f}, "
-        f"binary {len(blob) / num_tokens:.1f}, with zstd {len(packed) / num_tokens:.1f}"
-    )
-    return [Figure(what, speed, speed / lane_floor) for what, speed, lane_floor in rows]
+
+def measure_json(group: dict[str, Any], watch: Stopwatch) -> list[Figure]:
+    """Return the figures of the JSON lane."""
+    text, texts = encode_group(group), encode_groups([group] * 8)
+    stored = StoredPayload("json", text)
+    binary = StoredPayload("msgpack", encode_group(group, "msgpack"))
+    typed = msgspec.json.Decoder(TypedGroup)
+    print(f"  json: {len(text) / watch.num_tokens:.1f} bytes per token")
+    calls: list[tuple[str, Callable[[], Any], int]] = [
+        ("json: msgspec typed decode (floor)", lambda: typed.decode(text), 1),
+        ("json: decode and check", lambda: decode_group(text), 1),
+        ("json: decode and check, list of 8", lambda: decode_groups(texts), 8),
+        ("json: encode", lambda: encode_group(group), 1),
+        ("json from binary", lambda: convert_payload(binary, "json"), 1),
+        ("json: splice a batch of 8", lambda: b"".join(batch_pieces([stored] * 8)), 8),
+    ]
+    return _figures(calls, watch)
+
+
+def measure_binary(group: dict[str, Any], watch: Stopwatch) -> list[Figure]:
+    """Return the figures of the binary lane."""
+    blob, blobs = encode_group(group, "msgpack"), encode_groups([group] * 8, "msgpack")
+    packed = encode_group(group, "msgpack", zstd=True)
+    stored, text = StoredPayload("msgpack", blob), StoredPayload("json", encode_group(group))
+    batch = b"".join(batch_pieces([stored] * 8, "msgpack"))
+    sizes = (f"{len(each) / watch.num_tokens:.1f}" for each in (blob, packed))
+    print("  binary: {} bytes per token, with zstd {}".format(*sizes))
+    calls: list[tuple[str, Callable[[], Any], int]] = [
+        ("binary: memcpy (floor)", lambda: bytearray(blob), 1),
+        ("binary: decode and check", lambda: decode_group(blob, "msgpack"), 1),
+        ("binary: decode and check, list of 8", lambda: decode_groups(blobs, "msgpack"), 8),
+        ("binary: decode and check, zstd", lambda: decode_group(packed, "msgpack"), 1),
+        ("binary: encode from lists", lambda: encode_group(group, "msgpack"), 1),
+        ("binary from json", lambda: convert_payload(text, "msgpack"), 1),
+        (
+            "binary: splice a batch of 8",
+            lambda: b"".join(batch_pieces([stored] * 8, "msgpack")),
+            8,
+        ),
+        ("binary: read a batch of 8 as lists", lambda: decode_batch(batch, "msgpack"), 8),
+        (
+            "binary: read a batch of 8 as arrays",
+            lambda: decode_batch(batch, "msgpack", as_arrays=True),
+            8,
+        ),
+    ]
+    return _figures(calls, watch)
+
+
+def _figures(calls: list[tuple[str, Callable[[], Any], int]], watch: Stopwatch) -> list[Figure]:
+    speeds = [(what, watch.speed(call, num_groups)) for what, call, num_groups in calls]
+    floor = speeds[0][1]
+    return [Figure(what, speed, speed / floor) for what, speed in speeds]
 
 
 def main() -> None:
@@ -128,7 +149,8 @@ def main() -> None:
         title = f"8 x {length:,} {'with' if has_logprobs else 'without'} inference_logprobs"
         print(f"{title} (tokens, masks, scores)")
         group = make_group(8, length, has_logprobs=has_logprobs)
-        tables[title] = measure(group, options.seconds)
+        watch = Stopwatch(8 * length, options.seconds)
+        tables[title] = measure_json(group, watch) + measure_binary(group, watch)
         for what, speed, ratio in tables[title]:
             print(f"  {what:36} {speed:10.1f} M tokens/s {ratio:7.2f}")
     if options.json:
