@@ -119,7 +119,8 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     )
     application.state.metrics = metrics
     application.state.watched_store = store
-    for module in (operations, trainer, environments, inspection, groups):
+    # Routes are tried in this order: what is asked most comes first.
+    for module in (environments, operations, trainer, inspection, groups):
         application.include_router(module.router)
     for kind, refuse in REFUSALS.items():
         application.add_exception_handler(kind, refuse)

@@ -65,31 +65,28 @@ _ENV_ID_DOCUMENTATION = _documented(
 )
 
 
-@router.post("/register-env", dependencies=[advertises_lanes])
-async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any]:
-    """Join the run and get an id; until the trainer asks for batches the answer is to wait."""
-    env = await run.register_env(request)
-    registration = run.state.registration
-    if env is None or registration is None:
-        return {"status": "wait for trainer to start"}
-    return {
-        "status": "success",
-        "env_id": env.env_id,
-        "wandb_name": env.real_name,
-        "checkpoint_dir": registration.checkpoint_dir,
-        "starting_step": run.state.step,
-        "checkpoint_interval": registration.save_checkpoint_interval,
-        "num_steps": registration.num_steps,
-    }
+@router.get("/status-env", response_model=None, openapi_extra=_ENV_ID_DOCUMENTATION)
+@router.post(
+    "/status-env",
+    response_model=None,
+    openapi_extra=_ENV_ID_DOCUMENTATION,
+    operation_id="post_status_env",
+)
+async def get_status_env(request: Request) -> Response:
+    """Tell one environment the step, its weight and how full the queue is in its own groups.
 
-
-@router.post("/disconnect-env")
-async def disconnect_env(request: EnvIdentifier, run: RunOfApp) -> dict[str, Any]:
-    """Sign off: the environment no longer counts for weights and minimum shares."""
-    if not await run.disconnect_env(request.env_id):
-        error = f"no environment is registered under id {request.env_id}"
-        return {"status": "failure", "error": error}
-    return {"status": "success"}
+    `groups_to_start` is how many it may have in the making, null when nothing bounds that. The id
+    comes in the body (also of a GET) or as a query parameter; an unknown one is 404. This GET
+    remembers the largest group the environment has queued.
+    """
+    run = await run_of(request)
+    asked = await read_env_id(request)
+    view = await run.view_for(asked)
+    if view is None:
+        raise HTTPException(
+            404, f"no environment is registered under id {asked}; register the environment again"
+        )
+    return json_response({**view._asdict(), "policy_version": run.state.policy_version})
 
 
 @router.post("/scored_data", response_model=None, openapi_extra=_GROUP_DOCUMENTATION)
@@ -135,25 +132,28 @@ async def scored_data_list(request: Request) -> Response:
     return _answer(answer, admission)
 
 
-@router.get("/status-env", response_model=None, openapi_extra=_ENV_ID_DOCUMENTATION)
-@router.post(
-    "/status-env",
-    response_model=None,
-    openapi_extra=_ENV_ID_DOCUMENTATION,
-    operation_id="post_status_env",
-)
-async def get_status_env(request: Request) -> Response:
-    """Tell one environment the step, its weight and how full the queue is in its own groups.
+@router.post("/register-env", dependencies=[advertises_lanes])
+async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any]:
+    """Join the run and get an id; until the trainer asks for batches the answer is to wait."""
+    env = await run.register_env(request)
+    registration = run.state.registration
+    if env is None or registration is None:
+        return {"status": "wait for trainer to start"}
+    return {
+        "status": "success",
+        "env_id": env.env_id,
+        "wandb_name": env.real_name,
+        "checkpoint_dir": registration.checkpoint_dir,
+        "starting_step": run.state.step,
+        "checkpoint_interval": registration.save_checkpoint_interval,
+        "num_steps": registration.num_steps,
+    }
 
-    `groups_to_start` is how many it may have in the making, null when nothing bounds that. The id
-    comes in the body (also of a GET) or as a query parameter; an unknown one is 404. This GET
-    remembers the largest group the environment has queued.
-    """
-    run = await run_of(request)
-    asked = await read_env_id(request)
-    view = await run.view_for(asked)
-    if view is None:
-        raise HTTPException(
-            404, f"no environment is registered under id {asked}; register the environment again"
-        )
-    return json_response({**view._asdict(), "policy_version": run.state.policy_version})
+
+@router.post("/disconnect-env")
+async def disconnect_env(request: EnvIdentifier, run: RunOfApp) -> dict[str, Any]:
+    """Sign off: the environment no longer counts for weights and minimum shares."""
+    if not await run.disconnect_env(request.env_id):
+        error = f"no environment is registered under id {request.env_id}"
+        return {"status": "failure", "error": error}
+    return {"status": "success"}
