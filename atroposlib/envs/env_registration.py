@@ -116,7 +116,7 @@ class RegisteredEnv(DeliveringEnv):
                     "set --env.total_steps"
                 )
             self.config.total_steps = reply["num_steps"]
-        session.enter(reply["env_id"], run_id=reply.get("run"))
+        session.enter(reply["env_id"], run_id=reply.get("run_id"))
         self._name_metrics_file(reply["wandb_name"])
         logger.info("registered as %s at step %d", self.wandb_prepend, self.curr_step)
         if is_first and self.curr_step > 0:

@@ -182,7 +182,7 @@ class EnvSession:
         """
         run_id = self._run_id
         status = await self.client.status_env(env_id)
-        if run_id is not None and status.get("run", run_id) != run_id:
+        if run_id is not None and status.get("run_id", run_id) != run_id:
             raise TrajectoryApiError(
                 f"environment id {env_id} is of another run than the one served now", status=404
             )

@@ -140,6 +140,7 @@ def test_register_env_answers_id_name_and_run_settings(service):
 
     answers = [service.register_env(desired_name=name) for name in ("a", "b", "a")]
 
+    assert len({answer.pop("run_id") for answer in answers}) == 1
     assert answers[0] == {
         "status": "success",
         "env_id": 0,
@@ -272,14 +273,26 @@ def test_latest_example_shows_released_groups_but_not_buffered_ones(service):
     assert len(service.get("/latest_example").json()["tokens"]) == 5
 
 
+def test_status_env_tells_runs_apart_in_which_ids_are_given_anew(service):
+    service.start()
+    first = service.register_env()
+    service.get("/reset_data")
+    service.start()
+    second = service.register_env()
+
+    assert first["env_id"] == second["env_id"] == 0
+    assert service.status_env(0).json()["run_id"] == second["run_id"] != first["run_id"]
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_status_env_takes_the_id_in_the_body(service, method):
     service.start()
-    service.register_env(group_size=4)
+    env = service.register_env(group_size=4)
 
     answer = service.request(method, "/status-env", json={"env_id": 0})
 
     assert answer.json() == {
+        "run_id": env["run_id"],
         "current_step": 0,
         "queue_size": 0,
         "unallocated_fraction": 1.0,

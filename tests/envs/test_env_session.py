@@ -25,7 +25,7 @@ class ScriptedClient:
         self.status_errors: list[TrajectoryApiError] = []
         self.posts: list[tuple[Any, str]] = []
         self.asked_ids: list[int] = []
-        self.run: str | None = None
+        self.run_id: str | None = None
         self.num_outages = 0
 
     def _fail(self, errors: list[TrajectoryApiError]) -> None:
@@ -44,7 +44,7 @@ class ScriptedClient:
     async def status_env(self, env_id: int) -> dict[str, Any]:
         self.asked_ids.append(env_id)
         self._fail(self.status_errors)
-        return {} if self.run is None else {"run": self.run}
+        return {} if self.run_id is None else {"run_id": self.run_id}
 
 
 def joined_session(client: ScriptedClient, env_id: int = 4) -> EnvSession:
@@ -113,8 +113,8 @@ async def test_send_waits_for_a_new_registration_when_the_service_came_back_empt
 async def test_status_of_an_id_that_is_somebodys_in_a_new_run_is_unknown() -> None:
     client = ScriptedClient()
     session = joined_session(client)
-    client.run = "second"
-    assert await session.status(4) == {"run": "second"}  # the service did not say at first
+    client.run_id = "second"
+    assert await session.status(4) == {"run_id": "second"}  # the service did not say at first
 
     session.enter(4, run_id="first")
     with pytest.raises(TrajectoryApiError, match="of another run") as caught:
@@ -122,7 +122,7 @@ async def test_status_of_an_id_that_is_somebodys_in_a_new_run_is_unknown() -> No
     session.enter(4, run_id="second")
 
     assert caught.value.status == 404
-    assert await session.status(4) == {"run": "second"}
+    assert await session.status(4) == {"run_id": "second"}
 
 
 async def test_send_that_hears_late_of_the_old_id_keeps_the_new_registration() -> None:

@@ -77,7 +77,7 @@ async def get_status_env(request: Request) -> Response:
 
     `groups_to_start` is how many it may have in the making, null when nothing bounds that. The id
     comes in the body (also of a GET) or as a query parameter; an unknown one is 404. This GET
-    remembers the largest group the environment has queued.
+    remembers the largest group the environment has queued. `run_id` names the run the id is of.
     """
     run = await run_of(request)
     asked = await read_env_id(request)
@@ -86,7 +86,9 @@ async def get_status_env(request: Request) -> Response:
         raise HTTPException(
             404, f"no environment is registered under id {asked}; register the environment again"
         )
-    return json_response({**view._asdict(), "policy_version": run.state.policy_version})
+    state = run.state
+    answer = {**view._asdict(), "policy_version": state.policy_version, "run_id": state.run_id}
+    return json_response(answer)
 
 
 @router.post("/scored_data", response_model=None, openapi_extra=_GROUP_DOCUMENTATION)
@@ -147,6 +149,7 @@ async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any
         "starting_step": run.state.step,
         "checkpoint_interval": registration.save_checkpoint_interval,
         "num_steps": registration.num_steps,
+        "run_id": run.state.run_id,
     }
 
 
