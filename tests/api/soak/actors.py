@@ -13,7 +13,14 @@ import httpx
 from atroposlib.wire import MEDIA_TYPES, Lane, decode_batch, encode_group
 from tests.api.soak.ledger import Ledger
 
-__all__ = ["Actor", "Environment", "Trainer", "numbered_group", "register_trainer"]
+__all__ = [
+    "Actor",
+    "Environment",
+    "Trainer",
+    "held_groups",
+    "numbered_group",
+    "register_trainer",
+]
 
 _RETRY_S = 0.05
 
@@ -146,7 +153,9 @@ class Trainer(Actor):
         self._check(got["batch"])
         numbers = [int(group["scores"][0]) for group in got["batch"]]
         if self._lease_s is None or self._is_settled(got["batch_id"]):
-            self._ledger.deliver(numbers)
+            self._ledger.deliver(
+                numbers, str(answer.url.copy_with(path="/", query=None)).rstrip("/")
+            )
 
     def _is_settled(self, batch_id: str) -> bool:
         """Acknowledge a leased batch, or give one in five back; whether it counts as delivered."""
@@ -181,3 +190,16 @@ def register_trainer(url: str, *, batch_size: int, num_envs: int = 0, **env: Any
             answer = client.post("/register-env", json=request)
             ids.append(int(answer.raise_for_status().json()["env_id"]))
     return ids
+
+
+def held_groups(url: str, *states: str) -> int:
+    """Count the groups that a service holds in some states, e.g. `queued` or `in_flight`."""
+    total = 0
+    for state in states:
+        offset: int | None = 0
+        while offset is not None:
+            query = {"state": state, "limit": 1000, "offset": offset}
+            page = httpx.get(url + "/groups", params=query, timeout=10).json()
+            total += len(page["groups"])
+            offset = page.get("next_offset")
+    return total

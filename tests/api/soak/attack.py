@@ -15,9 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
-from tests.api.soak.actors import Actor, Environment, Trainer, register_trainer
+from tests.api.soak.actors import (
+    Actor,
+    Environment,
+    Trainer,
+    held_groups,
+    register_trainer,
+)
 from tests.api.soak.ledger import Ledger
 from tests.api.soak.service_process import Process, RedisServer, Replica
 
@@ -62,7 +66,7 @@ def attack(
                 time.sleep(rng.uniform(0.02, 0.6))
                 victim = rng.choice([p for name in victims for p in choices[name]])
                 victim.kill()
-                ledger.mark_kill()
+                ledger.mark_kill(victim.url if isinstance(victim, Replica) else None)
                 on_kill(number + 1)
                 time.sleep(rng.uniform(0.0, 0.1))
                 victim.start()
@@ -111,15 +115,16 @@ def stop_all(actors: Sequence[Actor]) -> None:
 
 
 def _drain(url: str) -> int:
-    """Wait until the trainer has taken every batch there is; return the groups that are left."""
+    """Wait until the trainer has taken every batch there is; return the groups that are left.
+
+    What a killed service had handed out comes back only once it counts as dead.
+    """
     deadline = time.monotonic() + _DRAIN_S
-    while True:
-        left = int(httpx.get(url + "/status", timeout=10).json()["queue_size"])
-        if left < GROUPS_PER_BATCH or time.monotonic() > deadline:
-            # Batches that a killed service had handed out come back after a moment.
-            time.sleep(2.0)
-            return int(httpx.get(url + "/status", timeout=10).json()["queue_size"])
+    while time.monotonic() < deadline:
+        if not held_groups(url, "in_flight") and held_groups(url, "queued") < GROUPS_PER_BATCH:
+            break
         time.sleep(0.1)
+    return held_groups(url, "in_flight", "queued")
 
 
 def main() -> None:

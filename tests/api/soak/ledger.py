@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["Delivery", "Ledger"]
+__all__ = ["Delivery", "Kill", "Ledger"]
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,20 @@ class Delivery:
     """One batch that a trainer received in full."""
 
     number: int
-    """Order of arrival over all trainers, comparable with `Ledger.kill_marks`."""
+    """Order of arrival over all trainers, comparable with `Kill.num_deliveries`."""
     group_numbers: tuple[int, ...]
+    source: str = ""
+    """Address of the replica that sent it."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One process that was killed."""
+
+    num_deliveries: int
+    """Batches that had arrived by then."""
+    source: str | None
+    """Address of a killed replica; None when what was killed serves all of them."""
 
 
 @dataclass
@@ -29,8 +41,7 @@ class Ledger:
     acknowledged: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
     deliveries: list[Delivery] = field(default_factory=list)
-    kill_marks: list[int] = field(default_factory=list)
-    """How many deliveries had been made at each kill."""
+    kills: list[Kill] = field(default_factory=list)
     num_queued: int = 0
     """Groups the service still held when everybody had stopped."""
 
@@ -52,15 +63,16 @@ class Ledger:
         with self._lock:
             self.refused.add(number)
 
-    def deliver(self, group_numbers: list[int]) -> None:
+    def deliver(self, group_numbers: list[int], source: str = "") -> None:
         """Record a batch that arrived and counts."""
         with self._lock:
-            self.deliveries.append(Delivery(len(self.deliveries), tuple(group_numbers)))
+            number = len(self.deliveries)
+            self.deliveries.append(Delivery(number, tuple(group_numbers), source))
 
-    def mark_kill(self) -> None:
+    def mark_kill(self, source: str | None = None) -> None:
         """Record that a process was killed now."""
         with self._lock:
-            self.kill_marks.append(len(self.deliveries))
+            self.kills.append(Kill(len(self.deliveries), source))
 
     @property
     def delivered(self) -> Counter[int]:
@@ -87,10 +99,16 @@ class Ledger:
         """Groups delivered twice although their batch was not in flight at a kill.
 
         A batch may come again when its receiver had it but the service was killed before it could
-        write that down: one of the last `in_flight` batches before a kill, or of the first after.
+        write that down: one of the last `in_flight` batches that the killed replica sent before
+        the kill, or of the first after, since the kill is marked a moment late.
         """
         excused: set[int] = set()
-        for mark in self.kill_marks:
-            for delivery in self.deliveries[max(0, mark - in_flight) : mark + in_flight]:
-                excused.update(delivery.group_numbers)
+        sources = {delivery.source for delivery in self.deliveries}
+        for kill in self.kills:
+            for source in sources if kill.source is None else {kill.source}:
+                sent = [d for d in self.deliveries if d.source == source]
+                before = [d for d in sent if d.number < kill.num_deliveries]
+                after = [d for d in sent if d.number >= kill.num_deliveries]
+                for delivery in before[len(before) - in_flight :] + after[:in_flight]:
+                    excused.update(delivery.group_numbers)
         return {n for n, times in self.delivered.items() if times > 1} - excused

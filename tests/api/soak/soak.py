@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.api.soak.actors import Actor, Environment, Trainer, register_trainer
+from tests.api.soak.actors import Actor, Environment, Trainer, held_groups, register_trainer
 from tests.api.soak.attack import running, service, stop_all
 from tests.api.soak.ledger import Ledger
 
@@ -90,22 +90,9 @@ def _settle(url: str) -> int:
     held, unchanged = -1, 0
     while unchanged < 6:
         time.sleep(0.5)
-        before, held = held, _held_groups(url)
+        before, held = held, held_groups(url, "queued", "buffered", "in_flight")
         unchanged = unchanged + 1 if held == before else 0
     return held
-
-
-def _held_groups(url: str) -> int:
-    """Count the groups that are queued, buffered or on their way to a trainer."""
-    total = 0
-    for state in ("queued", "buffered", "in_flight"):
-        offset: int | None = 0
-        while offset is not None:
-            query = {"state": state, "limit": 1000, "offset": offset}
-            page = httpx.get(url + "/groups", params=query, timeout=10).json()
-            total += len(page["groups"])
-            offset = page.get("next_offset")
-    return total
 
 
 def _resident_bytes(pid: int) -> int:
