@@ -15,6 +15,7 @@ __all__ = [
     "MissingExtraError",
     "RunStoreError",
     "TrajectoryApiError",
+    "UnknownRewardError",
 ]
 
 
@@ -24,6 +25,10 @@ class AtroposError(Exception):
 
 class ConfigError(AtroposError, ValueError):
     """A setting is missing, unknown or out of range; the message names it and the remedy."""
+
+
+class UnknownRewardError(ConfigError, ImportError):
+    """No reward function has that name; the message names the nearest."""
 
 
 class GroupError(AtroposError, ValueError):

@@ -13,9 +13,11 @@ def length_factor(num_tokens: int, *, max_tokens: int, free_fraction: float) -> 
     Args:
         num_tokens: L, prompt included.
         max_tokens: the limit, at least 1.
-        free_fraction: in [0, 1); the part of the limit that costs nothing.
+        free_fraction: in [0, 1]; the part of the limit that costs nothing.
     """
     free = free_fraction * max_tokens
     if num_tokens <= free:
         return 1.0
-    return 1.0 - min((num_tokens - free) / (max_tokens - free), 1.0)
+    if num_tokens >= max_tokens:
+        return 0.0
+    return 1.0 - (num_tokens - free) / (max_tokens - free)

@@ -42,7 +42,7 @@ def answer_text(completion: str) -> str:
     return completion.split("<think>", 1)[0] if "<think>" in completion else completion
 
 
-def check_math_answer(completion: str, gold: str) -> MathVerdict:
+def check_math_answer(completion: str, gold: str, *, skip_thinking: bool = True) -> MathVerdict:
     r"""Compare the answer of a completion with the gold answer; never raises.
 
     The answer is what math-verify finds first: boxed LaTeX before other LaTeX. A bare number in
@@ -51,13 +51,15 @@ def check_math_answer(completion: str, gold: str) -> MathVerdict:
     Args:
         completion: everything the policy wrote, thinking included.
         gold: the answer as plain text or LaTeX, with or without `\boxed{}`.
+        skip_thinking: look at `answer_text` only; False takes the text as it is.
     """
     _silence_parsers()
     boxed_gold = gold if "\\boxed" in gold else f"\\boxed{{{gold}}}"
     gold_parsed = _parse(boxed_gold, _latex_config(strict=False))
     if not gold_parsed:
         return MathVerdict(False, False, "", "")
-    answer_parsed = _parse(answer_text(completion), _latex_config(strict=True))
+    text = answer_text(completion) if skip_thinking else completion
+    answer_parsed = _parse(text, _latex_config(strict=True))
     is_correct = bool(answer_parsed) and _verify(gold_parsed, answer_parsed)
     return MathVerdict(is_correct, True, str(gold_parsed), str(answer_parsed or ""))
 

@@ -1,0 +1,66 @@
+"""Mathematical accuracy first; the format counts only for a right answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from atroposlib.envs.reward_fns.accuracy_reward import AccuracyReward
+from atroposlib.envs.reward_fns.registry import registry
+
+__all__ = [
+    "accuracy_reward",
+    "cascading_r1_math_reward",
+    "format_reward",
+    "get_completion_content",
+]
+
+ONE_LEADING_BLOCK = re.compile(r"<think>[^<]*</think>[^<]*[^<\s][^<]*")
+
+
+def get_completion_content(completion: Any) -> str:
+    """Return the text of a completion, whatever its role; its `str` when it has none.
+
+    Args:
+        completion: a text; a mapping with `content`, or with `message` holding `content`; a list,
+            of which the first element counts.
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, (list, tuple)) and completion:
+        return get_completion_content(completion[0])
+    if isinstance(completion, Mapping):
+        if "content" in completion:
+            return str(completion["content"])
+        message = completion.get("message")
+        if isinstance(message, Mapping) and "content" in message:
+            return str(message["content"])
+    return str(completion)
+
+
+def format_reward(completions: list[Any], reward_value: float = 0.5, **kwargs: Any) -> list[float]:
+    """Return [G] `reward_value` for one leading think block, text behind it, and no other `<`."""
+    texts = [get_completion_content(each) for each in completions]
+    return [reward_value if ONE_LEADING_BLOCK.fullmatch(text) else 0.0 for text in texts]
+
+
+def accuracy_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+    """Return what `AccuracyReward` with its defaults gives, whatever the role of the message."""
+    texts = [get_completion_content(each) for each in completions]
+    return AccuracyReward().compute(texts, solution)
+
+
+def cascading_r1_math_reward(
+    completions: list[Any], solution: Any = None, **kwargs: Any
+) -> list[float]:
+    """Return [G] 1.5 for a right answer in the right format, 1.0 for a right answer, else 0.0."""
+    accuracies = accuracy_reward(completions, solution)
+    formats = format_reward(completions)
+    return [
+        accuracy + form if accuracy else 0.0
+        for accuracy, form in zip(accuracies, formats, strict=True)
+    ]
+
+
+registry.register_function("cascading_r1_math", cascading_r1_math_reward)

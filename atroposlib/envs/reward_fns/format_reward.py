@@ -1,0 +1,57 @@
+"""Whether a completion uses the tags it was asked to use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from atroposlib.envs.reward_fns.registry import registry
+from atroposlib.envs.reward_fns.reward_function import RewardFunction
+
+__all__ = ["FormatReward", "format_reward"]
+
+DEFAULT_TAGS = ("think", "answer")
+
+
+@registry.register
+class FormatReward(RewardFunction):
+    """1.0 when the completion holds a pair `<tag>...</tag>`, 0.0 otherwise.
+
+    Args:
+        preferred_tags: the tags, without brackets; None means `think` and `answer`.
+        require_all_tags: every tag must occur, not just one.
+        case_sensitive: `<Think>` is not `<think>`.
+        weight: what the reward is multiplied by.
+        **kwargs: as for `RewardFunction`.
+    """
+
+    def __init__(
+        self,
+        preferred_tags: Sequence[str] | None = None,
+        require_all_tags: bool = False,
+        case_sensitive: bool = False,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(weight=weight, **kwargs)
+        self.preferred_tags = list(DEFAULT_TAGS if preferred_tags is None else preferred_tags)
+        self.require_all_tags = require_all_tags
+        self.case_sensitive = case_sensitive
+
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        """Return [G] 1.0 or 0.0."""
+        return [float(self._is_formatted(self.get_content(each))) for each in completions]
+
+    def _is_formatted(self, text: str) -> bool:
+        flags = re.DOTALL if self.case_sensitive else re.DOTALL | re.IGNORECASE
+        names = [re.escape(tag) for tag in self.preferred_tags]
+        found = [re.search(f"<{name}>.*?</{name}>", text, flags) is not None for name in names]
+        return bool(found) and (all(found) if self.require_all_tags else any(found))
+
+
+def format_reward(
+    completions: list[Any], preferred_tags: Sequence[str] | None = None, **kwargs: Any
+) -> list[float]:
+    """Return what `FormatReward` with these tags gives."""
+    return FormatReward(preferred_tags=preferred_tags).compute(completions, **kwargs)

@@ -1,0 +1,204 @@
+"""Reasoning in think tags, an answer behind them: format, containment, and both together."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypedDict
+
+from atroposlib.envs.reward_fns.registry import registry
+from atroposlib.envs.reward_fns.reward_function import RewardFunction, one_per_completion
+
+__all__ = [
+    "AccuracyXReward",
+    "FormatReasoningReward",
+    "ParsedReasoning",
+    "R1Reward",
+    "accuracy_reward",
+    "format_reasoning_reward",
+    "parse_reasoning_response",
+    "r1_reward",
+]
+
+THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+
+
+class ParsedReasoning(TypedDict):
+    """A completion taken apart."""
+
+    thinking_content: str
+    response: str
+    multiple_thinking: bool
+    """Whether there was more than one think block."""
+
+
+def parse_reasoning_response(
+    text: Any, *, allow_multiple_thinking: bool = False
+) -> ParsedReasoning:
+    """Take a completion apart at its think block.
+
+    One block: the text in it and the text behind it, both stripped. None, or several: no thinking,
+    and the whole text is the response. Tags are case-sensitive.
+
+    Args:
+        text: what is not a text becomes its `str`, all of it response.
+        allow_multiple_thinking: of several blocks, the first is the thinking, and what follows the
+            last is the response.
+    """
+    blocks = list(THINK_BLOCK.finditer(text)) if isinstance(text, str) else []
+    if not blocks or (len(blocks) > 1 and not allow_multiple_thinking):
+        return ParsedReasoning(
+            thinking_content="", response=str(text), multiple_thinking=len(blocks) > 1
+        )
+    return ParsedReasoning(
+        thinking_content=blocks[0][1].strip(),
+        response=text[blocks[-1].end() :].strip(),
+        multiple_thinking=len(blocks) > 1,
+    )
+
+
+@registry.register
+class FormatReasoningReward(RewardFunction):
+    """`reward_value` for one think block with text in it and text behind it.
+
+    Args:
+        reward_value: what a well-formed completion earns.
+        require_thinking: the block must hold text.
+        require_response: there must be text behind the block.
+        allow_multiple_thinking: several blocks are well-formed too.
+        weight: what the reward is multiplied by.
+        **kwargs: as for `RewardFunction`.
+    """
+
+    def __init__(
+        self,
+        reward_value: float = 0.5,
+        require_thinking: bool = True,
+        require_response: bool = True,
+        allow_multiple_thinking: bool = False,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(weight=weight, **kwargs)
+        self.reward_value = reward_value
+        self.require_thinking = require_thinking
+        self.require_response = require_response
+        self.allow_multiple_thinking = allow_multiple_thinking
+
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        """Return [G] `reward_value` or 0.0."""
+        return [
+            self.reward_value if self._is_formatted(self.get_content(each)) else 0.0
+            for each in completions
+        ]
+
+    def _is_formatted(self, text: str) -> bool:
+        parsed = parse_reasoning_response(
+            text, allow_multiple_thinking=self.allow_multiple_thinking
+        )
+        return (
+            (self.allow_multiple_thinking or not parsed["multiple_thinking"])
+            and (not self.require_thinking or bool(parsed["thinking_content"].strip()))
+            and (not self.require_response or bool(parsed["response"].strip()))
+        )
+
+
+@registry.register
+class AccuracyXReward(RewardFunction):
+    """`reward_value` when the response contains the solution.
+
+    Args:
+        exact_match: the response must equal the solution.
+        case_sensitive: upper and lower case differ.
+        reward_value: what a right completion earns.
+        weight: what the reward is multiplied by.
+        **kwargs: as for `RewardFunction`.
+    """
+
+    def __init__(
+        self,
+        exact_match: bool = False,
+        case_sensitive: bool = False,
+        reward_value: float = 1.0,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(weight=weight, **kwargs)
+        self.exact_match = exact_match
+        self.case_sensitive = case_sensitive
+        self.reward_value = reward_value
+
+    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+        """Return [G] `reward_value` or 0.0.
+
+        Args:
+            completions: [G] completions.
+            solution: one for all, or [G]; what is not a text becomes its `str`. None and empty
+                texts earn nothing.
+            **kwargs: ignored.
+        """
+        solutions = one_per_completion(solution, len(completions))
+        return [
+            self.reward_value if self._is_correct(self.get_content(each), gold) else 0.0
+            for each, gold in zip(completions, solutions, strict=True)
+        ]
+
+    def _is_correct(self, text: str, solution: Any) -> bool:
+        gold = "" if solution is None else str(solution)
+        response = parse_reasoning_response(text)["response"]
+        if not self.case_sensitive:
+            gold, response = gold.lower(), response.lower()
+        if not gold.strip():
+            return False
+        return gold.strip() == response.strip() if self.exact_match else gold in response
+
+
+@registry.register
+class R1Reward(RewardFunction):
+    """Format and accuracy together, each 1 or 0 times its weight.
+
+    With the solution `4`, `<think>a</think> The answer is 4` earns 1.5, `4` earns 1.0, and
+    `<think>a</think>` nothing.
+
+    Args:
+        format_weight: what a well-formed completion earns (`FormatReasoningReward`).
+        accuracy_weight: what a right response earns (`AccuracyXReward`).
+        weight: what the sum is multiplied by.
+        **kwargs: as for `RewardFunction`.
+    """
+
+    def __init__(
+        self,
+        format_weight: float = 0.5,
+        accuracy_weight: float = 1.0,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(weight=weight, **kwargs)
+        self.format_weight = format_weight
+        self.accuracy_weight = accuracy_weight
+        self._format = FormatReasoningReward(reward_value=1.0)
+        self._accuracy = AccuracyXReward()
+
+    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+        """Return [G] sums; `solution` is one for all, or [G]."""
+        formats = self._format.compute(completions)
+        accuracies = self._accuracy.compute(completions, solution)
+        return [
+            form * self.format_weight + accuracy * self.accuracy_weight
+            for form, accuracy in zip(formats, accuracies, strict=True)
+        ]
+
+
+def format_reasoning_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Return what `FormatReasoningReward` with its defaults gives."""
+    return FormatReasoningReward().compute(completions, **kwargs)
+
+
+def accuracy_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+    """Return what `AccuracyXReward` with its defaults gives."""
+    return AccuracyXReward().compute(completions, solution, **kwargs)
+
+
+def r1_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+    """Return what `R1Reward` with its defaults gives."""
+    return R1Reward().compute(completions, solution, **kwargs)
