@@ -38,6 +38,9 @@ TWO_BLOCKS = "<think>a</think> b <think>c</think> d"
         ("<a.b>x</a.b>", {"preferred_tags": ["a.b"]}, 1.0),
         ("<axb>x</axb>", {"preferred_tags": ["a.b"]}, 0.0),
         ("<think>a</think>", {"preferred_tags": []}, 0.0),
+        ("<b>a</b>", {"preferred_tags": "b"}, 1.0),
+        ("<B>a</B>", {"preferred_tags": ["B"], "case_sensitive": True}, 1.0),
+        ("</b><b>a</b>", {"preferred_tags": ["b"]}, 1.0),
         ("<think>a</think>", {"weight": 0.5}, 0.5),
     ],
 )

@@ -16,7 +16,7 @@ __all__ = [
     "get_completion_content",
 ]
 
-ONE_LEADING_BLOCK = re.compile(r"<think>[^<]*</think>[^<]*[^<\s][^<]*")
+ONE_LEADING_BLOCK = re.compile(r"<think>[^<]*</think>([^<]*)")
 
 
 def get_completion_content(completion: Any) -> str:
@@ -41,8 +41,8 @@ def get_completion_content(completion: Any) -> str:
 
 def format_reward(completions: list[Any], reward_value: float = 0.5, **kwargs: Any) -> list[float]:
     """Return [G] `reward_value` for one leading think block, text behind it, and no other `<`."""
-    texts = [get_completion_content(each) for each in completions]
-    return [reward_value if ONE_LEADING_BLOCK.fullmatch(text) else 0.0 for text in texts]
+    matches = [ONE_LEADING_BLOCK.fullmatch(get_completion_content(each)) for each in completions]
+    return [reward_value if match and match[1].strip() else 0.0 for match in matches]
 
 
 def accuracy_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:

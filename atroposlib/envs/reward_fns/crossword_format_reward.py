@@ -12,7 +12,7 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
 __all__ = ["CrosswordFormatReward", "crossword_format_reward"]
 
-ANSWER = r"\d+-(?:Across|Down):\s+[A-Z][A-Z\s]*"
+ANSWER = r"(?<!\d)\d+-(?:Across|Down):\s+[A-Z][A-Z\s]*"
 DEFAULT_PATTERNS = (f"(?i){ANSWER}", f"(?i)^(?:{ANSWER})+$")
 ANSWER_WORD = re.compile(r"(?:Across|Down):\s*(\S+)", re.IGNORECASE)
 CLOSING_PUNCTUATION = ".,;:!?)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ class FormatReward(RewardFunction):
     """1.0 when the completion holds a pair `<tag>...</tag>`, 0.0 otherwise.
 
     Args:
-        preferred_tags: the tags, without brackets; None means `think` and `answer`.
+        preferred_tags: the tags, or the one tag, without brackets; None means `think` and `answer`.
         require_all_tags: every tag must occur, not just one.
         case_sensitive: `<Think>` is not `<think>`.
         weight: what the reward is multiplied by.
@@ -28,14 +27,15 @@ class FormatReward(RewardFunction):
 
     def __init__(
         self,
-        preferred_tags: Sequence[str] | None = None,
+        preferred_tags: Sequence[str] | str | None = None,
         require_all_tags: bool = False,
         case_sensitive: bool = False,
         weight: float = 1.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(weight=weight, **kwargs)
-        self.preferred_tags = list(DEFAULT_TAGS if preferred_tags is None else preferred_tags)
+        tags = DEFAULT_TAGS if preferred_tags is None else preferred_tags
+        self.preferred_tags = [tags] if isinstance(tags, str) else list(tags)
         self.require_all_tags = require_all_tags
         self.case_sensitive = case_sensitive
 
@@ -44,10 +44,15 @@ class FormatReward(RewardFunction):
         return [float(self._is_formatted(self.get_content(each))) for each in completions]
 
     def _is_formatted(self, text: str) -> bool:
-        flags = re.DOTALL if self.case_sensitive else re.DOTALL | re.IGNORECASE
-        names = [re.escape(tag) for tag in self.preferred_tags]
-        found = [re.search(f"<{name}>.*?</{name}>", text, flags) is not None for name in names]
+        text = text if self.case_sensitive else text.lower()
+        tags = [tag if self.case_sensitive else tag.lower() for tag in self.preferred_tags]
+        found = [_has_pair(text, tag) for tag in tags]
         return bool(found) and (all(found) if self.require_all_tags else any(found))
+
+
+def _has_pair(text: str, tag: str) -> bool:
+    start = text.find(f"<{tag}>")
+    return start >= 0 and text.find(f"</{tag}>", start) >= 0
 
 
 def format_reward(

@@ -19,6 +19,7 @@ __all__ = [
     "r1_reward",
 ]
 
+THINK_END = "</think>"
 THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
@@ -44,7 +45,7 @@ def parse_reasoning_response(
         allow_multiple_thinking: of several blocks, the first is the thinking, and what follows the
             last is the response.
     """
-    blocks = list(THINK_BLOCK.finditer(text)) if isinstance(text, str) else []
+    blocks = _think_blocks(text) if isinstance(text, str) else []
     if not blocks or (len(blocks) > 1 and not allow_multiple_thinking):
         return ParsedReasoning(
             thinking_content="", response=str(text), multiple_thinking=len(blocks) > 1
@@ -54,6 +55,11 @@ def parse_reasoning_response(
         response=text[blocks[-1].end() :].strip(),
         multiple_thinking=len(blocks) > 1,
     )
+
+
+def _think_blocks(text: str) -> list[re.Match[str]]:
+    # Looking no further than the last closing tag keeps a text of opening tags cheap.
+    return list(THINK_BLOCK.finditer(text, 0, max(text.rfind(THINK_END), 0) + len(THINK_END)))
 
 
 @registry.register
