@@ -89,14 +89,20 @@ def test_missing_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An encoder with random weights and a vocabulary of ten words."""
+    """An encoder with random weights and a vocabulary of five words."""
     import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     folder: Path = tmp_path_factory.mktemp("encoder")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "dog", "ran"]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=16).save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "the", "cat", "sat", "dog", "ran"]
+    splitter = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    splitter.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=splitter, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16
+    ).save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(words),

@@ -84,6 +84,32 @@ def test_repetition_penalty(text: str, expected: float) -> None:
     assert repetition_penalty_reward([text]) == pytest.approx([expected])
 
 
+@pytest.mark.parametrize(
+    ("component", "text", "repetition"),
+    [
+        # aaaa repeats twice; bbbb occurs only twice, cat is short
+        ("word_repetition", "aaaa aaaa aaaa bbbb bbbb cat cat cat", 2 / 8),
+        ("word_repetition", "with with with aaaa", 0.0),  # a stopword
+        # abc bcd cde, abcd bcde, abcde once more: (3 x 1 + 2 x 4/3 + 1 x 5/3) / 10
+        ("phrase_repetition", "a b c d e a b c d e", 22 / 30),
+        ("consecutive_repetition", "cat cat Cat ab ab ok me", 2 / 7),
+        # the third sentence has no three words
+        ("beginning_repetition", "I go home. I go home now. I go.", 1 / 3),
+        # equal sentences of three words are no repeated sentences, only equal beginnings
+        ("beginning_repetition", "I go home. I go home!", 1 / 2),
+        ("beginning_repetition", "I go home. i go home!", 0.0),
+    ],
+)
+def test_repetition_penalty_of_one_component(component: str, text: str, repetition: float) -> None:
+    names = ("word", "phrase", "consecutive", "beginning")
+    weights = {f"{name}_repetition": 0.0 for name in names}
+    reward = RepetitionPenaltyReward(
+        threshold=0.0, min_words=1, min_sentences=1, component_weights={**weights, component: 1.0}
+    )
+
+    assert reward([text]) == pytest.approx([-repetition])
+
+
 def test_repetition_penalty_compares_sentences_with_case() -> None:
     once = "We go home now. we go home now. I see you there."
 

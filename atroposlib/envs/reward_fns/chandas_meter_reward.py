@@ -73,7 +73,7 @@ class ChandasMeterReward(RewardFunction):
         if str(found.name).lower() == self.meter.lower():
             reward = 1.0 if score is None else float(score)
         else:
-            reward = 0.0 if score is None or score > 1 else 1.0 - float(score)
+            reward = 0.0 if score is None else 1.0 - float(score)
         return max(0.0, min(1.0, reward))
 
 
