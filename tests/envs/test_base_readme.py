@@ -17,7 +17,7 @@ README = Path(base.__file__).with_name("README.md")
 
 
 def readme_environment() -> type[Any]:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     namespace: dict[str, Any] = {"__name__": "addition"}
     exec(compile(code, str(README), "exec"), namespace)
     return namespace["AdditionEnv"]

@@ -1,0 +1,211 @@
+"""Python functions as tools of a model: their description, their calls, their errors.
+
+    def add(a: int, b: int) -> int   ─► {"name": "add", "description": "Add two numbers.",
+    docstring: Add two numbers.           "parameters": {"type": "object", "properties": {
+               Args:                         "a": {"type": "integer", "description": "first"},
+                   a: first                  "b": {"type": "integer"}},
+                                             "required": ["a", "b"]}}
+
+    completion ─► parse_tool_calls ─► run_tool_calls ─► results for the model
+
+What goes wrong in a call is a result too: the model reads it and may correct itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from atroposlib.errors import ConfigError
+from atroposlib.utils.tool_call_parser import parse_tool_call
+
+__all__ = ["Tool", "ToolCall", "ToolResult", "parse_tool_calls", "run_tool_calls"]
+
+logger = logging.getLogger(__name__)
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_ARGUMENT = re.compile(r"(\w+)(?: \([^)]*\))?: *(.*)")
+
+
+class ToolCall(BaseModel):
+    """One call a completion asks for."""
+
+    name: str = ""
+    """Name of the tool."""
+    arguments: Any = None
+    """Whatever JSON the completion gave; usually an object."""
+    error: str | None = None
+    """Why it is no call at all."""
+
+
+class ToolResult(BaseModel):
+    """What became of a call."""
+
+    name: str
+    """Name of the tool."""
+    content: str
+    """What the model reads."""
+    is_error: bool = False
+    """Whether `content` says what went wrong."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function a model may call; made by `Tool.of`."""
+
+    name: str
+    """Name of the function."""
+    description: str
+    """The docstring up to its sections."""
+    function: Callable[..., Any]
+    """Takes the arguments by keyword; a plain one runs in a thread."""
+    arguments_cls: type[BaseModel]
+    """Checks the arguments."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Tool:
+        """Describe a function by its signature, annotations and docstring.
+
+        Args:
+            function: every parameter annotated; plain or a coroutine function. Its docstring's
+                `Args:` section describes the arguments.
+
+        Raises:
+            ConfigError: a parameter cannot be given by name or has no annotation.
+        """
+        text = inspect.getdoc(function) or ""
+        hints = get_type_hints(function, include_extras=True)
+        described = _described_arguments(text)
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            _check_parameter(function, parameter, hints)
+            is_required = parameter.default is parameter.empty
+            default = Field(
+                ... if is_required else parameter.default, description=described.get(name)
+            )
+            fields[name] = (hints[name], default)
+        name = function.__name__
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        return cls(name, re.split(r"\n\s*\n?\w+:\n", text)[0].strip(), function, model)
+
+    def definition(self) -> dict[str, Any]:
+        """Return the description in the form of the chat APIs."""
+        schema = _without_titles(self.arguments_cls.model_json_schema())
+        schema.setdefault("properties", {})
+        described = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": described}
+
+    async def run(self, arguments: Any, *, timeout_s: float) -> ToolResult:
+        """Wait for the answer to a call; whatever goes wrong becomes a message to the model.
+
+        A plain function that runs out of time goes on in its thread; what can take long belongs
+        into a score pool or another process.
+        """
+        try:
+            checked = self.arguments_cls.model_validate({} if arguments is None else arguments)
+        except ValidationError as error:
+            return ToolResult(name=self.name, content=_argument_error(error), is_error=True)
+        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        try:
+            answer = await asyncio.wait_for(self._answer(values), timeout_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            content = f"{self.name} gave no answer within {timeout_s:g} s"
+            return ToolResult(name=self.name, content=content, is_error=True)
+        except Exception as error:  # the author's function: the model is told
+            logger.debug("tool %s raised", self.name, exc_info=True)
+            content = f"{type(error).__name__}: {error}"
+            return ToolResult(name=self.name, content=content, is_error=True)
+        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        return ToolResult(name=self.name, content=text)
+
+    async def _answer(self, values: Mapping[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**values)
+        return await asyncio.to_thread(self.function, **values)
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """Read every `<tool_call>` of a completion, in order; one that is no JSON carries an error."""
+    calls = []
+    for content in _CALL.findall(text):
+        name, arguments, is_error = parse_tool_call(f"<tool_call>{content}</tool_call>")
+        if is_error or not isinstance(name, str) or not name:
+            expected = '{"name": ..., "arguments": {...}}'
+            calls.append(ToolCall(error=f"a tool call must be a JSON object as {expected}"))
+        else:
+            calls.append(ToolCall(name=name, arguments=arguments))
+    return calls
+
+
+async def run_tool_calls(
+    calls: Sequence[ToolCall], tools: Sequence[Tool], *, timeout_s: float
+) -> list[ToolResult]:
+    """Wait for the answers to calls, made at the same time; results in the order of the calls."""
+    by_name = {tool.name: tool for tool in tools}
+
+    async def answer(call: ToolCall) -> ToolResult:
+        tool = by_name.get(call.name)
+        if call.error is None and tool is not None:
+            return await tool.run(call.arguments, timeout_s=timeout_s)
+        unknown = f"there is no tool {call.name!r}; there are {', '.join(by_name)}"
+        return ToolResult(name=call.name, content=call.error or unknown, is_error=True)
+
+    return list(await asyncio.gather(*(answer(call) for call in calls)))
+
+
+def _check_parameter(
+    function: Callable[..., Any], parameter: inspect.Parameter, hints: Mapping[str, Any]
+) -> None:
+    where = f"tool {function.__name__}: parameter {parameter.name!r}"
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise ConfigError(f"{where} cannot be given by name; write each parameter out")
+    if parameter.name not in hints:
+        raise ConfigError(f"{where} has no annotation; the model is told the type from it")
+
+
+def _described_arguments(docstring: str) -> dict[str, str]:
+    """Return what the `Args:` section of a Google docstring says about each argument."""
+    found = re.search(r"^(?:Args|Arguments):\n((?:[ \t]+.*(?:\n|\Z)|\n)+)", docstring, re.MULTILINE)
+    if not found:
+        return {}
+    lines = [line for line in found[1].splitlines() if line.strip()]
+    indent = min(len(line) - len(line.lstrip()) for line in lines)
+    described: dict[str, str] = {}
+    latest = ""
+    for line in lines:
+        entry = _ARGUMENT.fullmatch(line[indent:])
+        if entry:
+            latest = entry[1]
+            described[latest] = entry[2]
+        elif latest:
+            described[latest] = f"{described[latest]} {line.strip()}"
+    return described
+
+
+def _without_titles(schema: Any) -> Any:
+    """Leave out the titles pydantic makes from names; an argument may be called `title`."""
+    if isinstance(schema, list):
+        return [_without_titles(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_titles(value)
+        for key, value in schema.items()
+        if key != "title" or not isinstance(value, str)
+    }
+
+
+def _argument_error(error: ValidationError) -> str:
+    reasons = [
+        f"{'.'.join(str(part) for part in detail['loc']) or 'arguments'}: {detail['msg']}"
+        for detail in error.errors(include_url=False)
+    ]
+    return "wrong arguments: " + "; ".join(reasons)

@@ -1,0 +1,131 @@
+"""Number guessing: a hidden number, a guess per turn, "higher" or "lower" as the answer.
+
+    secret -> user: find it -> [guess -> higher or lower] x N -> found, or out of turns
+
+A guess earns what it tells about the number, as a share of all there is to know, less the cost of a
+turn; the right one earns `WIN` on top. The shares of a won game add up to 1 however it was won, so
+that only fewer turns pay. A guess that is known to be wrong tells nothing. Needs no data:
+
+    python environments/number_guessing.py process --env.total_steps 4 \
+        --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.multi_turn_env import (
+    ChatMessage,
+    Conversation,
+    MultiTurnEnv,
+    MultiTurnEnvConfig,
+    Reply,
+    Turn,
+)
+
+__all__ = ["GuessingGame", "NumberGuessingEnv", "NumberGuessingEnvConfig"]
+
+MODEL = "Qwen/Qwen3-0.6B"
+WIN = 1.0
+TURN_COST = 0.05
+UNREADABLE = -0.2
+NUM_EVAL_ITEMS = 32
+PROMPT = (
+    "I am thinking of a whole number from 1 to {highest}. Find it in as few guesses as you can; I "
+    'answer each with "higher" or "lower". Write a guess as <guess>NUMBER</guess>.'
+)
+
+
+class NumberGuessingEnvConfig(MultiTurnEnvConfig):
+    """How large the numbers are."""
+
+    highest: int = Field(100, ge=2, description="The largest number that may be hidden.")
+    seed: int = Field(0, description="Seed of the hidden numbers.")
+
+
+class GuessingGame(Conversation):
+    """One game.
+
+    Attributes:
+        low: smallest number that is still possible.
+        high: largest number that is still possible.
+    """
+
+    unfinished_reward = -0.5
+
+    def __init__(self, secret: int, *, highest: int) -> None:
+        self.secret = secret
+        self.low, self.high = 1, highest
+        self.all_there_is_to_know = math.log(highest)
+
+    def opening(self) -> list[ChatMessage]:
+        """Ask for the number."""
+        return [{"role": "user", "content": PROMPT.format(highest=self.high)}]
+
+    async def reply(self, turn: Turn) -> Reply:
+        """Compare the guess with the number."""
+        found = re.findall(r"<guess>\s*(\d{1,9})\s*</guess>", turn.answer)
+        if not found:
+            return Reply("Write a guess as <guess>NUMBER</guess>.", reward=UNREADABLE)
+        guess = int(found[-1])
+        if guess == self.secret:
+            return Reply(reward=WIN + self._narrow(guess, guess), is_done=True)
+        if guess < self.secret:
+            return Reply("higher", reward=self._narrow(guess + 1, self.high))
+        return Reply("lower", reward=self._narrow(self.low, guess - 1))
+
+    def _narrow(self, low: int, high: int) -> float:
+        """Narrow what is possible; returns what that is worth."""
+        before = self.high - self.low + 1
+        self.low, self.high = max(self.low, low), min(self.high, high)
+        told = math.log(before / (self.high - self.low + 1)) / self.all_there_is_to_know
+        return told - TURN_COST
+
+
+class NumberGuessingEnv(MultiTurnEnv):
+    """Games with hidden numbers; an item is the number."""
+
+    name = "number_guessing"
+    env_config_cls = NumberGuessingEnvConfig
+    config: NumberGuessingEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[NumberGuessingEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        config = NumberGuessingEnvConfig(
+            tokenizer_name=MODEL, group_size=8, max_turns=10, max_token_length=4096
+        )
+        url = "http://localhost:9001/v1"
+        return config, APIServerConfig(model_name=MODEL, base_url=url, server_type="vllm")
+
+    async def setup(self) -> None:
+        """Seed the numbers; those of the evaluation are the same in every run."""
+        self.random = random.Random(self.config.seed)
+
+    async def get_next_item(self) -> int:
+        """Hide a number."""
+        return self.random.randint(1, self.config.highest)
+
+    def eval_items(self) -> Sequence[int]:
+        """Return numbers spread over the whole range."""
+        num_items = min(NUM_EVAL_ITEMS, self.config.highest)
+        return [1 + i * self.config.highest // num_items for i in range(num_items)]
+
+    def start_conversation(self, item: int) -> GuessingGame:
+        """Begin a game."""
+        return GuessingGame(item, highest=self.config.highest)
+
+    def check_gold_answer(self, item: Any) -> str:
+        """Return the turn that wins at once; asked by `check`."""
+        return f"<guess>{item}</guess>"
+
+
+if __name__ == "__main__":
+    NumberGuessingEnv.cli()

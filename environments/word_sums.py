@@ -1,0 +1,137 @@
+"""Word sums: arithmetic on numbers too large for the head, with a calculator as a tool.
+
+    problem -> [user] -> turns that call add, multiply, ... -> <answer>NUMBER</answer> -> 1 or 0
+
+A call with an error costs a little, so a policy learns to call the tools correctly. Needs no data:
+
+    python environments/word_sums.py process --env.total_steps 4 \
+        --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Turn
+from atroposlib.envs.tool_conversation import ToolConversation
+from atroposlib.envs.tools import ToolResult
+
+__all__ = ["Problem", "SumConversation", "WordSumsEnv", "WordSumsEnvConfig"]
+
+MODEL = "Qwen/Qwen3-0.6B"
+ERROR_REWARD = -0.1
+NUM_EVAL_ITEMS = 32
+STORY = (
+    "A depot receives {boxes} boxes with {parts} parts each, and {loose} loose parts. How many "
+    "parts is that? End with <answer>NUMBER</answer>."
+)
+
+
+class WordSumsEnvConfig(MultiTurnEnvConfig):
+    """How hard the problems are."""
+
+    num_digits: int = Field(4, ge=1, le=12, description="Digits of the numbers in a problem.")
+    seed: int = Field(0, description="Seed of the problems.")
+
+
+class Problem(NamedTuple):
+    """One problem."""
+
+    boxes: int
+    parts: int
+    loose: int
+
+    @property
+    def answer(self) -> int:
+        """The number of parts."""
+        return self.boxes * self.parts + self.loose
+
+
+def add(a: int, b: int) -> int:
+    """Add two whole numbers.
+
+    Args:
+        a: First number.
+        b: Second number.
+    """
+    return a + b
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two whole numbers.
+
+    Args:
+        a: First number.
+        b: Second number.
+    """
+    return a * b
+
+
+class SumConversation(ToolConversation):
+    """One problem and a calculator."""
+
+    def __init__(self, problem: Problem) -> None:
+        question = STORY.format(**problem._asdict())
+        super().__init__([{"role": "user", "content": question}], [add, multiply])
+        self.problem = problem
+
+    def reward_of_calls(self, results: Sequence[ToolResult]) -> float:
+        """Charge calls that went wrong."""
+        return ERROR_REWARD * sum(result.is_error for result in results)
+
+    async def score(self, turn: Turn) -> float:
+        """Return 1.0 for the right number, else 0.0."""
+        found = re.findall(r"<answer>\s*([\d,]{1,40})\s*</answer>", turn.answer)
+        return float(bool(found) and found[-1].replace(",", "") == str(self.problem.answer))
+
+
+class WordSumsEnv(MultiTurnEnv):
+    """Problems with large numbers."""
+
+    name = "word_sums"
+    env_config_cls = WordSumsEnvConfig
+    config: WordSumsEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[WordSumsEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        config = WordSumsEnvConfig(
+            tokenizer_name=MODEL, group_size=8, max_turns=6, max_token_length=4096
+        )
+        url = "http://localhost:9001/v1"
+        return config, APIServerConfig(model_name=MODEL, base_url=url, server_type="vllm")
+
+    async def setup(self) -> None:
+        """Seed the problems; those of the evaluation have a seed of their own."""
+        self.random = random.Random(self.config.seed)
+
+    async def get_next_item(self) -> Problem:
+        """Make a problem."""
+        return self._make_problem(self.random)
+
+    def eval_items(self) -> Sequence[Problem]:
+        """Return the same problems in every evaluation."""
+        fixed = random.Random(f"evaluation {self.config.seed}")
+        return [self._make_problem(fixed) for _ in range(NUM_EVAL_ITEMS)]
+
+    def start_conversation(self, item: Problem) -> SumConversation:
+        """Pose a problem."""
+        return SumConversation(item)
+
+    def check_gold_answer(self, item: Problem) -> Any:
+        """Return the turn that answers; asked by `check`."""
+        return f"<answer>{item.answer}</answer>"
+
+    def _make_problem(self, source: random.Random) -> Problem:
+        low, high = 10 ** (self.config.num_digits - 1), 10**self.config.num_digits - 1
+        return Problem(*(source.randint(low, high) for _ in range(3)))
+
+
+if __name__ == "__main__":
+    WordSumsEnv.cli()
