@@ -83,12 +83,16 @@ class ServeCommand(EnvCommand):
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
         """Print the effective settings and run the main loop."""
         env = build_environment(self.env_cls, settings, extra)
-        sys.stdout.write(_yaml_text(shown_settings(settings)))
+        sys.stdout.write(_yaml_text({**shown_settings(settings), **self.shown_extra(extra)}))
         sys.stdout.flush()
         run_foreground(env.env_manager)
 
 
 class ProcessCommand(EnvCommand):
+    def shown_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Those arguments as sections of a YAML file, secrets masked."""
+        return {}
+
     """Make groups and write them to a JSONL file and an HTML page; no service is needed."""
 
     command = "process"

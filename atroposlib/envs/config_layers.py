@@ -41,6 +41,7 @@ __all__ = [
     "field_values",
     "forced_env_settings",
     "layer_settings",
+    "server_layers",
     "single_server_settings",
     "yaml_layers",
 ]
@@ -185,8 +186,25 @@ def yaml_layers(yaml_config: Mapping[str, Any], defaults: Defaults) -> YamlLayer
     if not isinstance(env, Mapping):
         raise UsageError(f"{ENV_NAMESPACE}: expected settings by name, got {env!r}")
     _refuse_unknown(env, {*defaults.config_class.model_fields, *defaults.env_settings}, ENV_PREFIX)
-    servers = server_entries(yaml_config.get(OPENAI_NAMESPACE))
-    known = set(server_class_of(defaults.servers).model_fields)
+    return YamlLayers(
+        env=_without_masked(env),
+        servers=server_layers(yaml_config.get(OPENAI_NAMESPACE), server_class_of(defaults.servers)),
+        manager={key: yaml_config[key] for key in manager_keys if yaml_config.get(key) is not None},
+    )
+
+
+def server_layers(section: Any, server_class: type[BaseModel]) -> list[dict[str, Any]]:
+    """The servers of a YAML section, checked for unknown keys, without masked secrets.
+
+    Args:
+        section: One server, a list of servers, or nothing.
+        server_class: Whose fields are known.
+
+    Raises:
+        UsageError: the section has the wrong shape, or a key is unknown.
+    """
+    servers = server_entries(section)
+    known = set(server_class.model_fields)
     for entry in servers:
         for key in TOLERATED_SERVER_KEYS & entry.keys() - known:
             logger.warning("openai.%s means nothing and is left out", key)

@@ -23,7 +23,9 @@ def build_environment(
 ) -> Any:
     """Construct an environment from the settings of a run.
 
-    One bare server config goes in as a list of one. Constructors that name `slurm` otherwise, such
+    One bare server config goes in as a list of one. What of `extra` the class has an attribute for
+    is set on the instance before its constructor runs, so that constructors need not pass it on.
+    Constructors that name `slurm` otherwise, such
     as `slurm_job_id`, get it under their own name, and those that take no names at all get the four
     by position; what a constructor has no place for is left out, with a warning when somebody asked
     for it.
@@ -31,7 +33,7 @@ def build_environment(
     Args:
         env_cls: The environment's class.
         settings: Effective settings of the run.
-        extra: Further keyword arguments for constructors that accept them.
+        extra: Further settings, by the name of the attribute or of the constructor's argument.
     """
     standard = {
         "config": settings.env,
@@ -40,10 +42,15 @@ def build_environment(
         "testing": settings.manager.testing,
     }
     parameters = inspect.signature(env_cls).parameters
+    extra = extra or {}
+    attributes = {name: value for name, value in extra.items() if hasattr(env_cls, name)}
+    others = {name: extra[name] for name in extra if name not in attributes or name in parameters}
+    env: Any = env_cls.__new__(env_cls)  # type: ignore[call-overload]  # its class is only Any
+    vars(env).update(attributes)
     if _takes_positions_only(parameters):
-        env = env_cls(*standard.values())
+        env.__init__(*standard.values())
     else:
-        env = env_cls(**accepted_arguments(parameters, standard, extra or {}))
+        env.__init__(**accepted_arguments(parameters, standard, others))
     _configure_manager(env, settings.manager, settings.manager_given)
     return env
 

@@ -77,16 +77,22 @@ class DeliveringEnv(ReportingEnv):
             group
             for group in groups
             if group is not None
-            and await self._admit_group(group, item, limit_length=abort_on_any_max_length_exceeded)
+            and await self._admit_group(group, limit_length=abort_on_any_max_length_exceeded)
         ]
         if do_send_to_api and admitted:
+        admitted = await self.complete_groups(admitted)
+        admitted = [group for group in admitted if await self._record_group(group, item)]
             self.items_sent_this_step += len(admitted)
             await self._send_scored_data_to_api(
                 admitted if isinstance(scored_data, list) else admitted[0]
             )
 
-    async def _admit_group(self, group: Any, item: Item | None, *, limit_length: bool) -> bool:
-        """Check and record one group; tell whether it goes on."""
+    async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
+        """Add to admitted groups what costs too much for dropped ones; the default adds nothing."""
+        return groups
+
+    async def _admit_group(self, group: Any, *, limit_length: bool) -> bool:
+        """Check one group; tell whether it goes on."""
         _make_plain(group)
         # In threads, here and below: reading a long group takes longer than others can wait.
         admission = await asyncio.to_thread(
@@ -107,6 +113,10 @@ class DeliveringEnv(ReportingEnv):
             return False
         if self.config.include_messages and not group.get("messages"):
             group["messages"] = [
+        return True
+
+    async def _record_group(self, group: ScoredDataGroup, item: Item | None) -> bool:
+        """Keep an admitted group for the table and the file; tell whether it goes on."""
                 [{"role": "user", "content": self.tokenizer.decode(tokens)}]
                 for tokens in group["tokens"]
             ]

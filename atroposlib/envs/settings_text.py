@@ -12,7 +12,7 @@ from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseli
 from atroposlib.envs.server_handling.resolve import ServerConfigs
 from atroposlib.utils.secret_masking import mask_secrets
 
-__all__ = ["shown_default", "shown_settings"]
+__all__ = ["shown_default", "shown_servers", "shown_settings"]
 
 
 def shown_settings(settings: Settings) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def shown_settings(settings: Settings) -> dict[str, Any]:
     manager = settings.manager.model_dump(include=set(settings.manager_given))
     return {
         "env": _plain(settings.env),
-        "openai": _shown_servers(settings.servers),
+        "openai": shown_servers(settings.servers),
         "slurm": settings.manager.slurm,
         "testing": settings.manager.testing,
         **_plain(manager),
@@ -46,7 +46,8 @@ def shown_default(name: str, default: Any) -> str | None:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def _shown_servers(servers: ServerConfigs) -> Any:
+def shown_servers(servers: ServerConfigs) -> Any:
+    """Servers as a section of a YAML file."""
     if isinstance(servers, ServerBaseline) and not isinstance(servers, APIServerConfig):
         return _plain(servers.model_dump(exclude_unset=True))
     return _plain(servers)
