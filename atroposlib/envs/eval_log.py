@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.display import display_metrics_table
-from atroposlib.utils.plain_json import encode_mapping, to_plain
+from atroposlib.utils.plain_json import to_plain
 
 __all__ = ["evaluate_log"]
 
@@ -25,7 +25,7 @@ def evaluate_log(
     start_time: float | None = None,
     end_time: float | None = None,
     generation_parameters: Mapping[str, Any] | None = None,
-    samples: Sequence[Mapping[str, Any]] | None = None,
+    samples: Sequence[Any] | None = None,
     verbose: bool = True,
 ) -> None:
     """Write the result of one evaluation, and print it.
@@ -41,7 +41,7 @@ def evaluate_log(
         start_time: seconds since the epoch; None means now.
         end_time: seconds since the epoch; None means now.
         generation_parameters: sampling settings that were used.
-        samples: one record per question; values without a JSON form are written as text.
+        samples: one record per question, any JSON value; what has no JSON form becomes text.
         verbose: print a table of the metrics.
     """
     if eval_dir is None:
@@ -68,7 +68,7 @@ def evaluate_log(
     if samples:
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for sample in samples:
-                file.write(encode_mapping(sample, default=_as_text, allow_nan=True) + "\n")
+                file.write(json.dumps(sample, default=_as_text) + "\n")
 
 
 def _keep_earlier_result(folder: Path) -> None:

@@ -1,0 +1,161 @@
+"""Evaluations outside of an environment: a data set, a model, averaged metrics, files.
+
+setup_data -> run_item x all, at the same time -> mean per metric -> metrics.json, samples.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from atroposlib.envs.eval_log import evaluate_log
+from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import ConfigError
+
+__all__ = ["EvalBase", "eval_runner", "evaluate_log", "logger", "pass_at_k"]
+
+logger = logging.getLogger(__name__)
+
+
+def pass_at_k(m: int, c: int, k: int) -> float:
+    """Return the chance that at least one of `k` samples is correct.
+
+    Args:
+        m: Samples drawn.
+        c: Correct ones among them.
+        k: Samples that may be tried.
+
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
+    arXiv:2107.03374, section 2.1: `1 - C(m - c, k) / C(m, k)`.
+    """
+    if m - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(m - c + 1, m + 1))
+
+
+class EvalBase(ABC):
+    """One evaluation; write `setup_data` and `run_item`, then await an instance with servers.
+
+    Every further keyword becomes an attribute. `temperature`, `top_p` and `max_tokens` are sent
+    with each request; `eval_dir` is where the files go, None writes none; `verbose` also prints
+    the table that `evaluate_log` has.
+
+    Args:
+        pass_at_n: Tries an item has.
+        pass_at_n_samples: Completions sampled for it; more than `pass_at_n` measure it better.
+        **kwargs: Attributes of this instance.
+
+    Example:
+        asyncio.run(eval_runner(Arithmetic(pass_at_n=1, temperature=0.6, eval_dir="results")))
+    """
+
+    eval_dir: str | None = None
+    verbose: bool = False
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = -1
+
+    def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **kwargs: Any) -> None:
+        self.pass_at_n = pass_at_n
+        self.pass_at_n_samples = pass_at_n_samples
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.data = self.setup_data()
+
+    @abstractmethod
+    def setup_data(self) -> list[Any]:
+        """Return the items; called once, by the constructor, after the attributes are set."""
+
+    @abstractmethod
+    async def run_item(self, server: Any, data_item: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Ask the model about one item.
+
+        Args:
+            server: What the instance was awaited with, usually a `ServerManager`.
+            data_item: One of `setup_data`.
+
+        Returns:
+            Metrics by name, the same names for every item, and what to keep as its sample.
+        """
+
+    def get_generation_params(self) -> dict[str, Any]:
+        """Return the sampling settings of every request."""
+        return {
+            "temperature": self.temperature,
+            "n": max(self.pass_at_n_samples, self.pass_at_n),
+            "top_p": self.top_p,
+            "max_tokens": self.max_tokens,
+        }
+
+    async def chat_completion(self, server: Any, messages: list[Any]) -> Any:
+        """Ask a server with the sampling settings of this evaluation."""
+        return await server.chat_completion(messages=messages, **self.get_generation_params())
+
+    async def __call__(self, server_manager: Any) -> dict[str, Any]:
+        """Run all items at the same time, write and print the averages, and return them.
+
+        Raises:
+            ConfigError: `setup_data` returned no items.
+            Exception: The first one that an item raised.
+        """
+        if not self.data:
+            raise ConfigError(f"{type(self).__name__}.setup_data returned no items")
+        started = time.time()
+        results = await asyncio.gather(*(self.run_item(server_manager, i) for i in self.data))
+        metrics = _averages([result[0] for result in results])
+        more = f":{self.pass_at_n_samples}" if self.pass_at_n_samples != self.pass_at_n else ""
+        evaluate_log(
+            metrics,
+            eval_dir=self.eval_dir,
+            task_name=f"{type(self).__name__}@{self.pass_at_n}{more}",
+            model_name=server_manager.servers[0].config.model_name,
+            start_time=started,
+            end_time=time.time(),
+            generation_parameters=self.get_generation_params(),
+            samples=[result[1] for result in results],
+            verbose=self.verbose,
+        )
+        print(metrics)  # noqa: T201 - the result, of a program that is run for it
+        return metrics
+
+
+def _averages(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of every metric that the first item has; each item must have them."""
+    for position, row in enumerate(rows):
+        missing = ", ".join(rows[0].keys() - row.keys())
+        if missing:
+            raise ConfigError(f"item {position} has no metric {missing}, which item 0 has")
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+async def eval_runner(eval_env: EvalBase) -> dict[str, Any]:
+    """Run an evaluation against the server of `--server-url` and `--model-name`.
+
+    Args:
+        eval_env: The evaluation.
+
+    Returns:
+        Its metrics.
+    """
+    parser = argparse.ArgumentParser(description=(type(eval_env).__doc__ or "").partition("\n")[0])
+    parser.add_argument("--server-url", default="http://localhost:8000", help="%(default)s")
+    parser.add_argument("--model-name", default=None, help="as the server knows it")
+    arguments = parser.parse_args()
+    config = APIServerConfig(
+        api_key="dummy",  # pragma: allowlist secret
+        base_url=arguments.server_url,
+        model_name=arguments.model_name or "default",
+        health_check=False,
+    )
+    manager = ServerManager([config])
+    try:
+        return await eval_env(manager)
+    finally:
+        await manager.close()
