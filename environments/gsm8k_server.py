@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from pydantic import Field
 
@@ -38,6 +38,7 @@ __all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer", "group_scores", "load_sp
 logger = logging.getLogger(__name__)
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
+SAMPLE = Path(__file__).with_name("data") / "gsm8k_sample"
 COLUMNS = ("question", "answer")
 SHUFFLE_SEED = 42
 FREE_LENGTH_FRACTION = 0.5
@@ -154,6 +155,7 @@ class GSM8kEnv(BaseEnv):
     name = "gsm8k"
     env_config_cls = GSM8kEnvConfig
     config: GSM8kEnvConfig
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def __init__(
         self,
@@ -245,6 +247,11 @@ class GSM8kEnv(BaseEnv):
             generation_params={"temperature": self.config.temperature},
             include_messages=self.config.include_messages,
         )
+
+    def check_gold_answer(self, item: Problem) -> str:
+        """Return the worked solution as a thought, and its number as the answer."""
+        solution, number = item["answer"], gold_answer(item["answer"])
+        return f"<think>{solution}</think>The answer is \\boxed{{{number}}}."
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Measure the accuracy on the test split."""

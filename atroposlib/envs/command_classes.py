@@ -1,10 +1,12 @@
-"""What the commands of an environment do: `serve`, `process` and `evaluate`.
+"""What the commands of an environment do: `serve`, `process`, `evaluate` and `check`.
 
 An instance holds what was typed; `run()` layers the settings, builds the environment and runs it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field
 from pydantic_cli import Cmd
 
-from atroposlib.envs.config_layers import Defaults, Settings, layer_settings
+from atroposlib.envs.config_layers import ENV_PREFIX, Defaults, Settings, layer_settings
 from atroposlib.envs.construction import build_environment
 from atroposlib.envs.foreground import outside_event_loop, run_foreground
 from atroposlib.envs.server_handling.config import APIServerConfig
@@ -22,7 +24,20 @@ from atroposlib.envs.server_handling.resolve import ServerConfigs
 from atroposlib.envs.settings_text import shown_settings
 from atroposlib.utils.cli import UsageError
 
-__all__ = ["EnvCommand", "EvaluateCommand", "ProcessCommand", "ServeCommand", "load_yaml"]
+__all__ = [
+    "DATASET_PATH_FLAG",
+    "JSON_FLAG",
+    "CheckCommand",
+    "EnvCommand",
+    "EvaluateCommand",
+    "ProcessCommand",
+    "ServeCommand",
+    "load_yaml",
+]
+
+DATASET_PATH_FLAG = "dataset-path"
+DATASET_PATH_SETTING = "dataset_path"
+JSON_FLAG = "json"
 
 _LOCAL_HOSTS = ("localhost", "0.0.0.0", "127.0.0.1")
 
@@ -52,12 +67,16 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
             SystemExit: a signal ended the run.
         """
         yaml_config = load_yaml(self.config) if self.config else {}
-        settings = layer_settings(
-            self.command, self.defaults, yaml_config, self.typed_flags(), env_name=self.env_cls.name
-        )
+        settings = self.layered(yaml_config)
         self.check(settings)
         extra = self.extra_arguments(yaml_config)
         outside_event_loop(lambda: self.execute(settings, extra))
+
+    def layered(self, yaml_config: Mapping[str, Any]) -> Settings:
+        """The effective settings: defaults, then the YAML file, then what was typed."""
+        return layer_settings(
+            self.command, self.defaults, yaml_config, self.typed_flags(), env_name=self.env_cls.name
+        )
 
     def typed_flags(self) -> dict[str, Any]:
         """What was typed, by full flag name; defaults are left out."""
@@ -136,6 +155,51 @@ class EvaluateCommand(EnvCommand):
                 _yaml_text(shown_settings(settings)), encoding="utf-8"
             )
         run_foreground(env._run_evaluate)
+
+
+class CheckCommand(EnvCommand):
+    """Run the environment against a scripted model, without GPU and network, and report."""
+
+    command = "check"
+
+    def typed_flags(self) -> dict[str, Any]:
+        """What was typed; the data set under the name of its setting.
+
+        Raises:
+            UsageError: the environment has no such setting.
+        """
+        flags = super().typed_flags()
+        path = flags.pop(DATASET_PATH_FLAG, None)
+        if path is None:
+            return flags
+        known = {*self.defaults.config_class.model_fields, *self.defaults.env_settings}
+        if DATASET_PATH_SETTING not in known:
+            raise UsageError(
+                f"--{DATASET_PATH_FLAG}: {self.env_cls.__name__} has no setting "
+                f"{DATASET_PATH_SETTING}; add one to its config, or use the setting it has"
+            )
+        return {**flags, f"{ENV_PREFIX}{DATASET_PATH_SETTING}": path}
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Print the report, and write it as JSON where that was asked for.
+
+        Raises:
+            SystemExit: 1 when a rule is broken.
+        """
+        from rich.console import Console
+
+        from atroposlib.envs.check import run_checks
+
+        report = run_checks(self.env_cls, settings)
+        report.print_to(Console())
+        path = self.typed_flags().get(JSON_FLAG)
+        if path is not None:
+            Path(path).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+        if any(outcome.name == "leftovers" for outcome in report.failures):
+            sys.stdout.flush()
+            os._exit(1)  # what was left running would keep this process from ending
+        if not report.passed:
+            raise SystemExit(1)
 
 
 def load_yaml(path: str) -> dict[str, Any]:

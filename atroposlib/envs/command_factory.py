@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 from atroposlib.envs.command_classes import (
+    DATASET_PATH_FLAG,
+    JSON_FLAG,
+    CheckCommand,
     EnvCommand,
     EvaluateCommand,
     ProcessCommand,
@@ -28,6 +33,7 @@ from atroposlib.envs.server_handling.resolve import server_class_of
 from atroposlib.utils.cli import refused_values
 
 __all__ = [
+    "check_command",
     "environment_defaults",
     "evaluate_command",
     "flag_fields",
@@ -36,6 +42,14 @@ __all__ = [
 ]
 
 Command = TypeVar("Command", bound=EnvCommand)
+
+CHECK_FLAGS: dict[str, Any] = {
+    DATASET_PATH_FLAG: (
+        str | None,
+        Field(None, description="Small local data set, handed on as env.dataset_path."),
+    ),
+    JSON_FLAG: (str | None, Field(None, description="File for the report as JSON.")),
+}
 
 
 def serve_command(env_cls: type[Any]) -> type[ServeCommand]:
@@ -51,6 +65,16 @@ def process_command(env_cls: type[Any]) -> type[ProcessCommand]:
 def evaluate_command(env_cls: type[Any]) -> type[EvaluateCommand]:
     """The `evaluate` command of an environment class."""
     return _made_for(env_cls, EvaluateCommand)
+
+
+def check_command(env_cls: type[Any]) -> type[CheckCommand]:
+    """The `check` command of an environment class; its `check_settings` go before the defaults."""
+    with warnings.catch_warnings():
+        # The flag is --json; pydantic has a deprecated method of that name.
+        warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
+        # What only looks like an environment may have no settings of its own for a check.
+        own_settings = getattr(env_cls, "check_settings", {})
+        return _made_for(env_cls, CheckCommand, CHECK_FLAGS, own_settings)
 
 
 def environment_defaults(env_cls: type[Any]) -> Defaults:
@@ -106,8 +130,14 @@ def flag_fields(
     return definitions
 
 
-def _made_for(env_cls: type[Any], kind: type[Command]) -> type[Command]:
+def _made_for(
+    env_cls: type[Any],
+    kind: type[Command],
+    own_flags: Mapping[str, Any] = MappingProxyType({}),
+    own_settings: Mapping[str, Any] = MappingProxyType({}),
+) -> type[Command]:
     defaults = environment_defaults(env_cls)
+    defaults = defaults._replace(env_settings={**defaults.env_settings, **own_settings})
     forced = forced_env_settings(kind.command, defaults.env_settings, env_name=env_cls.name)
     fields = {
         **flag_fields(defaults.config_class, ENV_PREFIX, {**defaults.env_settings, **forced}),
@@ -117,6 +147,7 @@ def _made_for(env_cls: type[Any], kind: type[Command]) -> type[Command]:
             single_server_settings(defaults.servers),
         ),
         **flag_fields(ServerManagerConfig, "", {}),
+        **own_flags,
     }
     made: type[Command] = create_model(
         f"{env_cls.__name__}{kind.__name__}", __base__=kind, __doc__=kind.__doc__, **fields

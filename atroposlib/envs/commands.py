@@ -11,7 +11,12 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic_cli import FailedExecutionException
 
-from atroposlib.envs.command_factory import evaluate_command, process_command, serve_command
+from atroposlib.envs.command_factory import (
+    check_command,
+    evaluate_command,
+    process_command,
+    serve_command,
+)
 from atroposlib.envs.config_layers import COMMANDS
 from atroposlib.envs.flag_help import help_text
 from atroposlib.envs.flags import HELP_WORDS, Flag, flags_of, read_flags
@@ -19,7 +24,7 @@ from atroposlib.envs.settings_text import shown_default
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import UsageError, near_name, refused_values
 
-__all__ = ["evaluate_command", "process_command", "run_cli", "serve_command"]
+__all__ = ["check_command", "evaluate_command", "process_command", "run_cli", "serve_command"]
 
 _INTERRUPTED = 130
 
@@ -78,6 +83,7 @@ def _command_class(env_cls: type[Any], name: str) -> Any:
         "serve": env_cls.get_cli_serve_config_cls,
         "process": env_cls.get_cli_process_config_cls,
         "evaluate": env_cls.get_cli_evaluate_config_cls,
+        "check": lambda: check_command(env_cls),
     }
     return hooks[name]()
 

@@ -48,7 +48,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = ("serve", "process", "evaluate")
+COMMANDS = ("serve", "process", "evaluate", "check")
 
 ENV_PREFIX = f"{ENV_NAMESPACE}{NAMESPACE_SEP}"
 OPENAI_PREFIX = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
@@ -99,6 +99,8 @@ def forced_env_settings(
         return {"wandb_name": env_name} if unnamed else {}
     if command == "evaluate":
         return {"use_wandb": True}
+    if command == "check":
+        return {"use_wandb": False}
     forced: dict[str, Any] = {
         "ensure_scores_are_not_same": False,
         "include_messages": True,
@@ -210,11 +212,7 @@ def server_layers(section: Any, server_class: type[BaseModel]) -> list[dict[str,
             logger.warning("openai.%s means nothing and is left out", key)
             del entry[key]
         _refuse_unknown(entry, known, OPENAI_PREFIX)
-    return YamlLayers(
-        env=_without_masked(env),
-        servers=[_without_masked(entry) for entry in servers],
-        manager={key: yaml_config[key] for key in manager_keys if yaml_config.get(key) is not None},
-    )
+    return [_without_masked(entry) for entry in servers]
 
 
 def single_server_settings(servers: ServerConfigs) -> dict[str, Any]:

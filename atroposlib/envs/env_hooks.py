@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.group_assembly import assemble_group, gather_rollouts
@@ -36,6 +38,7 @@ class EnvHooks(ABC):
         name: name of the environment in registrations, files and metrics.
         env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
         config: settings of this instance.
+        check_settings: settings for `check` only, such as the path of a small data set.
         server: inference servers, as `self.server.chat_completion(...)`.
         tokenizer: Hugging Face tokenizer of `config.tokenizer_name`.
     """
@@ -43,6 +46,7 @@ class EnvHooks(ABC):
     name: str | None = None
     env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
 
+    check_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     config: BaseEnvConfig
     server: Any  # a ServerManager, or whatever a test puts in its place
     tokenizer: Any  # transformers carries no types worth following
@@ -130,3 +134,19 @@ class EnvHooks(ABC):
     async def close(self) -> None:
         """Release what `setup` took; called once, when the run is over and rollouts have ended."""
         return
+    def check_gold_answer(self, item: Item) -> str | Sequence[str] | None:
+        """Return what a perfect model would write; called by `check` only, to test the scores.
+
+        A list gives one answer per turn. None, the default, leaves the scores unchecked.
+        """
+        return None
+
+    def check_judge_reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the answer to a request that is no rollout, as one to a judge; for `check` only.
+
+        Args:
+            messages: of any request during a check. None, the default, means that it is the
+                policy's turn.
+        """
+        return None
+

@@ -189,6 +189,11 @@ class ReasoningGymEnv(BaseEnv):
             include_messages=self.config.include_messages,
         )
 
+    def check_gold_answer(self, item: TaskItem) -> str | None:
+        """Return the package's answer behind a thought; None where it names no answer."""
+        answer = item.entry["answer"]
+        return None if answer is None else f"<think>Done.</think><answer>{answer}</answer>"
+
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Measure the score and the accuracy on the evaluation set."""
         start_time = time.time()

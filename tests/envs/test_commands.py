@@ -47,7 +47,7 @@ def test_run_cli_without_command_prints_usage_and_exits_2(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(stand_in(), line, monkeypatch) == 2
-    assert "usage: env.py {serve,process,evaluate}" in capsys.readouterr().err
+    assert "usage: env.py {serve,process,evaluate,check}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Parts of `python env.py check`, one subject per file; `atroposlib.envs.check` joins them."""

@@ -1,0 +1,80 @@
+"""Where in the author's own files something happened, as `file:line`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+__all__ = ["code_site", "hook_site", "stack_site", "traceback_site"]
+
+LIBRARY = str(Path(__file__).resolve().parents[2])
+PREFIXES = {sys.prefix, sys.base_prefix} - {"/", "/usr", "/usr/local"}
+INSTALLED = tuple(
+    f"{Path(folder).resolve()}{os.sep}"
+    for folder in {*PREFIXES, sysconfig.get_paths()["stdlib"], LIBRARY}
+)
+LOOP_BOUNDARY = str(Path("asyncio", "events.py"))
+"""Frames outside of it belong to whoever runs the loop, not to what runs in it."""
+
+
+def is_own_file(file_name: str) -> bool:
+    """Whether a file is the author's: neither Python's, nor installed, nor of this library."""
+    if file_name.startswith("<") or "site-packages" in file_name:
+        return False
+    return not str(Path(file_name).resolve()).startswith(INSTALLED)
+
+
+def shown(file_name: str, line: int) -> str:
+    """Return `file:line`, relative to the working directory where that is shorter."""
+    path = Path(file_name).resolve()
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line}"
+
+
+def stack_site(frame: FrameType | None) -> str | None:
+    """Return the innermost line of the author on a stack, as far as the event loop."""
+    while frame is not None and not frame.f_code.co_filename.endswith(LOOP_BOUNDARY):
+        if is_own_file(frame.f_code.co_filename):
+            return shown(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def traceback_site(trace: TracebackType | None, *, outermost: bool = False) -> str | None:
+    """Return the line of the author where an exception was raised.
+
+    Args:
+        trace: of the exception.
+        outermost: where it was caught instead.
+    """
+    lines = [
+        shown(frame.filename, frame.lineno or 0)
+        for frame in traceback.extract_tb(trace)
+        if is_own_file(frame.filename)
+    ]
+    if not lines:
+        return None
+    return lines[0] if outermost else lines[-1]
+
+
+def code_site(code: CodeType | None) -> str | None:
+    """Return where a piece of code begins."""
+    return None if code is None else shown(code.co_filename, code.co_firstlineno)
+
+
+def hook_site(env_cls: type[Any], names: Iterable[str]) -> str | None:
+    """Return where a class defines the first of these methods that is the author's own."""
+    for name in names:
+        method: Callable[..., Any] | None = inspect.getattr_static(env_cls, name, None)
+        function = inspect.unwrap(getattr(method, "__func__", method)) if method else None
+        if inspect.isfunction(function) and is_own_file(function.__code__.co_filename):
+            return code_site(function.__code__)
+    return None
