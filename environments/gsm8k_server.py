@@ -326,7 +326,7 @@ class GSM8kEnv(BaseEnv):
         gold = gold_answer(problem["answer"])
         unfinished = MathVerdict(False, True, gold, "")
         checks = (
-            self.score_pool.run(check_math_answer, completion, gold, on_timeout=unfinished)
+            self.score_pool.run(check_math_answer, completion, gold, default=unfinished)
             for completion in completions
         )
         return await asyncio.gather(*checks)

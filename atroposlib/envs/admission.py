@@ -40,13 +40,15 @@ def check_signal(group: Any, *, group_size: int, scores_must_differ: bool) -> Ad
         scores_must_differ: drop groups of two or more trajectories with one and the same score.
 
     Returns:
+        smallest_size: fewest trajectories of a group that lost stragglers; None: none may.
         Accepted, or a drop for `malformed`, `wrong_size` or `scores_equal`.
     """
     if not isinstance(group, Mapping):
         return Admission("malformed", f"a group is a mapping, not a {type(group).__name__}")
     expected = (group.get("group_overrides") or {}).get("group_size", group_size)
     tokens = group.get("tokens")
-    if tokens is not None and len(tokens) != expected:
+    smallest = expected if smallest_size is None else min(smallest_size, expected)
+    if tokens is not None and not smallest <= len(tokens) <= expected:
         return Admission("wrong_size", f"{len(tokens)} trajectories, expected {expected}")
     try:
         check_group(group)

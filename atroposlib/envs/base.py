@@ -1,6 +1,7 @@
 """`BaseEnv`: what every environment subclasses, and the names environments import from here.
 
     EnvHooks          what authors write                         env_hooks
+    ScoringEnv        workers for scoring functions              env_scoring
     ReportingEnv      metrics, tables, evaluations, checkpoints  env_metrics
     DeliveringEnv     admitting, saving and sending groups       env_delivery
     RegisteredEnv     standing with the trajectory service       env_registration
@@ -210,6 +211,7 @@ class BaseEnv(OfflineEnv):
         self.rollouts_for_wandb = []
         self.task_duration = []
         self.succeeded_task_duration = []
+        self.straggler_counts = Counter()
         self.failed_task_duration = []
         self.task_successful = []
         self.mainloop_timings = []
@@ -232,6 +234,7 @@ class BaseEnv(OfflineEnv):
         self.evaluation_runner = EvaluationRunner(
             on_end=self.rollout_scheduler.wake, count_failure=self.count_failure
         )
+            count_straggler=self.count_straggler,
         self.eval_workers: set[Any] = set()
         self.service_session = None
         self.env_id = None

@@ -6,7 +6,7 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["BaseEnvConfig", "EvalHandlingEnum"]
+__all__ = ["BaseEnvConfig", "EvalHandlingEnum", "ScoreBackendEnum", "StragglerPolicyEnum"]
 
 
 class EvalHandlingEnum(str, Enum):
@@ -18,6 +18,30 @@ class EvalHandlingEnum(str, Enum):
     """Use only `eval_limit_ratio` of the workers."""
     NONE = "NONE"
     """Go on as if there were no evaluation."""
+
+
+class StragglerPolicyEnum(str, Enum):
+    """What happens to a rollout that takes longer than `straggler_timeout_s`."""
+
+    WAIT = "WAIT"
+    """The group waits for it, up to `worker_timeout`."""
+    RETRY = "RETRY"
+    """It is ended and begun again, `straggler_retries` times; then the group is given up."""
+    SHRINK = "SHRINK"
+    """The group goes without it, cut to a size of which `group_size` is a multiple."""
+    GIVE_UP = "GIVE_UP"
+    """The group is given up."""
+
+
+class ScoreBackendEnum(str, Enum):
+    """Where scoring functions run."""
+
+    PROCESS = "PROCESS"
+    """In worker processes of this machine."""
+    THREAD = "THREAD"
+    """In threads of this process; for short functions that release the interpreter."""
+    RAY = "RAY"
+    """As tasks of a Ray cluster."""
 
 
 class BaseEnvConfig(BaseModel):
@@ -125,6 +149,40 @@ class BaseEnvConfig(BaseModel):
     )
     worker_timeout: float = Field(
         600.0, description="Seconds one group may take before it is given up; 0 or less waits."
+    )
+    straggler_policy: StragglerPolicyEnum = Field(
+        StragglerPolicyEnum.WAIT,
+        description="What happens to a rollout that takes longer than straggler_timeout_s: wait "
+        "for it (WAIT), begin it again (RETRY), leave it out of its group (SHRINK), or give its "
+        "group up (GIVE_UP). RETRY also begins a group again that took longer than worker_timeout.",
+    )
+    straggler_timeout_s: float = Field(
+        0.0,
+        description="Seconds one rollout of a group may take before straggler_policy applies; "
+        "0 or less: it never does.",
+    )
+    straggler_retries: int = Field(
+        2, ge=0, description="Times RETRY begins again before it gives the group up."
+    )
+    min_group_size: int = Field(
+        2, ge=1, description="Fewest trajectories a group may have under SHRINK."
+    )
+    rollout_grace_s: float = Field(
+        10.0,
+        ge=0,
+        description="Seconds running rollouts may go on when the process is asked to stop; "
+        "what they finish is delivered.",
+    )
+    score_backend: ScoreBackendEnum = Field(
+        ScoreBackendEnum.PROCESS,
+        description="Where score_pool runs scoring functions: worker processes (PROCESS), threads "
+        "(THREAD) or a Ray cluster (RAY).",
+    )
+    num_score_workers: int = Field(
+        2, ge=0, description="Scoring functions run at once; 0 runs them in threads."
+    )
+    score_timeout_s: float = Field(
+        20.0, gt=0, description="Seconds one scoring function may take when it names no limit."
     )
     thinking_mode: bool = Field(False, description="Ask the inference server for reasoning.")
     reasoning_effort: str | None = Field(

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.group_assembly import assemble_group, gather_rollouts
+from atroposlib.envs.stragglers import StragglerRule
 from atroposlib.type_definitions import Item
 
 __all__ = ["EnvHooks", "settle"]
@@ -37,16 +38,16 @@ class EnvHooks(ABC):
     Attributes:
         name: name of the environment in registrations, files and metrics.
         env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
-        config: settings of this instance.
         check_settings: settings for `check` only, such as the path of a small data set.
+        config: settings of this instance.
         server: inference servers, as `self.server.chat_completion(...)`.
         tokenizer: Hugging Face tokenizer of `config.tokenizer_name`.
     """
 
     name: str | None = None
     env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
-
     check_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
     config: BaseEnvConfig
     server: Any  # a ServerManager, or whatever a test puts in its place
     tokenizer: Any  # transformers carries no types worth following
@@ -113,9 +114,19 @@ class EnvHooks(ABC):
         async def collect(item: Item) -> Any:
             return await settle(self.collect_trajectory(item))
 
-        results, backlog = await gather_rollouts(collect, item, group_size=self.config.group_size)
+        results, backlog = await gather_rollouts(
+            collect,
+            item,
+            group_size=self.config.group_size,
+            rule=StragglerRule.from_config(self.config),
+            count_straggler=self.count_straggler,
+        )
         overrides = type(self).postprocess_histories is not EnvHooks.postprocess_histories
         return assemble_group(results, is_scored_later=overrides), backlog
+
+    def count_straggler(self, name: str) -> None:
+        """Count a straggling rollout; called with `retried`, `left_out` or `given_up`."""
+        return
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
         """Turn what `collect_trajectories` returned into groups; the default changes nothing.
@@ -127,13 +138,6 @@ class EnvHooks(ABC):
         """
         return trajectories
 
-    async def cleanup(self) -> None:
-        """Tidy up after a rollout; called when one ran to its end while serving."""
-        return
-
-    async def close(self) -> None:
-        """Release what `setup` took; called once, when the run is over and rollouts have ended."""
-        return
     def check_gold_answer(self, item: Item) -> str | Sequence[str] | None:
         """Return what a perfect model would write; called by `check` only, to test the scores.
 
@@ -150,3 +154,10 @@ class EnvHooks(ABC):
         """
         return None
 
+    async def cleanup(self) -> None:
+        """Tidy up after a rollout; called when one ran to its end while serving."""
+        return
+
+    async def close(self) -> None:
+        """Release what `setup` took; called once, when the run is over and rollouts have ended."""
+        return

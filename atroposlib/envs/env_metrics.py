@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs import checkpoint, eval_log
-from atroposlib.envs.env_hooks import EnvHooks, settle
+from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.env_scoring import ScoringEnv
 from atroposlib.envs.metric_summaries import completion_length_metrics, duration_metrics
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
@@ -36,7 +37,7 @@ def _run_opened_elsewhere() -> Any:
     return None if wandb is None else wandb.run
 
 
-class ReportingEnv(EnvHooks):
+class ReportingEnv(ScoringEnv):
     """The reporting half of an environment.
 
     Buffers are emptied when they are logged; the counters run for the whole life of the
@@ -46,6 +47,8 @@ class ReportingEnv(EnvHooks):
         drop_counts: groups not sent, by reason; `drops/<reason>` in the metrics.
         failure_counts: failed rollouts and hooks, by exception name; `failures/<name>`.
         run_log: where the metrics go.
+        straggler_counts: rollouts that took too long, by what became of them;
+            `stragglers/retried`, `stragglers/left_out`, `stragglers/given_up`.
     """
 
     run_log: RunLog
@@ -54,6 +57,7 @@ class ReportingEnv(EnvHooks):
     completion_lengths: list[int]
     rollouts_for_wandb: list[Any]
     task_duration: list[float]
+    straggler_counts: Counter[str]
     succeeded_task_duration: list[float]
     failed_task_duration: list[float]
     task_successful: list[int]
@@ -87,6 +91,10 @@ class ReportingEnv(EnvHooks):
     def _name_metrics_file(self, registered_name: str) -> None:
         if self.run_log.metrics_path is None:
             self.run_log.metrics_path = Path("logs", registered_name, "metrics.jsonl")
+    def count_straggler(self, name: str) -> None:
+        """Count a straggling rollout under what became of it."""
+        self.straggler_counts[name] += 1
+
             logger.info("metrics go to %s", self.run_log.metrics_path)
 
     def _start_run_log(self, *, name: str | None) -> None:
@@ -122,6 +130,8 @@ class ReportingEnv(EnvHooks):
         self.rollouts_for_wandb = []
         self.completion_lengths = []
         prefix = f"{self.wandb_prepend}_" if self.wandb_prepend is not None else ""
+        metrics.update({f"stragglers/{name}": n for name, n in self.straggler_counts.items()})
+        metrics.update(self._score_metrics())
         metrics = {f"{prefix}{key}": value for key, value in metrics.items()}
         for i, server in enumerate(self.server.servers):
             metrics.update(await settle(server.wandb_metrics({}, f"server_{i}")) or {})

@@ -106,7 +106,9 @@ class RegisteredEnv(DeliveringEnv):
         is_first = session.env_id is None
         self.env_id = reply["env_id"]
         self.wandb_prepend = reply["wandb_name"]
-        self.curr_step = reply["starting_step"]
+        if is_first or reply["starting_step"] < self.curr_step:
+            # A later step is left to `env_step_checks`: boundaries may lie on the way to it.
+            self.curr_step = reply["starting_step"]
         self.checkpoint_dir = reply["checkpoint_dir"]
         self.checkpoint_interval = reply["checkpoint_interval"]
         if self._takes_trainer_steps:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
+from types import TracebackType
 from typing import Any
 
 from atroposlib.envs.capacity import (
@@ -21,7 +22,7 @@ from atroposlib.envs.capacity import (
     is_run_finished,
     worker_limit,
 )
-from atroposlib.envs.config import EvalHandlingEnum
+from atroposlib.envs.config import EvalHandlingEnum, StragglerPolicyEnum
 from atroposlib.envs.env_delivery import stamp_policy_version
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_registration import RegisteredEnv
@@ -78,16 +79,15 @@ class ServingEnv(RegisteredEnv):
         """Serve until the trainer has done its steps.
 
         Waits for the service and the trainer. Cancelling is safe and the way to stop early:
-        rollouts end, `close` is called, the service is told, logs are closed.
+        rollouts may go on for `rollout_grace_s`, what is finished is delivered, `close` is called,
+        the service is told, logs are closed. Cancelling again cuts the grace short.
         """
         self.service_session = self._open_session()
         async with AsyncExitStack() as ending:  # runs from the last line to the first
             ending.callback(self._close_records)
             ending.push_async_callback(self.service_session.leave, timeout_s=self.shutdown_grace_s)
             ending.push_async_callback(self._run_close_hook)
-            ending.push_async_callback(
-                self.rollout_scheduler.shut_down, grace_s=self.shutdown_grace_s
-            )
+            ending.push_async_exit(self._end_rollouts)
             ending.push_async_callback(
                 self.evaluation_runner.shut_down, grace_s=self.shutdown_grace_s
             )
@@ -104,9 +104,23 @@ class ServingEnv(RegisteredEnv):
             await self.evaluation_runner.finish()
 
     async def _run_close_hook(self) -> None:
+    async def _end_rollouts(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the rollouts; those of a run that is stopped, not over, get time to finish."""
+        is_stopped = isinstance(error, asyncio.CancelledError)
+        await self.rollout_scheduler.shut_down(
+            grace_s=self.shutdown_grace_s,
+            rollout_grace_s=self.config.rollout_grace_s if is_stopped else 0.0,
+        )
+
         await self._run_tolerated(self.close(), "close")
         await self._run_tolerated(self.server.close(), "closing the inference connections")
 
+        await self._run_tolerated(self._close_score_pool(), "closing the score pool")
     def _close_records(self) -> None:
         self.run_log.finish()
         if self.jsonl_writer is not None:
@@ -168,8 +182,7 @@ class ServingEnv(RegisteredEnv):
             await self._run_tolerated(_called(self.wandb_log, {}), "wandb_log")
 
     def _start_evaluation(self) -> None:
-        if not self.evaluation_runner.start(lambda: settle(self.evaluate())):
-            return
+        self.evaluation_runner.start(lambda: settle(self.evaluate()))
         if self.config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
             num_items = self.rollout_scheduler.set_running_aside()
             logger.info("evaluating; %d running rollouts are set aside", num_items)
@@ -197,7 +210,12 @@ class ServingEnv(RegisteredEnv):
         limit = self._worker_limit()
         if self.curr_step > 0 or self.workers:
             self.workers_added_list.append(limit - len(self.workers))
-        await self.rollout_scheduler.fill(self._worker_limit, timeout_s=self.config.worker_timeout)
+        is_retrying = self.config.straggler_policy == StragglerPolicyEnum.RETRY
+        await self.rollout_scheduler.fill(
+            self._worker_limit,
+            timeout_s=self.config.worker_timeout,
+            retries=self.config.straggler_retries if is_retrying else 0,
+        )
 
     def _worker_limit(self) -> int:
         if self._are_starts_held_back():

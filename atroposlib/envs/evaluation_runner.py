@@ -1,4 +1,9 @@
-"""Own the task of an environment's evaluation: one at a time, its failure counted."""
+"""Own the task of an environment's evaluation: one at a time, none left out.
+
+start ──► runs ──► on_end
+  │         ▲
+  └─ one runs already: the next begins when it has ended (several wanted meanwhile are one)
+"""
 
 from __future__ import annotations
 
@@ -13,20 +18,21 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationRunner:
-    """The evaluations of one environment.
+    """The evaluations of one environment; a failure is counted and goes no further.
 
     Args:
-        on_end: called when an evaluation has ended, however it did.
+        on_end: called when evaluations have ended, however they did, and none is wanted.
         count_failure: told the exception name of an evaluation that failed.
 
     Attributes:
-        task: the latest evaluation, None before the first.
+        task: the running evaluations or the latest, None before the first.
     """
 
     def __init__(self, *, on_end: Callable[[], None], count_failure: Callable[[str], None]) -> None:
         self.task: asyncio.Task[Any] | None = None
         self._on_end = on_end
         self._count_failure = count_failure
+        self._wanted: Callable[[], Awaitable[Any]] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -34,13 +40,20 @@ class EvaluationRunner:
         return self.task is not None and not self.task.done()
 
     def start(self, evaluate: Callable[[], Awaitable[Any]]) -> bool:
-        """Start an evaluation unless one is running; tell whether it was started."""
+        """Start an evaluation, now or when the running one has ended; tell whether it is now."""
         if self.is_running:
-            logger.warning("the previous evaluation is still running; this one is skipped")
+            logger.warning("the previous evaluation is still running; the next one waits for it")
+            self._wanted = evaluate
             return False
-        self.task = asyncio.create_task(self._evaluate(evaluate))
+        self.task = asyncio.create_task(self._evaluate_in_turn(evaluate))
         self.task.add_done_callback(lambda _: self._on_end())
         return True
+
+    async def _evaluate_in_turn(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
+        await self._evaluate(evaluate)
+        while self._wanted is not None:
+            evaluate, self._wanted = self._wanted, None
+            await self._evaluate(evaluate)
 
     async def _evaluate(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
         try:
@@ -50,12 +63,13 @@ class EvaluationRunner:
             logger.exception("the evaluation failed")
 
     async def finish(self) -> None:
-        """Wait for the running evaluation, if there is one."""
+        """Wait for the running evaluation and one that waits for it, if there are any."""
         if self.task is not None:
             await asyncio.wait({self.task})
 
     async def shut_down(self, *, grace_s: float) -> None:
         """Cancel the running evaluation and wait until it has ended, at most `grace_s`."""
+        self._wanted = None
         if self.task is None or self.task.done():
             return
         self.task.cancel()

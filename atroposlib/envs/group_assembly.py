@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from atroposlib.envs.stragglers import StragglerRule, run_group
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, merge_items
 
@@ -25,7 +26,12 @@ REQUIRED = tuple(field.name for field in GROUP_FIELDS if field.required)
 
 
 async def gather_rollouts(
-    collect: Callable[[Any], Awaitable[Any]], item: Any, *, group_size: int
+    collect: Callable[[Any], Awaitable[Any]],
+    item: Any,
+    *,
+    group_size: int,
+    rule: StragglerRule = StragglerRule(),  # noqa: B008 - frozen
+    count_straggler: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Any], list[Any]]:
     """Roll out one item `group_size` times at the same time.
 
@@ -35,15 +41,18 @@ async def gather_rollouts(
         collect: one rollout; returns `(result, backlog)`, a bare result, or None.
         item: passed to every rollout as it is.
         group_size: rollouts to make.
+        rule: what happens to rollouts that lag behind.
+        count_straggler: told what happened to each of them.
 
     Returns:
-        [G] results, and all backlog items in rollout order.
+        [G] results, fewer when stragglers were left out, and all backlog items in rollout order.
 
     Raises:
+        StragglerError: the group was given up for its stragglers.
         Exception: the first one a rollout raised; more than one are counted in the log.
     """
-    outcomes = await asyncio.gather(
-        *(collect(item) for _ in range(group_size)), return_exceptions=True
+    outcomes = await run_group(
+        lambda: collect(item), group_size=group_size, rule=rule, count=count_straggler
     )
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if len(errors) > 1:

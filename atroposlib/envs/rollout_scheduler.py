@@ -1,14 +1,17 @@
 """Own the rollout tasks of one environment: start, time out, set aside and end them.
 
     next_item / backlog --> start --> run_rollout(uuid) --> done --> next start, at once
-                              ^                               |
-                       limit() says how many            wakes `run`
+                  ^           ^           |                   |
+                  |    limit() says    time is up       wakes `run`
+                  |      how many         |
+                  +---- tried again ------+----> given up
 
 It is given functions and knows neither the service nor what a rollout does. Items are opaque:
 they are never hashed, copied or compared.
 
 Invariants:
-    - An item is in one place: the backlog, `running_items`, or handed to its rollout for good.
+    - An item is in one place: the backlog, those to be tried again, `running_items`, or handed to
+      its rollout for good.
     - Every task it creates is in `workers` or in `_ending`; `shut_down` ends all.
     - A running rollout is cancelled for three reasons only: its time is up, an evaluation stops
       training, or the run ends. Never because the queue filled.
@@ -37,6 +40,7 @@ class RolloutScheduler:
             the uuid from `running_items` once the group exists; from then on it is not cancelled.
         next_item: the next item, None when there is none now.
         count_failure: told the name of every failure seen here.
+        count_straggler: told `retried` for each rollout whose item is tried again.
         now: clock, seconds.
 
     Attributes:
@@ -52,6 +56,7 @@ class RolloutScheduler:
         run_rollout: Callable[[str], Awaitable[Any]],
         next_item: Callable[[], Awaitable[Any]],
         count_failure: Callable[[str], None],
+        count_straggler: Callable[[str], None] = lambda _: None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.workers: set[asyncio.Task[Any]] = set()
@@ -61,6 +66,8 @@ class RolloutScheduler:
         self._run_rollout = run_rollout
         self._next_item = next_item
         self._count_failure = count_failure
+        self._count_straggler = count_straggler
+        self._second_tries: list[tuple[Any, int]] = []  # item, tries it has left
         self._now = now
         self._ending: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -127,25 +134,30 @@ class RolloutScheduler:
         """Ask for the service's status soon; something was sent."""
         self._refresh_wanted.set()
 
-    async def fill(self, limit: Callable[[], int], *, timeout_s: float) -> None:
+    async def fill(self, limit: Callable[[], int], *, timeout_s: float, retries: int = 0) -> None:
         """Start rollouts until `limit` workers run or no item is left.
 
         Args:
             limit: workers allowed now; asked again before each start, since it may sink while an
                 item is awaited. Rollouts above it are left alone.
             timeout_s: seconds one rollout may take, 0 or less for ever.
+            retries: times an item is tried again whose rollout took longer.
         """
         while len(self.workers) < limit():
+            if self._second_tries:
+                item, tries_left = self._second_tries.pop()
+                self.start(item, timeout_s=timeout_s, retries=tries_left)
+                continue
             item = self.backlog.pop() if self.backlog else await self._next_item()
             if item is None:
                 return
             if len(self.workers) >= limit():
                 self.backlog.append(item)
                 return
-            self.start(item, timeout_s=timeout_s)
+            self.start(item, timeout_s=timeout_s, retries=retries)
 
-    def start(self, item: Any, *, timeout_s: float = 0.0) -> str:
-        """Start the rollout of an item and return its uuid."""
+    def start(self, item: Any, *, timeout_s: float = 0.0, retries: int = 0) -> str:
+        """Start the rollout of an item and return its uuid; see `fill` for the limits."""
         item_uuid = str(uuid.uuid4())
         worker = asyncio.create_task(self._work(item_uuid))
         record = {"item": item, "worker": worker, "start_time": self._now()}
@@ -154,7 +166,7 @@ class RolloutScheduler:
         timer = None
         if timeout_s > 0:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(timeout_s, self._expire, item_uuid, timeout_s)
+            timer = loop.call_later(timeout_s, self._expire, item_uuid, timeout_s, retries)
         worker.add_done_callback(partial(self._finish, item_uuid, timer))
         return item_uuid
 
@@ -179,11 +191,19 @@ class RolloutScheduler:
         elif worker.result():
             self.last_completed_item = worker.result()
 
-    def _expire(self, item_uuid: str, timeout_s: float) -> None:
-        """Give up a rollout that took too long; its item is dropped and counted."""
-        if self._cancel(item_uuid) is not None:
+    def _expire(self, item_uuid: str, timeout_s: float, tries_left: int) -> None:
+        """End a rollout that took too long; its item is tried again, or dropped and counted."""
+        record = self._cancel(item_uuid)
+        if record is None:
+            return
+        if tries_left > 0:
+            self._second_tries.append((record["item"], tries_left - 1))
+            self._count_straggler("retried")
+            outcome = "begun again"
+        else:
             self._count_failure("worker_timeout")
-            logger.warning("rollout %s took more than %g s; given up", item_uuid, timeout_s)
+            outcome = "given up"
+        logger.warning("rollout %s took more than %g s; %s", item_uuid, timeout_s, outcome)
 
     def _cancel(self, item_uuid: str) -> dict[str, Any] | None:
         """Cancel a rollout whose group does not exist yet; return its record, or None."""
@@ -208,13 +228,32 @@ class RolloutScheduler:
         self.backlog.extend(items)
         return len(items)
 
-    async def shut_down(self, *, grace_s: float) -> None:
-        """End everything: rollouts at once, deliveries within the grace period.
+    async def shut_down(self, *, grace_s: float, rollout_grace_s: float = 0.0) -> None:
+        """End everything: rollouts and deliveries, each within a grace period.
+
+        Cancelling it skips what is left of the rollouts' period.
 
         Args:
             grace_s: seconds for rollouts that already send their group. What does not obey a
                 cancellation within another such period is named in the log.
+            rollout_grace_s: seconds for all others, before they are cancelled.
         """
+        try:
+            if rollout_grace_s > 0:
+                await self._let_finish(rollout_grace_s)
+        finally:
+            await self._end_all(grace_s)
+
+    async def _let_finish(self, grace_s: float) -> None:
+        if not self.running_items:
+            return
+        num_running = len(self.running_items)
+        logger.info("%d rollouts may go on for up to %g s", num_running, grace_s)
+        await asyncio.wait(set(self.workers), timeout=grace_s)
+        num_left = len(self.running_items)
+        logger.info("%d of them finished, %d are cancelled", num_running - num_left, num_left)
+
+    async def _end_all(self, grace_s: float) -> None:
         for item_uuid in list(self.running_items):
             self._cancel(item_uuid)
         if self.workers:

@@ -1,60 +1,90 @@
-"""Running scoring code in worker processes, each call under a time limit.
+"""Running scoring code beside the event loop, each call under a time limit.
 
 Checking an answer can cost any amount of time: a completion such as `9**9**9**9` keeps a symbolic
 parser busy for ever and holds the interpreter while it does. In a worker process it stalls nobody,
 and the worker is ended when its time is up.
+
+    score = await self.score_pool.run(check_answer, completion, gold, timeout=5, default=0.0)
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-import time
+import pickle
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any, Literal, TypeVar
 
-__all__ = ["ScorePool"]
+from atroposlib.utils.score_backends import (
+    ProcessBackend,
+    RayBackend,
+    ScoreBackend,
+    ScoreCrashError,
+    ScoreTimeoutError,
+    ThreadBackend,
+)
+
+__all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError"]
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-MEMORY_LIMIT_BYTES = 4 * 2**30
-"""Address space of one worker; a runaway computation fails instead of taking the machine."""
+THREADS = 4
+"""Threads of a pool that was given no workers."""
 
-PR_SET_PDEATHSIG = 1
-"""Linux: send this process a signal when its parent ends."""
+_BACKENDS: dict[str, type[ProcessBackend] | type[ThreadBackend] | type[RayBackend]] = {
+    "PROCESS": ProcessBackend,
+    "THREAD": ThreadBackend,
+    "RAY": RayBackend,
+}
 
-OWNER_CHECK_INTERVAL_S = 1.0
+
+class _Absent(Enum):
+    DEFAULT = "no default"
 
 
 class ScorePool:
-    """Worker processes for scoring functions.
+    """Workers for scoring functions; they start with the first call and end with `close`.
 
-    The workers start with the first call and end with `close`, or when this process ends.
+    A call that takes too long, or whose worker dies, costs its own score and nothing else.
 
     Args:
-        num_workers: processes; 0 runs the calls in threads of this process, where nothing can be
-            stopped when its time is up.
-        timeout_s: seconds one call may take.
+        num_workers: calls at once; 0 runs them in threads of this process.
+        timeout_s: seconds one call may take when it names no limit.
+        backend: `PROCESS`, `THREAD` (nothing can be stopped when its time is up, only the wait
+            for it ends) or `RAY` (needs the extra `ray`).
 
     Attributes:
-        num_timeouts: calls ended so far because their time was up.
+        counts: `calls`, `timeouts`, `crashes` and `errors` (functions that raised) so far.
     """
 
-    def __init__(self, *, num_workers: int = 2, timeout_s: float = 20.0) -> None:
-        self.num_timeouts = 0
-        self._num_workers = num_workers
+    def __init__(
+        self,
+        *,
+        num_workers: int = 2,
+        timeout_s: float = 20.0,
+        backend: Literal["PROCESS", "THREAD", "RAY"] = "PROCESS",
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._kind = _BACKENDS["THREAD" if num_workers == 0 else backend]
+        self._num_workers = num_workers or THREADS
         self._timeout_s = timeout_s
-        self._pool: Any = None  # a pebble.ProcessPool; pebble is imported when it is needed
+        self._backend: ScoreBackend | None = None
 
-    async def run(self, function: Callable[..., Result], *args: Any, on_timeout: Result) -> Result:
+    @property
+    def num_timeouts(self) -> int:
+        """Calls ended so far because their time was up."""
+        return self.counts["timeouts"]
+
+    async def run(
+        self,
+        function: Callable[..., Result],
+        *args: Any,
+        timeout: float | None = None,
+        default: Result | Literal[_Absent.DEFAULT] = _Absent.DEFAULT,
+    ) -> Result:
         """Wait for a call of `function` in a worker.
 
         Cancelling the wait gives the call up; its worker goes on with the next one.
@@ -62,69 +92,58 @@ class ScorePool:
         Args:
             function: a module-level function, so that a worker can import it.
             args: its arguments, which must be picklable.
-            on_timeout: returned, and counted, when the call takes longer than allowed.
+            timeout: seconds this call may take, from when a worker takes it up.
+            default: returned when the time is up or the worker died; without it both raise.
 
         Raises:
+            ScoreTimeoutError: the call took longer than allowed, and there is no default.
+            ScoreCrashError: the worker died, and there is no default.
+            TypeError: `function` cannot be sent to a worker.
             Exception: whatever `function` raises.
         """
-        if self._num_workers == 0:
-            return await asyncio.to_thread(function, *args)
-        future = self._workers().schedule(function, args=list(args), timeout=self._timeout_s)
+        limit_s = self._timeout_s if timeout is None else timeout
+        if self._kind is not ThreadBackend:
+            _check_importable(function)
+        self.counts["calls"] += 1
         try:
-            result: Result = await asyncio.wrap_future(future)
-        except TimeoutError:
-            pass
-        except asyncio.TimeoutError:  # its own class before Python 3.11
-            pass
-        else:
-            return result
-        self.num_timeouts += 1
-        logger.debug("%s ended after %g s", function.__name__, self._timeout_s)
-        return on_timeout
+            result: Result = await self._workers().call(function, args, limit_s)
+        except ScoreTimeoutError as error:
+            self.counts["timeouts"] += 1
+            return _instead(default, error, function)
+        except ScoreCrashError as error:
+            self.counts["crashes"] += 1
+            return _instead(default, error, function)
+        except Exception:
+            self.counts["errors"] += 1
+            raise
+        return result
 
     def close(self) -> None:
         """End the workers; running calls are given up. Closing twice is harmless."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.stop()
-            pool.join()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
 
-    def _workers(self) -> Any:
-        if self._pool is None:
-            from pebble import ProcessPool
-
-            # "spawn": a forked copy of a process with threads and open sockets is not safe.
-            self._pool = ProcessPool(
-                max_workers=self._num_workers,
-                initializer=_prepare_worker,
-                initargs=[os.getpid()],
-                context=multiprocessing.get_context("spawn"),
-            )
-        return self._pool
+    def _workers(self) -> ScoreBackend:
+        if self._backend is None:
+            self._backend = self._kind(self._num_workers)
+        return self._backend
 
 
-def _prepare_worker(owner_pid: int) -> None:
-    # One thread each: the workers are the parallelism, and numerical libraries reserve memory for
-    # every thread they might start.
-    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, hard))
-    _end_with_owner(owner_pid)
+def _instead(
+    default: Result | Literal[_Absent.DEFAULT], error: Exception, function: Callable[..., Any]
+) -> Result:
+    if default is _Absent.DEFAULT:
+        raise error
+    logger.debug("%s: %s", function, error)
+    return default
 
 
-def _end_with_owner(owner_pid: int) -> None:
-    """Keep a worker from outliving a killed owner, whatever it is computing."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:  # other systems, and an owner that died before the line above
-        while os.getppid() == owner_pid:
-            time.sleep(OWNER_CHECK_INTERVAL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _check_importable(function: Callable[..., Any]) -> None:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{function!r} cannot be sent to a worker ({error}); score with a function at the top "
+            "level of a module, or set --env.score_backend THREAD"
+        ) from error

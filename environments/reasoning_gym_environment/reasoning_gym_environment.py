@@ -268,7 +268,7 @@ class ReasoningGymEnv(BaseEnv):
         await super().close()
 
     async def _check(self, completion: str, item: TaskItem) -> float:
-        return await self.score_pool.run(tasks.score_completion, completion, item, on_timeout=0.0)
+        return await self.score_pool.run(tasks.score_completion, completion, item, default=0.0)
 
 
 if __name__ == "__main__":

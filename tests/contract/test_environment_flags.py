@@ -11,7 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from atroposlib.envs.commands import evaluate_command, process_command, serve_command
-from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.config import (
+    BaseEnvConfig,
+    EvalHandlingEnum,
+    ScoreBackendEnum,
+    StragglerPolicyEnum,
+)
 from atroposlib.envs.flags import flags_of, read_flags
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
@@ -52,6 +57,15 @@ ENV_DEFAULTS: dict[str, Any] = {
     "max_reasoning_tokens": None,
     "custom_thinking_prompt": None,
     "metrics_path": None,  # ours: the local metrics log
+    # ours: what the scheduler does with rollouts that lag behind, and where scores are computed
+    "straggler_policy": "WAIT",
+    "straggler_timeout_s": 0.0,
+    "straggler_retries": 2,
+    "min_group_size": 2,
+    "rollout_grace_s": 10.0,
+    "score_backend": "PROCESS",
+    "num_score_workers": 2,
+    "score_timeout_s": 20.0,
 }
 SERVER_DEFAULTS: dict[str, Any] = {
     "timeout": 1200,
@@ -104,6 +118,14 @@ TYPED = {
     "custom_thinking_prompt": ("-think-", "-think-"),
     "metrics_path": ("m.jsonl", "m.jsonl"),
 }
+    "straggler_policy": ("RETRY", StragglerPolicyEnum.RETRY),
+    "straggler_timeout_s": ("7.5", 7.5),
+    "straggler_retries": ("5", 5),
+    "min_group_size": ("3", 3),
+    "rollout_grace_s": ("2.5", 2.5),
+    "score_backend": ("THREAD", ScoreBackendEnum.THREAD),
+    "num_score_workers": ("3", 3),
+    "score_timeout_s": ("1.5", 1.5),
 
 SCRIPT = """
 import sys

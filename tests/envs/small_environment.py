@@ -67,6 +67,7 @@ def small_config(**settings: Any) -> BaseEnvConfig:
             "steps_per_eval": 0,
             "max_num_workers": 4,
             "tokenizer_name": "characters",
+            "rollout_grace_s": 0.0,
             **settings,
         }
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -20,20 +21,49 @@ class Owner:
         self.num_ended += 1
 
 
-async def test_start_while_one_runs_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_start_while_one_runs_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
     owner = Owner()
     over = asyncio.Event()
+    steps: list[int] = []
 
-    first, second = owner.runner.start(over.wait), owner.runner.start(over.wait)
+    def evaluation(step: int) -> Callable[[], Awaitable[None]]:
+        async def evaluate() -> None:
+            steps.append(step)
+            await over.wait()
 
-    assert (first, second) == (True, False)
+        return evaluate
+
+    is_started = [owner.runner.start(evaluation(step)) for step in (2, 4, 6)]
+
+    assert is_started == [True, False, False]
     assert "still running" in caplog.text
     over.set()
     await owner.runner.finish()
     assert not owner.runner.is_running
-    assert owner.runner.start(over.wait)
+    assert steps == [2, 6]  # what became due twice meanwhile measures the same policy
+    assert owner.num_ended == 1
+    assert owner.runner.start(evaluation(8))
     await owner.runner.finish()
+    assert steps == [2, 6, 8]
     assert owner.num_ended == 2
+
+
+async def test_shut_down_forgets_what_waits() -> None:
+    owner = Owner()
+    steps: list[str] = []
+
+    async def evaluate() -> None:
+        steps.append("begun")
+        await asyncio.Event().wait()
+
+    owner.runner.start(evaluate)
+    owner.runner.start(evaluate)
+    await asyncio.sleep(0)
+
+    await owner.runner.shut_down(grace_s=1)
+
+    assert steps == ["begun"]
+    assert not owner.runner.is_running
 
 
 async def test_failing_evaluation_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:

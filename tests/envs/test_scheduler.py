@@ -37,11 +37,13 @@ class Rig:
         self.started: list[Any] = []
         self.cancelled: list[Any] = []
         self.failures: Counter[str] = Counter()
+        self.stragglers: Counter[str] = Counter()
         self.releases: dict[int, asyncio.Future[Any]] = {}
         self.scheduler = RolloutScheduler(
             run_rollout=self.run_rollout,
             next_item=self.next_item,
             count_failure=lambda name: self.failures.update([name]),
+            count_straggler=lambda name: self.stragglers.update([name]),
         )
 
     async def next_item(self) -> Any:
@@ -59,8 +61,8 @@ class Rig:
         finally:
             self.scheduler.running_items.pop(item_uuid, None)
 
-    async def fill(self, limit: int, timeout_s: float = 0.0) -> None:
-        await self.scheduler.fill(lambda: limit, timeout_s=timeout_s)
+    async def fill(self, limit: int, timeout_s: float = 0.0, retries: int = 0) -> None:
+        await self.scheduler.fill(lambda: limit, timeout_s=timeout_s, retries=retries)
         await turn()
 
 
@@ -157,6 +159,21 @@ async def test_time_out_cancels_drops_and_counts() -> None:
     assert rig.cancelled == ["a"]
     assert rig.failures == {"worker_timeout": 1}
     assert rig.scheduler.backlog == []
+    assert rig.scheduler.workers == set()
+
+
+async def test_time_out_with_retries_tries_the_item_again_and_then_gives_it_up() -> None:
+    item = Unhashable()
+    rig = Rig([item])
+    for _ in range(3):
+        await rig.fill(1, timeout_s=0.01, retries=2)
+        await asyncio.sleep(0.02)
+
+    await rig.fill(1)
+
+    assert [started is item for started in rig.started] == [True] * 3
+    assert rig.stragglers == {"retried": 2}
+    assert rig.failures == {"worker_timeout": 1}
     assert rig.scheduler.workers == set()
 
 
@@ -271,6 +288,32 @@ async def test_shut_down_leaves_no_task_and_lets_deliveries_finish() -> None:
 
     assert rig.cancelled == ["b", "c"]
     assert rig.scheduler.last_completed_item == "sent"
+    assert asyncio.all_tasks() == before
+
+
+async def test_shut_down_lets_rollouts_finish_within_their_grace() -> None:
+    rig = Rig("ab")
+    await rig.fill(2)
+    asyncio.get_running_loop().call_later(0.01, rig.releases[0].set_result, "in time")
+
+    await rig.scheduler.shut_down(grace_s=1, rollout_grace_s=0.05)
+
+    assert rig.scheduler.last_completed_item == "in time"
+    assert rig.cancelled == ["b"]
+
+
+async def test_shut_down_cancelled_skips_the_grace_and_leaves_no_task() -> None:
+    before = asyncio.all_tasks()
+    rig = Rig("ab")
+    await rig.fill(2)
+    closing = asyncio.create_task(rig.scheduler.shut_down(grace_s=1, rollout_grace_s=3600))
+    await turn()
+
+    closing.cancel()
+    await asyncio.wait({closing}, timeout=1)
+
+    assert closing.cancelled()
+    assert rig.cancelled == ["a", "b"]
     assert asyncio.all_tasks() == before
 
 

@@ -4,12 +4,14 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from atroposlib.utils.score_pool import ScorePool
+from atroposlib.errors import MissingExtraError
+from atroposlib.utils.score_pool import ScoreCrashError, ScorePool, ScoreTimeoutError
 
 
 def double(number: int) -> int:
@@ -25,6 +27,14 @@ def refuse(number: int) -> int:
     raise ValueError(f"no {number}")
 
 
+def die() -> int:
+    os._exit(1)
+
+
+def time_out_itself() -> int:
+    raise TimeoutError("no answer")
+
+
 def own_process() -> int:
     return os.getpid()
 
@@ -32,8 +42,8 @@ def own_process() -> int:
 async def test_pool_runs_calls_in_other_processes_and_in_order() -> None:
     pool = ScorePool(num_workers=2)
 
-    results = await asyncio.gather(*(pool.run(double, i, on_timeout=-1) for i in range(20)))
-    worker = await pool.run(own_process, on_timeout=-1)
+    results = await asyncio.gather(*(pool.run(double, i, default=-1) for i in range(20)))
+    worker = await pool.run(own_process, default=-1)
     pool.close()
 
     assert results == [2 * i for i in range(20)]
@@ -42,11 +52,11 @@ async def test_pool_runs_calls_in_other_processes_and_in_order() -> None:
 
 async def test_pool_ends_a_call_that_takes_too_long_and_goes_on() -> None:
     pool = ScorePool(num_workers=1, timeout_s=2)
-    await pool.run(double, 1, on_timeout=-1)
+    await pool.run(double, 1, default=-1)
     started = time.monotonic()
 
-    late = await pool.run(stuck_power, on_timeout=-7)
-    after = await pool.run(double, 4, on_timeout=-1)
+    late = await pool.run(stuck_power, default=-7)
+    after = await pool.run(double, 4, default=-1)
     pool.close()
 
     assert (late, after, pool.num_timeouts) == (-7, 8, 1)
@@ -57,20 +67,114 @@ async def test_pool_raises_what_the_function_raises() -> None:
     pool = ScorePool(num_workers=1)
 
     with pytest.raises(ValueError, match="no 3"):
-        await pool.run(refuse, 3, on_timeout=0)
+        await pool.run(refuse, 3, default=0)
     pool.close()
+
+
+async def test_pool_time_limit_of_one_call_goes_before_the_pools() -> None:
+    pool = ScorePool(num_workers=1)
+    await pool.run(double, 1)
+
+    with pytest.raises(ScoreTimeoutError, match=r"after 0\.2 s"):
+        await pool.run(time.sleep, 600, timeout=0.2)
+    pool.close()
+
+    assert pool.counts == {"calls": 2, "timeouts": 1}
+
+
+async def test_pool_crash_of_a_worker_costs_one_score() -> None:
+    pool = ScorePool(num_workers=1)
+
+    scores = await asyncio.gather(
+        pool.run(double, 1, default=-1),
+        pool.run(die, default=-1),
+        pool.run(double, 3, default=-1),
+    )
+    with pytest.raises(ScoreCrashError, match="died"):
+        await pool.run(die)
+    pool.close()
+
+    assert scores == [2, -1, 6]
+    assert pool.counts == {"calls": 4, "crashes": 2}
+
+
+async def test_pool_tells_a_time_out_inside_the_function_from_its_own() -> None:
+    for kind in ("PROCESS", "THREAD"):
+        pool = ScorePool(num_workers=1, backend=kind)  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError, match="no answer") as caught:
+            await pool.run(time_out_itself, default=0)
+        pool.close()
+        assert not isinstance(caught.value, ScoreTimeoutError)
+        assert pool.counts == {"calls": 1, "errors": 1}
+
+
+async def test_pool_refuses_what_no_worker_can_import() -> None:
+    pool = ScorePool()
+
+    with pytest.raises(TypeError, match="top level of a module"):
+        await pool.run(lambda: 1)
+
+
+async def test_pool_cancelled_call_is_given_up_and_the_worker_goes_on() -> None:
+    pool = ScorePool(num_workers=1)
+    await pool.run(double, 1)
+    stuck = asyncio.ensure_future(pool.run(time.sleep, 600))
+    await asyncio.sleep(0.1)
+
+    stuck.cancel()
+
+    assert await asyncio.wait_for(pool.run(double, 2), 10) == 4
+    pool.close()
+
+
+async def test_pool_of_threads_stops_waiting_and_runs_closures() -> None:
+    pool = ScorePool(num_workers=2, backend="THREAD")
+    over = threading.Event()
+
+    late = await pool.run(lambda: over.wait(10), timeout=0.05, default=False)
+    after = await pool.run(lambda: "next")
+    over.set()
+    pool.close()
+
+    assert (late, after, pool.num_timeouts) == (False, "next", 1)
+
+
+async def test_pool_on_ray_without_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    pool = ScorePool(backend="RAY")
+
+    with pytest.raises(MissingExtraError, match=r"atroposlib\[ray\]"):
+        await pool.run(double, 1)
+
+
+async def test_pool_on_ray_ends_and_replaces_workers() -> None:
+    pytest.importorskip("ray")
+    pool = ScorePool(num_workers=1, backend="RAY")
+
+    results = [
+        await pool.run(double, 2),
+        await pool.run(time.sleep, 600, timeout=1, default=None),
+        await pool.run(die, timeout=60, default=-1),
+        await pool.run(double, 4),
+    ]
+    with pytest.raises(ValueError, match="no 3"):
+        await pool.run(refuse, 3)
+    pool.close()
+
+    assert results == [4, None, -1, 8]
+    assert pool.counts == {"calls": 5, "timeouts": 1, "crashes": 1, "errors": 1}
 
 
 async def test_pool_without_workers_runs_in_this_process() -> None:
     pool = ScorePool(num_workers=0)
 
-    assert await pool.run(own_process, on_timeout=-1) == os.getpid()
+    assert await pool.run(own_process, default=-1) == os.getpid()
     pool.close()
 
 
 async def test_pool_leaves_no_process_after_close() -> None:
     pool = ScorePool(num_workers=1)
-    worker = await pool.run(own_process, on_timeout=-1)
+    worker = await pool.run(own_process, default=-1)
 
     pool.close()
     pool.close()
@@ -85,8 +189,8 @@ from tests.utils.test_score_pool import ScorePool, own_process, stuck_power
 
 async def main():
     pool = ScorePool(num_workers=1, timeout_s=600)
-    print(await pool.run(own_process, on_timeout=-1), flush=True)
-    stuck = asyncio.ensure_future(pool.run(stuck_power, on_timeout=-1))
+    print(await pool.run(own_process, default=-1), flush=True)
+    stuck = asyncio.ensure_future(pool.run(stuck_power, default=-1))
     await asyncio.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
 
