@@ -207,11 +207,11 @@ class BaseEnv(OfflineEnv):
         )
         self.drop_counts = Counter()
         self.failure_counts = Counter()
+        self.straggler_counts = Counter()
         self.completion_lengths = []
         self.rollouts_for_wandb = []
         self.task_duration = []
         self.succeeded_task_duration = []
-        self.straggler_counts = Counter()
         self.failed_task_duration = []
         self.task_successful = []
         self.mainloop_timings = []
@@ -230,11 +230,11 @@ class BaseEnv(OfflineEnv):
             run_rollout=lambda item_uuid: self.handle_env(item_uuid),
             next_item=lambda: settle(self.get_next_item()),
             count_failure=self.count_failure,
+            count_straggler=self.count_straggler,
         )
         self.evaluation_runner = EvaluationRunner(
             on_end=self.rollout_scheduler.wake, count_failure=self.count_failure
         )
-            count_straggler=self.count_straggler,
         self.eval_workers: set[Any] = set()
         self.service_session = None
         self.env_id = None

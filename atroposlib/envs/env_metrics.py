@@ -46,18 +46,18 @@ class ReportingEnv(ScoringEnv):
     Attributes:
         drop_counts: groups not sent, by reason; `drops/<reason>` in the metrics.
         failure_counts: failed rollouts and hooks, by exception name; `failures/<name>`.
-        run_log: where the metrics go.
         straggler_counts: rollouts that took too long, by what became of them;
             `stragglers/retried`, `stragglers/left_out`, `stragglers/given_up`.
+        run_log: where the metrics go.
     """
 
     run_log: RunLog
     drop_counts: Counter[str]
     failure_counts: Counter[str]
+    straggler_counts: Counter[str]
     completion_lengths: list[int]
     rollouts_for_wandb: list[Any]
     task_duration: list[float]
-    straggler_counts: Counter[str]
     succeeded_task_duration: list[float]
     failed_task_duration: list[float]
     task_successful: list[int]
@@ -88,13 +88,13 @@ class ReportingEnv(ScoringEnv):
         """Count a failed rollout, evaluation or hook under a name."""
         self.failure_counts[name] += 1
 
-    def _name_metrics_file(self, registered_name: str) -> None:
-        if self.run_log.metrics_path is None:
-            self.run_log.metrics_path = Path("logs", registered_name, "metrics.jsonl")
     def count_straggler(self, name: str) -> None:
         """Count a straggling rollout under what became of it."""
         self.straggler_counts[name] += 1
 
+    def _name_metrics_file(self, registered_name: str) -> None:
+        if self.run_log.metrics_path is None:
+            self.run_log.metrics_path = Path("logs", registered_name, "metrics.jsonl")
             logger.info("metrics go to %s", self.run_log.metrics_path)
 
     def _start_run_log(self, *, name: str | None) -> None:
@@ -127,11 +127,11 @@ class ReportingEnv(ScoringEnv):
         metrics = self.perf_stats(metrics) or metrics
         metrics.update({f"drops/{reason}": n for reason, n in self.drop_counts.items()})
         metrics.update({f"failures/{name}": n for name, n in self.failure_counts.items()})
+        metrics.update({f"stragglers/{name}": n for name, n in self.straggler_counts.items()})
+        metrics.update(self._score_metrics())
         self.rollouts_for_wandb = []
         self.completion_lengths = []
         prefix = f"{self.wandb_prepend}_" if self.wandb_prepend is not None else ""
-        metrics.update({f"stragglers/{name}": n for name, n in self.straggler_counts.items()})
-        metrics.update(self._score_metrics())
         metrics = {f"{prefix}{key}": value for key, value in metrics.items()}
         for i, server in enumerate(self.server.servers):
             metrics.update(await settle(server.wandb_metrics({}, f"server_{i}")) or {})

@@ -103,7 +103,6 @@ class ServingEnv(RegisteredEnv):
             logger.info("the trainer has done its %d steps", self.config.total_steps)
             await self.evaluation_runner.finish()
 
-    async def _run_close_hook(self) -> None:
     async def _end_rollouts(
         self,
         kind: type[BaseException] | None,
@@ -117,10 +116,11 @@ class ServingEnv(RegisteredEnv):
             rollout_grace_s=self.config.rollout_grace_s if is_stopped else 0.0,
         )
 
+    async def _run_close_hook(self) -> None:
         await self._run_tolerated(self.close(), "close")
+        await self._run_tolerated(self._close_score_pool(), "closing the score pool")
         await self._run_tolerated(self.server.close(), "closing the inference connections")
 
-        await self._run_tolerated(self._close_score_pool(), "closing the score pool")
     def _close_records(self) -> None:
         self.run_log.finish()
         if self.jsonl_writer is not None:

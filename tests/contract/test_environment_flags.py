@@ -117,7 +117,6 @@ TYPED = {
     "max_reasoning_tokens": ("None", None),
     "custom_thinking_prompt": ("-think-", "-think-"),
     "metrics_path": ("m.jsonl", "m.jsonl"),
-}
     "straggler_policy": ("RETRY", StragglerPolicyEnum.RETRY),
     "straggler_timeout_s": ("7.5", 7.5),
     "straggler_retries": ("5", 5),
@@ -126,6 +125,7 @@ TYPED = {
     "score_backend": ("THREAD", ScoreBackendEnum.THREAD),
     "num_score_workers": ("3", 3),
     "score_timeout_s": ("1.5", 1.5),
+}
 
 SCRIPT = """
 import sys
