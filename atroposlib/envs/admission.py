@@ -31,16 +31,18 @@ class Admission(NamedTuple):
 ACCEPTED = Admission()
 
 
-def check_signal(group: Any, *, group_size: int, scores_must_differ: bool) -> Admission:
+def check_signal(
+    group: Any, *, group_size: int, scores_must_differ: bool, smallest_size: int | None = None
+) -> Admission:
     """Check that a group is well-formed, of the right size, and carries a training signal.
 
     Args:
         group: what an environment returned as a group; may be anything.
         group_size: [G] trajectories expected; `group_overrides["group_size"]` goes before it.
         scores_must_differ: drop groups of two or more trajectories with one and the same score.
+        smallest_size: fewest trajectories of a group that lost stragglers; None: none may.
 
     Returns:
-        smallest_size: fewest trajectories of a group that lost stragglers; None: none may.
         Accepted, or a drop for `malformed`, `wrong_size` or `scores_equal`.
     """
     if not isinstance(group, Mapping):

@@ -16,6 +16,7 @@ from atroposlib.envs.admission import (
     check_signal,
     completion_lengths,
 )
+from atroposlib.envs.config import StragglerPolicyEnum
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_metrics import ReportingEnv
 from atroposlib.envs.env_session import EnvSession
@@ -79,9 +80,9 @@ class DeliveringEnv(ReportingEnv):
             if group is not None
             and await self._admit_group(group, limit_length=abort_on_any_max_length_exceeded)
         ]
-        if do_send_to_api and admitted:
         admitted = await self.complete_groups(admitted)
         admitted = [group for group in admitted if await self._record_group(group, item)]
+        if do_send_to_api and admitted:
             self.items_sent_this_step += len(admitted)
             await self._send_scored_data_to_api(
                 admitted if isinstance(scored_data, list) else admitted[0]
@@ -100,6 +101,7 @@ class DeliveringEnv(ReportingEnv):
             group,
             group_size=self.config.group_size,
             scores_must_differ=self.config.ensure_scores_are_not_same,
+            smallest_size=self._smallest_group(),
         )
         if admission.is_accepted:
             for name in DEFAULTED_FIELDS:
@@ -111,17 +113,21 @@ class DeliveringEnv(ReportingEnv):
         if not admission.is_accepted:
             self._drop_group(admission)
             return False
-        if self.config.include_messages and not group.get("messages"):
-            group["messages"] = [
         return True
 
     async def _record_group(self, group: ScoredDataGroup, item: Item | None) -> bool:
         """Keep an admitted group for the table and the file; tell whether it goes on."""
+        if self.config.include_messages and not group.get("messages"):
+            group["messages"] = [
                 [{"role": "user", "content": self.tokenizer.decode(tokens)}]
                 for tokens in group["tokens"]
             ]
         await settle(self.add_rollouts_for_wandb(group, item))
         return await self._save_group(group)
+
+    def _smallest_group(self) -> int | None:
+        is_shrinking = self.config.straggler_policy == StragglerPolicyEnum.SHRINK
+        return self.config.min_group_size if is_shrinking else None
 
     async def _save_group(self, group: ScoredDataGroup) -> bool:
         if self.jsonl_writer is None:
