@@ -34,7 +34,7 @@ from atroposlib.api.stall_watch import StallWatch
 from atroposlib.api.stalls import Stall
 from atroposlib.api.store.base import RunStore
 from atroposlib.errors import ConfigError
-from atroposlib.wire_types import DecodedGroup, StoredPayload
+from atroposlib.wire import DecodedGroup, StoredPayload
 
 __all__ = ["RegistrationConflictError", "Run"]
 

@@ -11,7 +11,7 @@ from atroposlib.api.records import BatchFormed, GroupsAdmitted, Record
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
 from atroposlib.api.store.base import Payload, RunStore
-from atroposlib.wire_types import DecodedGroup
+from atroposlib.wire import DecodedGroup
 
 __all__ = ["AdmissionDesk"]
 

@@ -17,7 +17,7 @@ from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
 from atroposlib.api.store.base import RunStore
 from atroposlib.api.waiting import Waiters
-from atroposlib.wire_types import StoredPayload
+from atroposlib.wire import StoredPayload
 
 __all__ = ["DeliveryDesk"]
 

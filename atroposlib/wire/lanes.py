@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from atroposlib.wire_types import Lane
+from atroposlib.wire.vocabulary import Lane
 
 __all__ = ["MEDIA_TYPES", "AcceptedLane", "lane_of", "lane_of_accept"]
 

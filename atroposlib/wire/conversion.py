@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.wire_binary import opaque_text, open_group, unpack_fields
-from atroposlib.wire_binary_writing import write_group
-from atroposlib.wire_columns import Numbers, split_rows
-from atroposlib.wire_json import find_fields, splice
-from atroposlib.wire_packing import gather, gather_rows
-from atroposlib.wire_rows import ROW_FIELDS, JsonText, decode_value, read_integer, read_scores
-from atroposlib.wire_walk import RowTexts
+from atroposlib.wire.binary_lane import opaque_text, open_group, unpack_fields
+from atroposlib.wire.binary_writing import write_group
+from atroposlib.wire.columns import Numbers, split_rows
+from atroposlib.wire.json_lane import find_fields, splice
+from atroposlib.wire.packing import gather, gather_rows
+from atroposlib.wire.rows import ROW_FIELDS, JsonText, decode_value, read_integer, read_scores
+from atroposlib.wire.walk import RowTexts
 
 __all__ = ["binary_of_json", "json_of_binary", "read_blob"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.wire_rows import decode_value
-from atroposlib.wire_types import Lane, StoredPayload, WireError, from_validation
-from atroposlib.wire_zstd import is_compressed, plain_blob
+from atroposlib.wire.rows import decode_value
+from atroposlib.wire.vocabulary import Lane, StoredPayload, WireError, from_validation
+from atroposlib.wire.zstd_frames import is_compressed, plain_blob
 
 __all__ = ["batch_pieces", "convert_payload", "decode_batch", "join_blobs", "split_blobs"]
 
@@ -49,7 +49,7 @@ def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = 
     if payload.lane == "json":
         if lane == "json":
             return payload.content
-        from atroposlib.wire_conversion import binary_of_json
+        from atroposlib.wire.conversion import binary_of_json
 
         return binary_of_json(payload.content)
     if lane == "msgpack" and (accepts_zstd or not is_compressed(payload.content)):
@@ -57,7 +57,7 @@ def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = 
     blob = plain_blob(payload.content, max_bytes=_UNLIMITED)
     if lane == "msgpack":
         return bytes(blob)
-    from atroposlib.wire_conversion import json_of_binary
+    from atroposlib.wire.conversion import json_of_binary
 
     return json_of_binary(blob)
 
@@ -111,7 +111,7 @@ def decode_batch(
     """
     if lane == "json":
         return decode_value(_json_decoder, body, ())
-    from atroposlib.wire_conversion import read_blob
+    from atroposlib.wire.conversion import read_blob
 
     answer = {
         key: _decode(_batch_decoder if key == "batch" else msgspec.msgpack, raw)

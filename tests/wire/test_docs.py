@@ -17,7 +17,7 @@ from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.wire import decode_batch, decode_group, encode_group
 from tests.api.helpers import serve
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "wire.md").read_text(encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atroposlib.wire_types import WireError
+from atroposlib.wire.vocabulary import WireError
 
 __all__ = ["compressed_blob", "is_compressed", "plain_blob"]
 

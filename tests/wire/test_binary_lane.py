@@ -24,7 +24,7 @@ from atroposlib.wire import (
     encode_group,
     encode_groups,
 )
-from tests.wire_groups import FULL_GROUP
+from tests.wire.groups import FULL_GROUP
 
 SMALL = {"tokens": [[1, 2, 3], [4]], "masks": [[-100, 2, 3], [-100]], "scores": [1.0, -0.5]}
 

@@ -16,23 +16,23 @@ import msgspec
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.wire_checks import Lengths, check_layout, is_loose
-from atroposlib.wire_columns import TEXT, Column, Numbers, check_column, unpack
-from atroposlib.wire_rows import (
+from atroposlib.wire.checks import Lengths, check_layout, is_loose
+from atroposlib.wire.columns import TEXT, Column, Numbers, check_column, unpack
+from atroposlib.wire.rows import (
     INT64,
     ROW_FIELDS,
     decode_value,
     read_opaque,
     read_rows,
 )
-from atroposlib.wire_types import (
+from atroposlib.wire.vocabulary import (
     BODY_NOT_TEXT,
     DecodedGroup,
     WireError,
     from_group_error,
     from_validation,
 )
-from atroposlib.wire_zstd import plain_blob
+from atroposlib.wire.zstd_frames import plain_blob
 
 __all__ = [
     "FORMAT",

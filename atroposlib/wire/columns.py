@@ -1,7 +1,7 @@
 """Columns of the binary lane: all numbers of one field as a raw little-endian buffer; pure.
 
 Numbers are views on the bytes that came. Sizes are checked before anything is allocated for them,
-so a false length costs nothing. `wire_packing` writes what is read here.
+so a false length costs nothing. `packing` writes what is read here.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _lengths_of(name: str, column: Column, tokens: list[int] | None) -> list[int
         if tokens is None:
             raise GroupError(f"{name}: has no lengths")
         return tokens
-    return _unsigned(f"{name}: lengths", column.lengths).tolist()
+    lengths: list[int] = _unsigned(f"{name}: lengths", column.lengths).tolist()
+    return lengths
 
 
 def _sum_counts(name: str, counts: memoryview | int | None, positions: int) -> int:

@@ -15,8 +15,14 @@ import msgspec
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, GroupField
-from atroposlib.wire_checks import check_opaque
-from atroposlib.wire_types import BODY_NOT_TEXT, Path, WireError, from_group_error, from_validation
+from atroposlib.wire.checks import check_opaque
+from atroposlib.wire.vocabulary import (
+    BODY_NOT_TEXT,
+    Path,
+    WireError,
+    from_group_error,
+    from_validation,
+)
 
 __all__ = [
     "INT64",

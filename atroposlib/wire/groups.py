@@ -1,15 +1,6 @@
-"""Codecs between a scored group and its bytes on the wire, in JSON and in binary; pure.
+"""Reads and writes groups in the lane that is asked for; pure.
 
-    sender:  group ── encode_group ──► body ──► POST
-    service: body ── decode_group(s) ──► DecodedGroup(payload, lane, size, ...) ──► store
-             StoredPayload(lane, bytes) ── batch_pieces ──► body of GET /batch
-    trainer: body ── decode_batch ──► {"batch": [group, ...]}
-
-A *payload* is the canonical form of one group in the lane it came in. In JSON: an object with all
-fourteen fields of `scored_data.GROUP_FIELDS`, in table order, absent ones null; numbers keep every
-digit, opaque fields (`messages`, `images`, ...) keep the bytes they came with. In binary: the blob
-that `docs/wire.md` defines. Payloads of the lane a client asked for are spliced into its batch;
-only the others are converted.
+The binary lane is loaded when it is first used, and numpy with it.
 """
 
 from __future__ import annotations
@@ -17,36 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from atroposlib.wire_batch import (
-    batch_pieces,
-    convert_payload,
-    decode_batch,
-    join_blobs,
-    split_blobs,
-)
-from atroposlib.wire_json import decode_json_group, decode_json_groups, encode_json_group
-from atroposlib.wire_lanes import MEDIA_TYPES, AcceptedLane, lane_of, lane_of_accept
-from atroposlib.wire_types import BODY_NOT_TEXT, DecodedGroup, Lane, StoredPayload, WireError
-from atroposlib.wire_zstd import compressed_blob
+from atroposlib.wire.batches import join_blobs, split_blobs
+from atroposlib.wire.json_lane import decode_json_group, decode_json_groups, encode_json_group
+from atroposlib.wire.vocabulary import DecodedGroup, Lane
+from atroposlib.wire.zstd_frames import compressed_blob
 
-__all__ = [
-    "BODY_NOT_TEXT",
-    "MEDIA_TYPES",
-    "AcceptedLane",
-    "DecodedGroup",
-    "Lane",
-    "StoredPayload",
-    "WireError",
-    "batch_pieces",
-    "convert_payload",
-    "decode_batch",
-    "decode_group",
-    "decode_groups",
-    "encode_group",
-    "encode_groups",
-    "lane_of",
-    "lane_of_accept",
-]
+__all__ = ["decode_group", "decode_groups", "encode_group", "encode_groups"]
 
 _MAX_BYTES = 2**30
 
@@ -68,7 +35,7 @@ def decode_group(body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTE
     """
     if lane == "json":
         return decode_json_group(body)
-    from atroposlib.wire_binary import decode_binary_group
+    from atroposlib.wire.binary_lane import decode_binary_group
 
     return decode_binary_group(body, max_bytes=max_bytes)
 
@@ -88,7 +55,7 @@ def decode_groups(
     """
     if lane == "json":
         return decode_json_groups(body)
-    from atroposlib.wire_binary import decode_binary_groups
+    from atroposlib.wire.binary_lane import decode_binary_groups
 
     return decode_binary_groups(split_blobs(body), max_bytes=max_bytes)
 
@@ -109,7 +76,7 @@ def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = 
     """
     if lane == "json":
         return encode_json_group(group)
-    from atroposlib.wire_binary_writing import encode_binary_group
+    from atroposlib.wire.binary_writing import encode_binary_group
 
     blob = encode_binary_group(group)
     return compressed_blob(blob) if zstd else blob

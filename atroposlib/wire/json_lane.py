@@ -1,8 +1,8 @@
 """Codec of groups in JSON, fast and exact; pure.
 
-    body ── find_fields ──► where each value lies ── wire_rows ──► checked ── splice ──► payload
+    body ── find_fields ──► where each value lies ── rows ──► checked ── splice ──► payload
 
-The columns are found by their brackets (`wire_walk`), and by a real parser where that is not
+The columns are found by their brackets (`walk`), and by a real parser where that is not
 enough. Then every row is decoded on its own, checked, and forgotten: no call lasts long, and memory
 holds the body, the payload and one row. What is written as it should be is spliced into the payload
 untouched. Anything wrong is named by one path through the parser.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import GenericAlias
 from typing import Any
 
 import msgspec
@@ -19,8 +20,8 @@ import msgspec
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, GroupField, check_group
 from atroposlib.utils.plain_json import to_plain
-from atroposlib.wire_checks import Lengths, check_layout, is_loose
-from atroposlib.wire_rows import (
+from atroposlib.wire.checks import Lengths, check_layout, is_loose
+from atroposlib.wire.rows import (
     ROW_FIELDS,
     JsonText,
     decode_value,
@@ -29,14 +30,14 @@ from atroposlib.wire_rows import (
     read_rows,
     read_scores,
 )
-from atroposlib.wire_types import (
+from atroposlib.wire.vocabulary import (
     BODY_NOT_TEXT,
     DecodedGroup,
     Path,
     WireError,
     from_group_error,
 )
-from atroposlib.wire_walk import RowTexts, walk_group
+from atroposlib.wire.walk import RowTexts, walk_group
 
 __all__ = [
     "NULL",
@@ -74,7 +75,7 @@ def _parsed_type(name: str, *, is_rest: bool) -> Any:
 
 _Group = _parsed_type("Group", is_rest=False)
 _group_decoder = msgspec.json.Decoder(_Group)
-_groups_decoder = msgspec.json.Decoder(list[_Group])
+_groups_decoder = msgspec.json.Decoder(GenericAlias(list, _Group))
 _rest_decoder = msgspec.json.Decoder(_parsed_type("Rest", is_rest=True))
 
 

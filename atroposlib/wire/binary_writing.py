@@ -1,4 +1,4 @@
-"""Writes a group in the binary lane; `wire_binary` reads what is written here; pure."""
+"""Writes a group in the binary lane; `binary_lane` reads what is written here; pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from atroposlib.scored_data import check_group
-from atroposlib.wire_binary import (
+from atroposlib.wire.binary_lane import (
     FORMAT,
     NUMERIC_FIELDS,
     OPAQUE_FIELDS,
     texts_decoder,
     write_map,
 )
-from atroposlib.wire_columns import TEXT, Column, Numbers
-from atroposlib.wire_json import write_field
-from atroposlib.wire_packing import gather, gather_rows, pack
-from atroposlib.wire_rows import decode_value, read_integer, read_scores
+from atroposlib.wire.columns import TEXT, Column, Numbers
+from atroposlib.wire.json_lane import write_field
+from atroposlib.wire.packing import gather, gather_rows, pack
+from atroposlib.wire.rows import decode_value, read_integer, read_scores
 
 __all__ = ["encode_binary_group", "write_group"]
 

@@ -22,7 +22,7 @@ from atroposlib.wire import (
     decode_groups,
     encode_group,
 )
-from tests.wire_groups import FULL_GROUP, groups
+from tests.wire.groups import FULL_GROUP, groups
 
 LANES: tuple[Lane, ...] = ("json", "msgpack")
 BODIES = {

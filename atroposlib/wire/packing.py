@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, GroupField
-from atroposlib.wire_columns import BITS, Column, Numbers, require_finite
-from atroposlib.wire_rows import JsonText, read_rows
+from atroposlib.wire.columns import BITS, Column, Numbers, require_finite
+from atroposlib.wire.rows import JsonText, read_rows
 
 __all__ = ["gather", "gather_rows", "pack"]
 
@@ -141,4 +141,4 @@ def _packed_counts(counts: NDArray[Any] | None) -> memoryview | int | None:
 
 
 def _view(values: NDArray[Any]) -> memoryview:
-    return memoryview(np.ascontiguousarray(values)).cast("B") if values.size else memoryview(b"")
+    return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")

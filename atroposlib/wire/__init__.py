@@ -1,0 +1,37 @@
+"""Codecs between a scored group and its bytes on the wire, in JSON and in binary; pure.
+
+    sender:  group ── encode_group ──► body ──► POST
+    service: body ── decode_group(s) ──► DecodedGroup(payload, lane, size, ...) ──► store
+             StoredPayload(lane, bytes) ── batch_pieces ──► body of GET /batch
+    trainer: body ── decode_batch ──► {"batch": [group, ...]}
+
+A *payload* is the canonical form of one group in the lane it came in. In JSON: an object with all
+fourteen fields of `scored_data.GROUP_FIELDS`, in table order, absent ones null; numbers keep every
+digit, opaque fields (`messages`, `images`, ...) keep the bytes they came with. In binary: the blob
+that `docs/wire.md` defines. Payloads of the lane a client asked for are spliced into its batch;
+only the others are converted.
+"""
+
+from atroposlib.wire.batches import batch_pieces, convert_payload, decode_batch
+from atroposlib.wire.groups import decode_group, decode_groups, encode_group, encode_groups
+from atroposlib.wire.lanes import MEDIA_TYPES, AcceptedLane, lane_of, lane_of_accept
+from atroposlib.wire.vocabulary import BODY_NOT_TEXT, DecodedGroup, Lane, StoredPayload, WireError
+
+__all__ = [
+    "BODY_NOT_TEXT",
+    "MEDIA_TYPES",
+    "AcceptedLane",
+    "DecodedGroup",
+    "Lane",
+    "StoredPayload",
+    "WireError",
+    "batch_pieces",
+    "convert_payload",
+    "decode_batch",
+    "decode_group",
+    "decode_groups",
+    "encode_group",
+    "encode_groups",
+    "lane_of",
+    "lane_of_accept",
+]
