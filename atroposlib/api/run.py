@@ -105,6 +105,10 @@ class Run:
             self._is_open = True
             await self._return_orphans(is_start=True)
 
+    def stop_waiting(self) -> None:
+        """Answer everybody who waits for a batch, or begins to, that there is none."""
+        self._deliveries.stop_waiting()
+
     async def close(self) -> None:
         """Finish what is under way and close the store."""
         await self._deliveries.close()

@@ -257,6 +257,10 @@ class DeliveryDesk:
         if len(self._waiters) and self._state.may_form_batch:
             self._waiters.wake()
 
+    def stop_waiting(self) -> None:
+        """Answer everybody who waits for a batch that there is none."""
+        self._waiters.close()
+
     async def close(self) -> None:
         """Wait until what cancelled callers left behind is taken back."""
         if self._background:

@@ -21,7 +21,7 @@ def _check_run_name(name: str | None) -> str | None:
 class ApiSettings(BaseModel):
     """Where a service keeps its run, what it accepts and what it tells; fixed once it is built."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     store: Annotated[str, AfterValidator(check_store_url)] = Field(
         default="memory",

@@ -14,6 +14,7 @@ class Waiters:
     def __init__(self) -> None:
         self._tickets = count()
         self._waiting: dict[int, asyncio.Future[bool]] = {}
+        self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -27,6 +28,12 @@ class Waiters:
         if self._waiting:
             self._waiting.pop(min(self._waiting)).set_result(True)
 
+    def close(self) -> None:
+        """Let the time run out for everybody, those who come later included."""
+        self._is_closed = True
+        for ticket in list(self._waiting):
+            self._time_out(ticket)
+
     async def wait(self, ticket: int, *, timeout_s: float) -> bool:
         """Wait to be woken.
 
@@ -35,7 +42,7 @@ class Waiters:
         Returns:
             True when woken, False when the time ran out.
         """
-        if timeout_s <= 0:
+        if timeout_s <= 0 or self._is_closed:
             return False
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()

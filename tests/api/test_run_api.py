@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -66,6 +67,23 @@ def test_run_api_says_little_and_ends_on_sigterm(free_port):
     assert len(output) < 1000
 
 
+def test_run_api_answers_who_waits_for_a_batch_when_it_is_stopped(free_port):
+    with running(free_port) as process, ThreadPoolExecutor() as threads:
+        url = wait_until_up(free_port)
+        httpx.post(f"{url}/register", json=REGISTRATION)
+        asking = [threads.submit(httpx.get, f"{url}/batch?wait=60", timeout=70) for _ in range(2)]
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        answers = [asked.result() for asked in asking]
+        process.communicate(timeout=10)
+
+    assert [(answer.status_code, answer.json()) for answer in answers] == [
+        (200, {"batch": None})
+    ] * 2
+    assert time.monotonic() - started < 2
+
+
 def test_run_api_port_in_use_fails_at_once_and_says_so(free_port):
     with running(free_port):
         wait_until_up(free_port)
@@ -122,6 +140,37 @@ def test_run_api_wrong_value_is_a_usage_error_that_names_the_flag(
 
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:s3cret@host:6379", "http://:s3cret@host", "redis:/:s3cret@h", "me:s3cret@h"]
+)
+def test_run_api_never_shows_the_password_of_a_store(monkeypatch, capsys, url):
+    monkeypatch.setattr(sys, "argv", ["run-api", "--store", url])
+
+    with pytest.raises(SystemExit) as stop:
+        main()
+
+    said = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "is unknown; expected memory, sqlite or redis://" in said.err
+    assert "s3cret" not in said.err + said.out
+
+
+def test_run_api_without_the_library_of_its_store_ends_with_one_line(monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["run-api", "--store", "redis://:s3cret@host", "--run", "mine"]
+    )
+    for name in ("redis", "redis.asyncio"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+    with pytest.raises(SystemExit) as stop:
+        main()
+
+    assert str(stop.value).startswith("run-api: ")
+    assert "atroposlib[redis]" in str(stop.value)
+    assert "s3cret" not in str(stop.value)
+    assert "\n" not in str(stop.value)
 
 
 def test_run_api_goes_on_with_a_named_run_after_it_was_killed(free_port, tmp_path):

@@ -11,7 +11,14 @@ from atroposlib.api.store.base import RunStore
 from atroposlib.api.store.memory import MemoryRunStore
 from atroposlib.errors import ConfigError
 
-__all__ = ["check_run_name", "check_store_url", "fresh_run_name", "open_store", "run_file"]
+__all__ = [
+    "check_run_name",
+    "check_store_url",
+    "fresh_run_name",
+    "open_store",
+    "run_file",
+    "without_secrets",
+]
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 MAX_RUN_NAME = 100
@@ -71,8 +78,16 @@ def check_store_url(url: str) -> str:
     if url in ("memory", "sqlite") or url.startswith(REDIS_SCHEMES):
         return url
     raise ConfigError(
-        f"store {url!r} is unknown; expected memory, sqlite or redis://HOST:PORT/DATABASE"
+        f"store {without_secrets(url)!r} is unknown; expected memory, sqlite or redis://HOST:PORT/DATABASE"
     )
+
+
+def without_secrets(url: str) -> str:
+    """Return what was given as the URL of a store, without user, password and options."""
+    address = url.partition("?")[0]
+    access, at, place = address.rpartition("@")
+    scheme = re.match(r"\w+://", access)
+    return f"{scheme.group() if scheme else ''}***@{place}" if at else address
 
 
 def run_file(data_dir: Path, run_name: str) -> Path:
