@@ -12,29 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atroposlib.envs.checks.call_site import hook_site, traceback_site
+from atroposlib.envs.checks.call_site import hook_site
 from atroposlib.envs.checks.captured_output import CapturedOutput, capture_output
-from atroposlib.envs.checks.determinism import difference, trace_of
 from atroposlib.envs.checks.evaluation_check import check_evaluation
 from atroposlib.envs.checks.failure_checks import check_cancel, check_failed_rollout
 from atroposlib.envs.checks.group_checks import check_groups
 from atroposlib.envs.checks.item_state import changed_path, data_of
-from atroposlib.envs.checks.leftovers import Running, end_leftover_tasks, wait_for_end
-from atroposlib.envs.checks.loop_watch import Stall, watch_loop
-from atroposlib.envs.checks.network_guard import (
-    NetworkAttempt,
-    NetworkBlockedError,
-    block_network,
-)
+from atroposlib.envs.checks.leftovers import Running
+from atroposlib.envs.checks.loop_watch import watch_loop
+from atroposlib.envs.checks.network_guard import block_network
 from atroposlib.envs.checks.rehearsal import COLLECTING, Rehearsal, next_item, rehearse
 from atroposlib.envs.checks.report import CheckReport, Findings, Outcome
 from atroposlib.envs.checks.stage import Stage, local_tokenizers, seeded, staged_settings
+from atroposlib.envs.checks.verdicts import (
+    judge_determinism,
+    judge_leftovers,
+    judge_network,
+    judge_stalls,
+    judging,
+)
 from atroposlib.envs.command_factory import check_command
 from atroposlib.envs.config_layers import Settings
 from atroposlib.envs.env_hooks import settle
@@ -63,7 +63,7 @@ def check_environment(
     if dataset_path is not None:
         flags["dataset-path"] = str(dataset_path)
     findings = Findings()
-    with _judging(findings, "config", env_cls, ["config_init"]):
+    with judging(findings, "config", env_cls, ["config_init"]):
         layered = check_command(env_cls)(**flags).layered({})
         return run_checks(env_cls, layered)
     return _report(env_cls, findings, started_at)
@@ -103,8 +103,8 @@ def _run_twice(env_cls: type[Any], settings: Settings, findings: Findings) -> No
         first = _run(env_cls, staged, findings, output, is_stand_in=is_stand_in)
         if first:
             second = _run(env_cls, staged, Findings(), None, is_stand_in=is_stand_in)
-            _judge_determinism(env_cls, first, second, findings)
-    _judge_network(attempts, findings)
+            judge_determinism(env_cls, first, second, findings)
+    judge_network(attempts, findings)
 
 
 def _run(
@@ -119,7 +119,7 @@ def _run(
     _load_slow_modules()
     with seeded():
         before = Running.now()
-        with _judging(findings, "config", env_cls, ["__init__", "config_init"]):
+        with judging(findings, "config", env_cls, ["__init__", "config_init"]):
             # The environment writes into its config: each run has its own.
             own = settings._replace(env=settings.env.model_copy(deep=True))
             stage = Stage.build(env_cls, own, is_stand_in=is_stand_in)
@@ -139,20 +139,20 @@ async def _perform(
 ) -> list[Rehearsal]:
     env_cls = type(stage.env)
     rehearsals: list[Rehearsal] = []
-    with _judging(findings, "setup", env_cls, ["setup"]):
+    with judging(findings, "setup", env_cls, ["setup"]):
         await settle(stage.env.setup())
         findings.passed("setup")
         with watch_loop() as stalls:
-            with _judging(findings, "rollout", env_cls, COLLECTING):
+            with judging(findings, "rollout", env_cls, COLLECTING):
                 rehearsals = await _rehearse_items(stage, findings)
             if output is not None:
                 await _try_failures(stage, findings, output, rehearsals)
-        _judge_stalls(stalls, findings)
-    with _judging(findings, "leftovers", env_cls, ["close"]):
+        judge_stalls(stalls, findings)
+    with judging(findings, "leftovers", env_cls, ["close"]):
         await settle(stage.env.close())
         await stage.env.server.close()
     stage.env._close_records()
-    await _judge_leftovers(before, findings)
+    await judge_leftovers(before, findings)
     return rehearsals
 
 
@@ -188,74 +188,15 @@ async def _try_failures(
     env_cls = type(stage.env)
     if rehearsals:
         num_first_requests = max(r.num_first_requests for r in rehearsals)
-        with _judging(findings, "siblings", env_cls, COLLECTING):
+        with judging(findings, "siblings", env_cls, COLLECTING):
             await check_failed_rollout(
                 stage, findings, output, num_first_requests=num_first_requests
             )
-        with _judging(findings, "cancel", env_cls, COLLECTING):
+        with judging(findings, "cancel", env_cls, COLLECTING):
             await check_cancel(stage, findings)
-    with _judging(findings, "evaluation", env_cls, ["evaluate"]):
+    with judging(findings, "evaluation", env_cls, ["evaluate"]):
         await check_evaluation(stage, findings)
-
-
-def _judge_determinism(
-    env_cls: type[Any], first: list[Rehearsal], second: list[Rehearsal], findings: Findings
-) -> None:
-    changed = difference(trace_of(first), trace_of(second))
-    if changed:
-        findings.fail("determinism", changed, hook_site(env_cls, ("get_next_item", *COLLECTING)))
-    findings.passed("determinism", f"two runs of {len(first)} items are the same")
-
-
-def _judge_network(attempts: list[NetworkAttempt], findings: Findings) -> None:
-    if attempts:
-        hosts = ", ".join(dict.fromkeys(attempt.host for attempt in attempts))
-        where = next((attempt.where for attempt in attempts if attempt.where), None)
-        findings.fail("network", f"{len(attempts)} attempts to reach {hosts}", where)
-    findings.passed("network", "nothing but this machine was reached for")
-
-
-def _judge_stalls(stalls: list[Stall], findings: Findings) -> None:
-    if stalls:
-        longest = max(stalls)
-        what = "one call" if longest.where else "a computation that let no other thread run"
-        findings.fail("blocking", f"{what} held it for {longest.duration_s:.2f} s", longest.where)
-    findings.passed("blocking", "no call held it for more than 100 ms")
-
-
-async def _judge_leftovers(before: Running, findings: Findings) -> None:
-    await asyncio.get_running_loop().shutdown_default_executor()
-    left = await wait_for_end(before)
-    if left:
-        names = ", ".join(sorted({leftover.what for leftover in left}))
-        where = next((leftover.where for leftover in left if leftover.where), None)
-        findings.fail("leftovers", f"after close() there is still {names}", where)
-    findings.passed("leftovers", "tasks, threads and processes have ended")
-    await end_leftover_tasks(before)
 
 
 def _site(stage: Stage, *names: str) -> str | None:
     return hook_site(type(stage.env), names)
-
-
-@contextmanager
-def _judging(
-    findings: Findings, name: str, env_cls: type[Any], hooks: Sequence[str]
-) -> Iterator[None]:
-    """Turn what a step raises into a finding of one rule, and go on behind the block."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - one step of the check: what it raises is the result
-        if _is_by_network(error):
-            findings.skip(name, "stopped by the attempt to reach the network")
-            return
-        where = traceback_site(error.__traceback__) or hook_site(env_cls, hooks)
-        findings.fail(name, f"{type(error).__name__}: {error}", where)
-
-
-def _is_by_network(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, NetworkBlockedError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

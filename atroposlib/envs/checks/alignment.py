@@ -60,7 +60,6 @@ def align(
     trained = [i for i, mask in enumerate(masks) if mask != IGNORE_INDEX]
     spans = _spans(list(tokens), trained, sampled)
     written = {i for span in spans for i in range(span.start, span.end)}
-    written |= _closing_positions(tokens, trained, spans, tokenizer)
     return Alignment(
         spans=spans,
         mask_problem=_mask_problem(path, tokens, masks, written, tokenizer),
@@ -114,20 +113,6 @@ def _loose_span(tokens: list[int], start: int, sampled: Sequence[SampledReply]) 
     return longest
 
 
-def _closing_positions(
-    tokens: Sequence[int], trained: Sequence[int], spans: Sequence[Span], tokenizer: Any
-) -> set[int]:
-    """Return trained positions right behind a reply that only close the turn in the template."""
-    positions: set[int] = set()
-    is_trained = set(trained)
-    for span in spans:
-        i = span.end
-        while i in is_trained and not _text([tokens[i]], tokenizer).strip():
-            positions.add(i)
-            i += 1
-    return positions
-
-
 def _mask_problem(
     path: str,
     tokens: Sequence[int],
@@ -141,7 +126,12 @@ def _mask_problem(
                 f"masks{path}[{i}] is {mask}; expected {IGNORE_INDEX} or the token, {token} "
                 f"({_text([token], tokenizer)!r})"
             )
-    foreign = [i for i, mask in enumerate(masks) if mask != IGNORE_INDEX and i not in written]
+    # Tokens without text only close a turn: a chat template adds them behind a reply.
+    foreign = [
+        i
+        for i, mask in enumerate(masks)
+        if mask != IGNORE_INDEX and i not in written and _text([mask], tokenizer).strip()
+    ]
     if foreign:
         i = foreign[0]
         shown = _text(tokens[i : i + 12], tokenizer)

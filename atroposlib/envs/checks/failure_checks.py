@@ -76,7 +76,7 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
     before = data_of(item)
     stage.model.start(make_script(gold))
     stage.model.hangs = True
-    rollout = asyncio.create_task(_outcome(stage.env, item))
+    rollout = asyncio.create_task(roll_out(stage.env, item))
     while not stage.model.num_in_flight and not rollout.done():  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
     rollout.cancel()
@@ -84,7 +84,7 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
     if not rollout.done():
         findings.fail("cancel", f"a cancelled rollout ran on for {CANCEL_LIMIT_S:g} s", site)
         return
-    if not rollout.cancelled():
+    if not rollout.cancelled() and rollout.exception() is None:
         findings.fail("cancel", "a cancelled rollout went on as if nothing had happened", site)
         return
     changed = changed_path(before, data_of(item))

@@ -7,7 +7,7 @@ from typing import Any
 from atroposlib.envs.checks.alignment import Alignment, align
 from atroposlib.envs.checks.call_site import hook_site
 from atroposlib.envs.checks.group_shape import non_finite_path, shape_problem
-from atroposlib.envs.checks.rehearsal import COLLECTING, Rehearsal
+from atroposlib.envs.checks.rehearsal import COLLECTING, SCORING, Rehearsal
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.scoring import ScoredReply, equal_scores, scored_replies, too_good
 from atroposlib.envs.checks.script import Role
@@ -37,7 +37,7 @@ def check_groups(env: Any, rehearsal: Rehearsal, findings: Findings) -> None:
                 continue
         path = non_finite_path(group)
         if path:
-            findings.fail("finite", path, site)
+            findings.fail("finite", path, hook_site(type(env), SCORING))
         alignments = _alignments(group, rehearsal, env.tokenizer)
         _check_alignments(group, alignments, findings, site)
         roles = [a.spans[-1].reply.role if a.spans else None for a in alignments]
@@ -45,7 +45,7 @@ def check_groups(env: Any, rehearsal: Rehearsal, findings: Findings) -> None:
     first = rehearsal.groups[0]
     findings.passed("shape", f"{_count(first)} trajectories, group_size {env.config.group_size}")
     findings.passed("finite", "scores, advantages and logprobs")
-    _check_scores(replies, rehearsal, findings, site)
+    _check_scores(replies, rehearsal, findings, hook_site(type(env), SCORING))
 
 
 def _tell_of_no_group(rehearsal: Rehearsal, findings: Findings, site: str | None) -> None:

@@ -9,6 +9,7 @@ Each callback is timed on its own: many short ones in a row are what a loop is f
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 import time
@@ -26,6 +27,9 @@ LOOK_INTERVAL_S = 0.01
 MIN_OWN_SHARE = 0.5
 """Share of the looks at the stack that must show the author's code; imports do not count, since
 they happen once."""
+MIN_LOOKS_SHARE = 0.4
+"""Share of the looks that must have been possible. Under a call that waits, as `time.sleep`, all
+are; on a busy machine the loop and the watch are held up together."""
 
 
 class Stall(NamedTuple):
@@ -45,6 +49,8 @@ class _Watch(threading.Thread):
         self._loop_thread = loop_thread
         self._started_at: float | None = None
         self._seen: list[str | None] = []
+        self._collected_s = 0.0
+        self._collecting_since = 0.0
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -62,24 +68,33 @@ class _Watch(threading.Thread):
     def time_callback(self, run: Any, handle: Any) -> None:
         """Run one callback of the loop and judge how long it took."""
         cpu_before = time.thread_time()
-        self._seen = []
+        self._seen, self._collected_s = [], 0.0
         self._started_at = started_at = time.monotonic()
         try:
             run(handle)
         finally:
             self._started_at = None
-            duration_s = time.monotonic() - started_at
+            duration_s = time.monotonic() - started_at - self._collected_s
             if duration_s > LIMIT_S:
-                self._judge(duration_s, self._seen, computed_s=time.thread_time() - cpu_before)
+                computed_s = time.thread_time() - cpu_before - self._collected_s
+                self._judge(duration_s, self._seen, computed_s=computed_s)
+
+    def note_collection(self, phase: str, _: Any) -> None:
+        """Take the time of Python's garbage collector out of what a callback took."""
+        if threading.get_ident() == self._loop_thread:
+            if phase == "start":
+                self._collecting_since = time.monotonic()
+            else:
+                self._collected_s += time.monotonic() - self._collecting_since
 
     def _judge(self, duration_s: float, seen: list[str | None], *, computed_s: float) -> None:
-        if not seen:
-            # Computing without letting anybody look; or waiting for a busy machine, its own fault.
-            if computed_s > LIMIT_S:
-                self.stalls.append(Stall(duration_s, None))
-            return
         own = [site for site in seen if site is not None]
-        if len(own) >= MIN_OWN_SHARE * len(seen):
+        was_waiting = len(seen) >= MIN_LOOKS_SHARE * duration_s / LOOK_INTERVAL_S
+        if computed_s <= LIMIT_S and not was_waiting:
+            return
+        if not seen:
+            self.stalls.append(Stall(duration_s, None))
+        elif own and len(own) >= MIN_OWN_SHARE * len(seen):
             self.stalls.append(Stall(duration_s, Counter(own).most_common(1)[0][0]))
 
 
@@ -106,9 +121,11 @@ def watch_loop() -> Iterator[list[Stall]]:
             run(handle)
 
     watch.start()
+    gc.callbacks.append(watch.note_collection)
     asyncio.Handle._run = timed_run  # type: ignore[method-assign, assignment]
     try:
         yield watch.stalls
     finally:
         asyncio.Handle._run = run  # type: ignore[method-assign]
+        gc.callbacks.remove(watch.note_collection)
         watch.end()

@@ -14,10 +14,21 @@ from atroposlib.envs.group_assembly import as_pair
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.utils.plain_json import to_plain
 
-__all__ = ["COLLECTING", "Rehearsal", "next_item", "rehearse", "roll_out", "within_limit"]
+__all__ = [
+    "COLLECTING",
+    "SCORING",
+    "Rehearsal",
+    "next_item",
+    "rehearse",
+    "roll_out",
+    "within_limit",
+]
 
-COLLECTING = ("collect_trajectories", "collect_trajectory", "postprocess_histories")
-"""Hooks a finding about a group points at, in this order."""
+COLLECTING = ("postprocess_histories", "collect_trajectories", "collect_trajectory")
+"""Hooks a finding about a group points at: the first that the author wrote."""
+
+SCORING = ("score", "_score", "compute_score", "reward", "compute_reward", "grade", *COLLECTING)
+"""Methods a finding about scores points at: the first that the author wrote."""
 
 STEP_LIMIT_S = 60.0
 MAX_BACKLOG_ROUNDS = 20

@@ -1,0 +1,81 @@
+"""Turning what was watched during a run into findings: errors, stalls, attempts, leftovers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from atroposlib.envs.checks.call_site import hook_site, traceback_site
+from atroposlib.envs.checks.determinism import difference, trace_of
+from atroposlib.envs.checks.leftovers import Running, end_leftover_tasks, wait_for_end
+from atroposlib.envs.checks.loop_watch import Stall
+from atroposlib.envs.checks.network_guard import NetworkAttempt, NetworkBlockedError
+from atroposlib.envs.checks.rehearsal import COLLECTING, Rehearsal
+from atroposlib.envs.checks.report import Findings
+
+__all__ = ["judge_determinism", "judge_leftovers", "judge_network", "judge_stalls", "judging"]
+
+
+@contextmanager
+def judging(
+    findings: Findings, name: str, env_cls: type[Any], hooks: Sequence[str]
+) -> Iterator[None]:
+    """Turn what a step raises into a finding of one rule, and go on behind the block."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - one step of the check: what it raises is the result
+        if _is_by_network(error):
+            findings.skip(name, "stopped by the attempt to reach the network")
+            return
+        where = traceback_site(error.__traceback__) or hook_site(env_cls, hooks)
+        findings.fail(name, f"{type(error).__name__}: {error}", where)
+
+
+def _is_by_network(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, NetworkBlockedError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def judge_determinism(
+    env_cls: type[Any], first: list[Rehearsal], second: list[Rehearsal], findings: Findings
+) -> None:
+    """Compare two runs of the same items."""
+    changed = difference(trace_of(first), trace_of(second))
+    if changed:
+        findings.fail("determinism", changed, hook_site(env_cls, ("get_next_item", *COLLECTING)))
+    findings.passed("determinism", f"two runs of {len(first)} items are the same")
+
+
+def judge_network(attempts: list[NetworkAttempt], findings: Findings) -> None:
+    """Tell of attempts to reach other machines."""
+    if attempts:
+        hosts = ", ".join(dict.fromkeys(attempt.host for attempt in attempts))
+        where = next((attempt.where for attempt in attempts if attempt.where), None)
+        findings.fail("network", f"{len(attempts)} attempts to reach {hosts}", where)
+    findings.passed("network", "nothing but this machine was reached for")
+
+
+def judge_stalls(stalls: list[Stall], findings: Findings) -> None:
+    """Tell of the longest call that held the event loop."""
+    if stalls:
+        longest = max(stalls)
+        what = "one call" if longest.where else "a computation that let no other thread run"
+        findings.fail("blocking", f"{what} held it for {longest.duration_s:.2f} s", longest.where)
+    findings.passed("blocking", "no call held it for more than 100 ms")
+
+
+async def judge_leftovers(before: Running, findings: Findings) -> None:
+    """Tell of what goes on running after `close`, and end its tasks."""
+    await asyncio.get_running_loop().shutdown_default_executor()
+    left = await wait_for_end(before)
+    if left:
+        names = ", ".join(sorted({leftover.what for leftover in left}))
+        where = next((leftover.where for leftover in left if leftover.where), None)
+        findings.fail("leftovers", f"after close() there is still {names}", where)
+    findings.passed("leftovers", "tasks, threads and processes have ended")
+    await end_leftover_tasks(before)

@@ -1,0 +1,64 @@
+"""`check` on environments of several kinds, and on defects beyond the seeded ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.check import check_environment
+from tests.envs.check.defects import CleanEnv
+from tests.envs.check.other_environments import CLEAN, DEFECTS, STOPPED
+from tests.envs.small_environment import SmallEnv
+from tests.envs.test_base_readme import readme_environment
+
+
+@pytest.mark.parametrize("env_cls", CLEAN)
+def test_check_clean_environment_of_any_kind_passes(env_cls: type[CleanEnv]) -> None:
+    report = check_environment(env_cls)
+
+    assert report.passed, report.text
+
+
+@pytest.mark.parametrize(("env_cls", "rule"), DEFECTS)
+def test_check_defect_is_the_one_failure(env_cls: type[CleanEnv], rule: str) -> None:
+    report = check_environment(env_cls)
+    STOPPED.set()
+    STOPPED.clear()
+
+    assert [failure.name for failure in report.failures] == [rule], report.text
+    assert "other_environments.py:" in (report.failures[0].where or "")
+
+
+def test_check_without_gold_answer_skips_the_scores_and_says_how_to_add_it() -> None:
+    report = check_environment(readme_environment())
+
+    skipped = {o.name: o.detail for o in report.outcomes if o.status == "skipped"}
+    assert report.passed, report.text
+    assert set(skipped) == {"spread", "wrong", "truncated"}
+    assert "check_gold_answer(self, item)" in skipped["spread"]
+
+
+def test_check_environment_inside_a_running_loop_and_with_settings() -> None:
+    async def inside() -> Any:
+        return check_environment(CleanEnv, group_size=6)
+
+    import asyncio
+
+    report = asyncio.run(inside())
+
+    assert report.passed, report.text
+    assert "group_size 6" in report.text
+
+
+def test_check_dataset_path_without_such_a_setting_fails_the_settings() -> None:
+    report = check_environment(CleanEnv, dataset_path="data")
+
+    assert [failure.name for failure in report.failures] == ["config"]
+    assert "has no setting dataset_path" in report.text
+
+
+def test_check_environment_that_makes_its_own_tokens_is_told_so() -> None:
+    report = check_environment(SmallEnv)
+
+    assert "masks" in [failure.name for failure in report.failures]
