@@ -93,7 +93,8 @@ An environment script takes its settings from four places; later ones win:
 
 Every flag takes a value, booleans too: `--env.use_wandb false`. A list takes several words or one
 JSON array, a mapping takes one JSON object, `None` empties an optional setting. Names are written
-in full. Unknown names, in the file or as flags, are errors.
+in full. Unknown flags are errors, and so are names in the file that resemble a setting; other names
+in the file are warned about, and those under `env:` become attributes of the config.
 
 ```yaml
 env:

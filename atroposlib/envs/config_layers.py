@@ -171,11 +171,11 @@ def yaml_layers(yaml_config: Mapping[str, Any], defaults: Defaults) -> YamlLayer
     """Split a parsed YAML file into its parts.
 
     A section without content is empty. Masked secrets, as `evaluate_config.yaml` has them, count
-    as not given. A top-level key that resembles no known one is another program's: it is left
-    alone with a warning.
+    as not given. A key that resembles no known one is another program's: it is left alone with a
+    warning; under `env` it becomes an attribute of the config.
 
     Raises:
-        UsageError: a section has the wrong shape, or a key is unknown.
+        UsageError: a section has the wrong shape, or a key looks misspelt.
     """
     manager_keys = set(ServerManagerConfig.model_fields)
     sections = {ENV_NAMESPACE, OPENAI_NAMESPACE, *manager_keys, *EXTRA_SECTIONS}
@@ -187,7 +187,7 @@ def yaml_layers(yaml_config: Mapping[str, Any], defaults: Defaults) -> YamlLayer
     env = yaml_config.get(ENV_NAMESPACE) or {}
     if not isinstance(env, Mapping):
         raise UsageError(f"{ENV_NAMESPACE}: expected settings by name, got {env!r}")
-    _refuse_unknown(env, {*defaults.config_class.model_fields, *defaults.env_settings}, ENV_PREFIX)
+    _unknown_keys(env, {*defaults.config_class.model_fields, *defaults.env_settings}, ENV_PREFIX)
     return YamlLayers(
         env=_without_masked(env),
         servers=server_layers(yaml_config.get(OPENAI_NAMESPACE), server_class_of(defaults.servers)),
@@ -196,22 +196,23 @@ def yaml_layers(yaml_config: Mapping[str, Any], defaults: Defaults) -> YamlLayer
 
 
 def server_layers(section: Any, server_class: type[BaseModel]) -> list[dict[str, Any]]:
-    """The servers of a YAML section, checked for unknown keys, without masked secrets.
+    """The servers of a YAML section, without unknown keys and masked secrets.
 
     Args:
         section: One server, a list of servers, or nothing.
         server_class: Whose fields are known.
 
     Raises:
-        UsageError: the section has the wrong shape, or a key is unknown.
+        UsageError: the section has the wrong shape, or a key looks misspelt.
     """
     servers = server_entries(section)
     known = set(server_class.model_fields)
     for entry in servers:
+        for key in _unknown_keys(entry, known | TOLERATED_SERVER_KEYS, OPENAI_PREFIX):
+            del entry[key]
         for key in TOLERATED_SERVER_KEYS & entry.keys() - known:
             logger.warning("openai.%s means nothing and is left out", key)
             del entry[key]
-        _refuse_unknown(entry, known, OPENAI_PREFIX)
     return [_without_masked(entry) for entry in servers]
 
 
@@ -222,14 +223,20 @@ def single_server_settings(servers: ServerConfigs) -> dict[str, Any]:
     return field_values(servers) if isinstance(servers, ServerBaseline) else {}
 
 
-def _refuse_unknown(given: Iterable[Any], known: set[str], prefix: str) -> None:
+def _unknown_keys(given: Iterable[Any], known: set[str], prefix: str) -> list[Any]:
+    """The keys that are no setting, each with a warning; one that resembles a setting is refused.
+
+    A misspelt setting must not be overlooked; what resembles none is somebody else's.
+    """
     full_names = sorted(prefix + name for name in known)
-    for key in given:
-        if key not in known:
-            name = f"{prefix}{key}"
-            raise UsageError(
-                f"{name} in the YAML file: no such setting{near_name(name, full_names)}"
-            )
+    unknown = [key for key in given if key not in known]
+    for key in unknown:
+        name = f"{prefix}{key}"
+        hint = near_name(name, full_names)
+        if hint:
+            raise UsageError(f"{name} in the YAML file: no such setting{hint}")
+        logger.warning("%s in the YAML file is no setting of this environment", name)
+    return unknown
 
 
 def _without_masked(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -207,6 +207,18 @@ def test_layer_settings_another_programs_section_is_left_alone_with_a_warning(
     assert "teacher" not in caplog.text
 
 
+def test_layer_settings_keys_that_resemble_no_setting_are_left_alone_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        settings = layered(yaml={"env": {"zzz": 3}, "openai": [{"zzz": 1, "model_name": "x"}]})
+
+    assert settings.env.zzz == 3  # type: ignore[attr-defined]
+    assert settings.servers[0].model_name == "x"  # type: ignore[index]
+    assert "env.zzz in the YAML file is no setting" in caplog.text
+    assert "openai.zzz in the YAML file is no setting" in caplog.text
+
+
 def test_layer_settings_masked_secret_counts_as_not_given() -> None:
     defaults = Defaults(SomeConfig, {}, [APIServerConfig(api_key="real")])
 
