@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.api.helpers import Service, StoreOfServices
+from tests.envs.conftest import make_env, service
+
+__all__ = ["make_env", "service"]  # fixtures that tests of environments share
 
 STORES = ("memory", "sqlite", "redis")
 
