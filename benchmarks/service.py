@@ -28,6 +28,7 @@ LANES: tuple[Lane, ...] = ("json", "msgpack")
 INGEST_TARGETS = {"json": 5e6, "msgpack": 25e6}
 DRAIN_TARGETS = {"json": 20e6, "msgpack": 60e6}
 DRAINED_TOKENS = 16_000_000
+QUEUED_TOKENS = 64_000_000
 
 
 class Options(NamedTuple):
@@ -128,7 +129,7 @@ def memory(options: Options) -> list[Row]:
     """Resident memory per queued token."""
     rows = []
     for lane in LANES:
-        held = measures.resident_bytes_per_token(options.store, lane, num_tokens=24_000_000)
+        held = measures.resident_bytes_per_token(options.store, lane, num_tokens=QUEUED_TOKENS)
         value = f"{held:.3f} bytes/token"
         rows.append(Row(f"resident, {lane}", value, "<= 1 (sqlite)", held <= 1, ""))
     return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import fields
@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from atroposlib.api.admission import RunLimits
 from atroposlib.api.allocation import MIN_ENV_WEIGHT
@@ -122,10 +123,20 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     # Routes are tried in this order: what is asked most comes first.
     for module in (environments, operations, trainer, inspection, groups):
         application.include_router(module.router)
+    _serve_directly(application, environments.BUSIEST_ROUTES)
     for kind, refuse in REFUSALS.items():
         application.add_exception_handler(kind, refuse)
     _add_middleware(application, settings, threads)
     return application
+
+
+def _serve_directly(application: FastAPI, busiest: Sequence[Route]) -> None:
+    """Answer the busiest routes without the framework's steps for arguments and results.
+
+    They take the request and give a response themselves, so only its share of the time would be
+    left: a quarter. The same routes in the routers stay for the document of the interface.
+    """
+    application.router.routes[:0] = busiest
 
 
 def _store_of(settings: ApiSettings, replica: str) -> RunStore:

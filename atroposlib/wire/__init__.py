@@ -12,7 +12,7 @@ that `docs/wire.md` defines. Payloads of the lane a client asked for are spliced
 only the others are converted.
 """
 
-from atroposlib.wire.batches import batch_pieces, convert_payload, decode_batch
+from atroposlib.wire.batches import batch_pieces, convert_payload, decode_batch, is_spliceable
 from atroposlib.wire.groups import decode_group, decode_groups, encode_group, encode_groups
 from atroposlib.wire.lanes import MEDIA_TYPES, AcceptedLane, lane_of, lane_of_accept
 from atroposlib.wire.vocabulary import BODY_NOT_TEXT, DecodedGroup, Lane, StoredPayload, WireError
@@ -32,6 +32,7 @@ __all__ = [
     "decode_groups",
     "encode_group",
     "encode_groups",
+    "is_spliceable",
     "lane_of",
     "lane_of_accept",
 ]

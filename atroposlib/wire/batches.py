@@ -18,7 +18,14 @@ from atroposlib.wire.rows import decode_value
 from atroposlib.wire.vocabulary import Lane, StoredPayload, WireError, from_validation
 from atroposlib.wire.zstd_frames import is_compressed, plain_blob
 
-__all__ = ["batch_pieces", "convert_payload", "decode_batch", "join_blobs", "split_blobs"]
+__all__ = [
+    "batch_pieces",
+    "convert_payload",
+    "decode_batch",
+    "is_spliceable",
+    "join_blobs",
+    "split_blobs",
+]
 
 _blobs_decoder = msgspec.msgpack.Decoder(list[memoryview])
 _batch_decoder = msgspec.msgpack.Decoder(list[memoryview] | None)
@@ -38,6 +45,13 @@ def split_blobs(body: bytes) -> list[memoryview]:
     return blobs
 
 
+def is_spliceable(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bool:
+    """Whether a stored group goes into a batch as it is; see `convert_payload`."""
+    if payload.lane != lane:
+        return False
+    return lane == "json" or accepts_zstd or not is_compressed(payload.content)
+
+
 def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bytes:
     """Return a stored group in a lane: as it is stored if that is the lane, else converted.
 
@@ -46,14 +60,12 @@ def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = 
         lane: the lane to write it in.
         accepts_zstd: whether a compressed group may stay compressed.
     """
+    if is_spliceable(payload, lane, accepts_zstd=accepts_zstd):
+        return payload.content
     if payload.lane == "json":
-        if lane == "json":
-            return payload.content
         from atroposlib.wire.conversion import binary_of_json
 
         return binary_of_json(payload.content)
-    if lane == "msgpack" and (accepts_zstd or not is_compressed(payload.content)):
-        return payload.content
     blob = plain_blob(payload.content, max_bytes=_UNLIMITED)
     if lane == "msgpack":
         return bytes(blob)

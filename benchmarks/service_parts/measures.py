@@ -178,11 +178,11 @@ def _probe_for(server: ServerProcess, seconds: float) -> Latencies:
 
 
 def resident_bytes_per_token(store: str, lane: Lane, *, num_tokens: int) -> float:
-    """Queue many groups and see what the process holds per token."""
+    """Queue many groups and see what the process holds per token, beyond its working buffers."""
     shape = Shape(8, 1024)
     requests = post_requests(shape, lane)
     with service(store, batch_size=1 << 40) as server:
-        post_until(server.port, requests, 200)
+        post_until(server.port, requests, 1000)
         before = server.resident_bytes
         count = num_tokens // shape.num_tokens
         post_until(server.port, requests, count)

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from atroposlib.api.admission import Admission, Placement
 from atroposlib.api.responses import json_response
@@ -16,6 +17,7 @@ from atroposlib.api.schemas import EnvIdentifier, RegisterEnv, ScoredData
 from atroposlib.wire import MEDIA_TYPES, DecodedGroup, Lane, decode_group, decode_groups
 
 __all__ = [
+    "BUSIEST_ROUTES",
     "disconnect_env",
     "get_status_env",
     "register_env_url",
@@ -160,3 +162,11 @@ async def disconnect_env(request: EnvIdentifier, run: RunOfApp) -> dict[str, Any
         error = f"no environment is registered under id {request.env_id}"
         return {"status": "failure", "error": error}
     return {"status": "success"}
+
+
+BUSIEST_ROUTES = (
+    Route("/scored_data", scored_data, methods=["POST"], include_in_schema=False),
+    Route("/status-env", get_status_env, methods=["GET", "POST"], include_in_schema=False),
+    Route("/scored_data_list", scored_data_list, methods=["POST"], include_in_schema=False),
+)
+"""Routes above that need nothing of the framework; see `server.create_app`."""

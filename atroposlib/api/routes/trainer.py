@@ -22,6 +22,7 @@ from atroposlib.wire import (
     StoredPayload,
     batch_pieces,
     convert_payload,
+    is_spliceable,
     lane_of_accept,
 )
 
@@ -113,14 +114,17 @@ async def _pieces_of(
 ) -> list[bytes]:
     """Write a batch; groups of the other lane are converted beside the event loop."""
     lane, accepts_zstd = accepted
-    is_spliced = all(payload.lane == lane for payload in payloads)
-    if not is_spliced or (lane == "msgpack" and not accepts_zstd):
-        converted = []
-        for payload in payloads:
-            convert = partial(convert_payload, payload, lane, accepts_zstd=accepts_zstd)
-            converted.append(StoredPayload(lane, await in_threads(request, convert)))
-        payloads = converted
+    if not all(is_spliceable(p, lane, accepts_zstd=accepts_zstd) for p in payloads):
+        payloads = await in_threads(request, partial(_converted, payloads, accepted))
     return batch_pieces(payloads, lane, envelope=envelope, accepts_zstd=True)
+
+
+def _converted(payloads: list[StoredPayload], accepted: AcceptedLane) -> list[StoredPayload]:
+    lane, accepts_zstd = accepted
+    return [
+        StoredPayload(lane, convert_payload(payload, lane, accepts_zstd=accepts_zstd))
+        for payload in payloads
+    ]
 
 
 def _small(content: dict[str, Any], accepted: AcceptedLane) -> Response:

@@ -63,7 +63,7 @@ def soak(
                 seed=env_id,
                 env_id=env_id,
                 sizes=_SIZES[env_id % len(_SIZES)] if env_id not in _SHARES else (_GROUP_SIZE,),
-                pause_s=0.05 if env_id in _SHARES else 0.5,
+                pause_s=0.05 if env_id in _SHARES else 1.0,
             )
             for env_id in env_ids
         ]
