@@ -12,32 +12,17 @@ from typing import Any
 import pytest
 
 from atroposlib.scored_data import check_group
+from tests.byte_tokenizer import save_byte_tokenizer
 from tests.environments.offline import read_groups
 from tests.fakes import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Any:
     """A byte-level tokenizer with a chat template, saved as a folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<pad>": 0, "</s>": 1} | {letter: i for i, letter in enumerate(letters, start=2)}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="</s>", chat_template=TEMPLATE
-    )
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    return tokenizer
+    return save_byte_tokenizer(tmp_path / "tokenizer")
 
 
 async def run(script: str, engine: ScriptedEngine, folder: Path, *flags: str) -> None:

@@ -1,0 +1,163 @@
+"""`SingleTurnEnv`: an environment whose items are one prompt each.
+
+    get_next_item ─► prompt ─► G completions in one request ─► score of each ─► group
+
+The author writes what is asked and what an answer is worth; evaluations ask and score alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+import time
+from abc import abstractmethod
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import Field
+
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
+from atroposlib.envs.conversation import visible_text
+from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.single_turn import build_group, completion_budget, sample_trajectories
+
+__all__ = ["SingleTurnEnv", "SingleTurnEnvConfig"]
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class SingleTurnEnvConfig(BaseEnvConfig):
+    """How completions are drawn. `max_token_length` holds for prompt and completion together."""
+
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
+    eval_temperature: float = Field(0.0, ge=0, description="Sampling temperature of evaluations.")
+    mute_truncated: bool = Field(
+        False, description="Keep completions that were cut from moving the policy."
+    )
+
+
+class SingleTurnEnv(BaseEnv):
+    """Write `get_next_item`, `prompt` and `score`; `eval_items` for evaluations.
+
+    Attributes:
+        scores_since_log: scores whose mean the next log carries.
+    """
+
+    env_config_cls = SingleTurnEnvConfig
+    config: SingleTurnEnvConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scores_since_log: list[float] = []
+
+    @abstractmethod
+    def prompt(self, item: Item) -> Sequence[Mapping[str, Any]]:
+        """Return the messages that pose an item."""
+
+    @abstractmethod
+    async def score(self, item: Item, answer: str) -> float:
+        """Return what an answer is worth; what it raises fails the group.
+
+        Args:
+            item: what was asked.
+            answer: the completion without its thinking; empty when the completion was cut, for
+                half an answer is none.
+        """
+
+    def eval_items(self) -> Sequence[Item]:
+        """Return the items `evaluate` asks; none by default."""
+        return ()
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """Sample G completions in one request and score them at the same time."""
+        messages = self.prompt(item)
+        budget = self._budget(messages)
+        if budget < 1:
+            logger.warning("an item leaves no room in max_token_length; skipped")
+            return None, []
+        trajectories = await sample_trajectories(
+            self.server,
+            self.tokenizer,
+            messages,
+            group_size=self.config.group_size,
+            max_tokens=budget,
+            temperature=self.config.temperature,
+        )
+        scores = await _all_results(
+            self._score(item, t.completion, is_cut=t.is_truncated) for t in trajectories
+        )
+        self.scores_since_log += scores
+        group = build_group(
+            messages,
+            trajectories,
+            scores,
+            is_muted=[self.config.mute_truncated and t.is_truncated for t in trajectories],
+            generation_params={"temperature": self.config.temperature},
+            include_messages=self.config.include_messages,
+        )
+        return group, []
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Ask every evaluation item once and log the mean score."""
+        started_at = time.time()
+        samples = await _all_results(self.evaluate_item(item) for item in self.eval_items())
+        if not samples:
+            logger.info("no evaluation: eval_items gives none")
+            return
+        metrics = {"eval/mean_score": statistics.fmean(sample["score"] for sample in samples)}
+        await self.evaluate_log(
+            metrics=metrics,
+            samples=samples,
+            start_time=started_at,
+            end_time=time.time(),
+            generation_parameters={"temperature": self.config.eval_temperature},
+        )
+        await self.wandb_log(metrics)
+
+    async def evaluate_item(self, item: Item) -> dict[str, Any]:
+        """Wait for one answer to an evaluation item; returns its record."""
+        messages = self.prompt(item)
+        answer = await self.server.chat_completion(
+            messages=list(messages),
+            n=1,
+            max_tokens=self._budget(messages),
+            temperature=self.config.eval_temperature,
+            split="eval",
+        )
+        [choice] = answer.choices
+        completion = choice.message.content or ""
+        is_cut = choice.finish_reason == "length"
+        return {
+            "messages": [*messages, {"role": "assistant", "content": completion}],
+            "score": await self._score(item, completion, is_cut=is_cut),
+            "finish_reason": choice.finish_reason,
+        }
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add the mean score since the last log."""
+        metrics = {} if wandb_metrics is None else wandb_metrics
+        if self.scores_since_log:
+            metrics["train/mean_score"] = statistics.fmean(self.scores_since_log)
+        self.scores_since_log = []
+        await super().wandb_log(metrics)
+
+    async def _score(self, item: Item, completion: str, *, is_cut: bool) -> float:
+        return float(await settle(self.score(item, "" if is_cut else visible_text(completion))))
+
+    def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        limit = self.config.max_token_length
+        return completion_budget(self.tokenizer, messages, max_token_length=limit)
+
+
+async def _all_results(steps: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Wait for all steps; then raise what the first that failed raised."""
+    outcomes = await asyncio.gather(*steps, return_exceptions=True)
+    results = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results

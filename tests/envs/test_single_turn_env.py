@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.local_items import LocalItems, LocalItemsConfig
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.errors import ConfigError
+from atroposlib.scored_data import check_group
+from tests.fakes import ScriptedEngine
+
+PROBED = "ok"
+"""First reply of a list: it answers the client's look for a route that gives token ids."""
+
+
+class EchoConfig(LocalItemsConfig, SingleTurnEnvConfig):
+    """Settings of the environment below."""
+
+
+class EchoEnv(LocalItems, SingleTurnEnv):
+    """Say the word."""
+
+    name = "echo"
+    env_config_cls = EchoConfig
+    columns = ("word",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.answers: list[str] = []
+
+    def prompt(self, item: Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
+        return [{"role": "user", "content": f"Say {item['word']}."}]
+
+    async def score(self, item: Mapping[str, str], answer: str) -> float:
+        self.answers.append(answer)
+        await asyncio.sleep(0)
+        if answer == "raise":
+            raise KeyError(answer)
+        return float(answer == item["word"])
+
+
+@pytest.fixture
+def make_echo(make_env: Callable[..., Any], tmp_path: Path) -> Callable[..., EchoEnv]:
+    """Build the environment at an engine, with three rows."""
+    make_env()  # puts the character tokenizer in place
+    rows = [{"word": word, "other": 1} for word in ("one", "two", "three")]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def make(engine: ScriptedEngine, **settings: Any) -> EchoEnv:
+        chosen = {"use_wandb": False, "tokenizer_name": "characters", "group_size": 3, **settings}
+        server = APIServerConfig(
+            model_name="m", base_url=engine.base_url, server_type="vllm", health_check=False
+        )
+        return EchoEnv(EchoConfig(**chosen), server)
+
+    return make
+
+
+async def test_group_holds_completions_with_their_scores(make_echo: Callable[..., Any]) -> None:
+    replies = [PROBED, "one", "<think>hm</think> one", "<think>one"]
+    async with ScriptedEngine(replies) as engine:
+        env = make_echo(engine, include_messages=True)
+        group, backlog = await env.collect_trajectories({"word": "one"})
+
+    check_group(group)
+    assert (group["scores"], backlog) == ([1.0, 1.0, 0.0], [])
+    assert env.answers == ["one", "one", ""]
+    assert group["messages"][1][-1]["content"] == "<think>hm</think> one"
+
+
+async def test_completion_that_was_cut_is_scored_as_an_empty_one(
+    make_echo: Callable[..., Any],
+) -> None:
+    # 27 prompt tokens, two kept free: of 32 three are left, so that "one" loses its end of turn
+    async with ScriptedEngine([PROBED, "one", "on", "one"]) as engine:
+        env = make_echo(engine, max_token_length=32, mute_truncated=True)
+        group, _ = await env.collect_trajectories({"word": "one"})
+
+    assert env.answers == ["", "on", ""]
+    muted = {"set_advantage_to_zero": True}
+    assert group["overrides"] == [muted, {}, muted]
+
+
+async def test_prompt_without_room_gives_no_group(make_echo: Callable[..., Any]) -> None:
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_echo(engine, max_token_length=10)
+
+        assert await env.collect_trajectories({"word": "one"}) == (None, [])
+
+
+async def test_score_that_raises_fails_the_group_after_the_others(
+    make_echo: Callable[..., Any],
+) -> None:
+    async with ScriptedEngine([PROBED, "raise", "one", "two"]) as engine:
+        env = make_echo(engine)
+        with pytest.raises(KeyError):
+            await env.collect_trajectories({"word": "one"})
+
+    assert env.answers == ["raise", "one", "two"]
+
+
+async def test_evaluate_asks_each_test_row_once(
+    make_echo: Callable[..., Any], tmp_path: Path
+) -> None:
+    async with ScriptedEngine(["three"]) as engine:
+        env = make_echo(engine, data_dir_to_save_evals="evals")
+        await env.setup()
+        env.test = [{"word": "three"}, {"word": "one"}]
+        await env.evaluate()
+        await env.close()
+
+    report = json.loads((tmp_path / "evals" / "metrics.json").read_text())
+    assert report["results"]["all"] == {"eval/mean_score": 0.5}
+
+
+async def test_local_items_go_round_and_keep_their_place(make_echo: Callable[..., Any]) -> None:
+    async with ScriptedEngine([PROBED]) as engine:
+        env, again = make_echo(engine), make_echo(engine)
+    for one in (env, again):
+        await one.setup()
+        one.checkpoint_dir, one.wandb_prepend = "checkpoints", "echo_0"
+    rows = [await env.get_next_item() for _ in range(5)]
+
+    env.save_checkpoint(4)
+    again.curr_step = 4
+    again.load_checkpoint()
+
+    assert len(env.test) == 1
+    assert env.test[0] not in rows
+    assert rows[0] == rows[2] == rows[4] != rows[1]
+    assert rows[0].keys() == {"word"}
+    assert await again.get_next_item() == rows[1]
+
+
+async def test_local_items_without_a_file_say_what_they_need(
+    make_echo: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "one"}')
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_echo(engine)
+
+        with pytest.raises(ConfigError, match="word"):
+            await env.setup()
