@@ -31,6 +31,7 @@ from atroposlib.api.metrics import ServiceMetrics
 from atroposlib.api.refusals import REFUSALS
 from atroposlib.api.request_metrics import RequestMetricsMiddleware
 from atroposlib.api.routes import environments, groups, inspection, operations, trainer
+from atroposlib.api.routes.documentation import EVERYWHERE
 from atroposlib.api.routes.environments import (
     disconnect_env,
     get_status_env,
@@ -111,7 +112,9 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     run.on_handed_out = metrics.observe_handout
     store.observe = metrics.observe_store
     threads = ThreadPoolExecutor(_BODY_THREADS, thread_name_prefix="bodies")
-    application = FastAPI(title="AtroposLib API", lifespan=_lifespan_of(run, threads))
+    application = FastAPI(
+        title="AtroposLib API", lifespan=_lifespan_of(run, threads), responses=EVERYWHERE
+    )
     application.state = StateView(run)
     application.state.settings = settings
     application.state.threads = threads

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from atroposlib.api.admission import Admission, Placement
 from atroposlib.api.responses import json_response
 from atroposlib.api.routes.dependencies import RunOfApp, advertises_lanes, run_of
+from atroposlib.api.routes.documentation import refused
 from atroposlib.api.routes.reading import PostedGroups, read_env_id, read_groups
 from atroposlib.api.run import Run
 from atroposlib.api.schemas import EnvIdentifier, RegisterEnv, ScoredData
@@ -67,12 +68,18 @@ _ENV_ID_DOCUMENTATION = _documented(
 )
 
 
-@router.get("/status-env", response_model=None, openapi_extra=_ENV_ID_DOCUMENTATION)
+@router.get(
+    "/status-env",
+    response_model=None,
+    openapi_extra=_ENV_ID_DOCUMENTATION,
+    responses=refused(404),
+)
 @router.post(
     "/status-env",
     response_model=None,
     openapi_extra=_ENV_ID_DOCUMENTATION,
     operation_id="post_status_env",
+    responses=refused(404),
 )
 async def get_status_env(request: Request) -> Response:
     """Tell one environment the step, its weight and how full the queue is in its own groups.

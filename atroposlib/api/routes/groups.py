@@ -19,6 +19,7 @@ from atroposlib.api.group_listing import (
 )
 from atroposlib.api.responses import PiecesResponse, json_response
 from atroposlib.api.routes.dependencies import RunOfApp
+from atroposlib.api.routes.documentation import IN_EITHER_LANE, refused
 from atroposlib.wire import MEDIA_TYPES, convert_payload, lane_of_accept
 
 __all__ = ["get_group", "get_group_payload", "get_groups", "list_envs", "router"]
@@ -53,7 +54,7 @@ async def get_groups(
     return json_response(page._asdict())
 
 
-@router.get("/groups/{group_id}")
+@router.get("/groups/{group_id}", responses=refused(404, 410))
 async def get_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
     """Describe one group; 410 when it is not kept any more, 404 when there never was one."""
     found = find_group(run.state, group_id)
@@ -62,7 +63,11 @@ async def get_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
     return describe_group(run.state, *found, now=time.time())
 
 
-@router.get("/groups/{group_id}/payload", response_model=None)
+@router.get(
+    "/groups/{group_id}/payload",
+    response_model=None,
+    responses={**refused(404, 410), **IN_EITHER_LANE},
+)
 async def get_group_payload(group_id: GroupId, run: RunOfApp, request: Request) -> Response:
     """Return one group as it was posted, as JSON or, where `Accept` says so, MessagePack."""
     payload = await run.payload(group_id)

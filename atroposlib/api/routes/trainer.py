@@ -13,6 +13,7 @@ from starlette.responses import Response
 from atroposlib.api.delivery import AckResult, Handout
 from atroposlib.api.responses import PiecesResponse, json_response, wait_until_gone
 from atroposlib.api.routes.dependencies import RunOfApp, advertises_lanes
+from atroposlib.api.routes.documentation import IN_EITHER_LANE, refused
 from atroposlib.api.routes.reading import in_threads
 from atroposlib.api.run import RegistrationConflictError, Run
 from atroposlib.api.schemas import Policy, Registration
@@ -30,13 +31,10 @@ __all__ = ["acknowledge_batch", "get_batch", "register", "return_batch", "router
 
 router = APIRouter(tags=["trainer"])
 
-_BOTH_LANES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {MEDIA_TYPES["json"]: {}, MEDIA_TYPES["msgpack"]: {}}}
-}
 Found = tuple[Handout, list[StoredPayload]]
 
 
-@router.post("/register", dependencies=[advertises_lanes])
+@router.post("/register", dependencies=[advertises_lanes], responses=refused(409))
 async def register(registration: Registration, run: RunOfApp) -> dict[str, Any]:
     """Start a run, or join it with the same settings (`starting_step` aside); 409 otherwise."""
     try:
@@ -45,7 +43,7 @@ async def register(registration: Registration, run: RunOfApp) -> dict[str, Any]:
         raise HTTPException(409, str(error)) from error
 
 
-@router.get("/batch", response_model=None, responses=_BOTH_LANES)
+@router.get("/batch", response_model=None, responses=IN_EITHER_LANE)
 async def get_batch(
     request: Request,
     run: RunOfApp,
@@ -133,7 +131,7 @@ def _small(content: dict[str, Any], accepted: AcceptedLane) -> Response:
     return Response(msgspec.msgpack.encode(content), media_type=MEDIA_TYPES["msgpack"])
 
 
-@router.post("/batch/{batch_id}/ack")
+@router.post("/batch/{batch_id}/ack", responses=refused(404, 409))
 async def acknowledge_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
     """Count a leased batch as delivered; may be repeated.
 
@@ -145,7 +143,7 @@ async def acknowledge_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
     return {"status": done[result], "current_step": run.state.step}
 
 
-@router.post("/batch/{batch_id}/nack")
+@router.post("/batch/{batch_id}/nack", responses=refused(404, 409))
 async def return_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
     """Give a leased batch back: it is the next to leave; may be repeated.
 
