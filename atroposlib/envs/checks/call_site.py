@@ -48,17 +48,20 @@ def stack_site(frame: FrameType | None) -> str | None:
     return None
 
 
-def traceback_site(trace: TracebackType | None, *, outermost: bool = False) -> str | None:
+def traceback_site(
+    trace: TracebackType | None, *, outermost: bool = False, anywhere: bool = False
+) -> str | None:
     """Return the line of the author where an exception was raised.
 
     Args:
         trace: of the exception.
         outermost: where it was caught instead.
+        anywhere: a line of this library or of another will do.
     """
     lines = [
         shown(frame.filename, frame.lineno or 0)
         for frame in traceback.extract_tb(trace)
-        if is_own_file(frame.filename)
+        if anywhere or is_own_file(frame.filename)
     ]
     if not lines:
         return None

@@ -30,6 +30,7 @@ def judging(
             findings.skip(name, "stopped by the attempt to reach the network")
             return
         where = traceback_site(error.__traceback__) or hook_site(env_cls, hooks)
+        where = where or traceback_site(error.__traceback__, anywhere=True)
         findings.fail(name, f"{type(error).__name__}: {error}", where)
 
 
