@@ -133,7 +133,9 @@ def _print_failure(console: Any, outcome: Outcome) -> None:
     for name, line in lines.items():
         if line:
             text = f"[bold]{name + ':':8}[/bold]{escape(line)}"
-            console.print(Padding(text, (0, 0, 0, 2)), highlight=False, soft_wrap=name == "at")
+            console.print(
+                Padding(text, (0, 0, 0, 2), expand=False), highlight=False, soft_wrap=name == "at"
+            )
 
 
 @dataclass

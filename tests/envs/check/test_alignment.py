@@ -1,0 +1,90 @@
+"""Laying trajectories over what the model wrote; 1 is bos, 2 eos, letters their code points."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.checks.alignment import align
+from atroposlib.envs.checks.char_tokenizer import CharTokenizer
+from atroposlib.envs.checks.scripted_model import SampledReply, known_logprob
+
+PROMPT = [1, ord("Q"), ord("?")]
+IDS = [ord("y"), ord("e"), ord("s"), 2]
+KNOWN = [known_logprob(token, i) for i, token in enumerate(IDS)]
+REPLY = SampledReply("gold", "<s>Q?", PROMPT, IDS, KNOWN)
+TOKENS = PROMPT + IDS
+MASKS = [-100, -100, -100, *IDS]
+LOGPROBS = [1.0, 1.0, 1.0, *KNOWN]
+
+
+def problems(tokens: Any = TOKENS, masks: Any = MASKS, logprobs: Any = LOGPROBS) -> list[str]:
+    found = align("[0]", tokens, masks, logprobs, [REPLY], CharTokenizer())
+    texts = (found.mask_problem, found.logprob_problem, found.context_problem)
+    return [text for text in texts if text]
+
+
+def test_align_exact_trajectory_has_no_problem_and_one_span() -> None:
+    found = align("[0]", TOKENS, MASKS, LOGPROBS, [REPLY], CharTokenizer())
+
+    assert problems() == []
+    assert [(span.start, span.end, span.is_exact) for span in found.spans] == [(3, 7, True)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "masks", "logprobs"),
+    [
+        (TOKENS[:-1], MASKS[:-1], LOGPROBS[:-1]),  # the end of turn left out
+        ([*TOKENS, 10], [*MASKS, 10], None),  # the template's newline trained too
+        (TOKENS, [-100] * 5 + IDS[2:], [1.0] * 5 + KNOWN[2:]),  # only the end trained
+        (TOKENS, [-100] * 7, [1.0] * 7),  # muted
+        (TOKENS, MASKS, None),
+    ],
+)
+def test_align_harmless_variant_has_no_problem(tokens: Any, masks: Any, logprobs: Any) -> None:
+    assert problems(tokens, masks, logprobs) == []
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ([-100, -100, -100, 1, 1, 1, 1], "masks[0][3] is 1; expected -100 or the token, 121 ('y')"),
+        (TOKENS, "trains on 2 tokens that the model did not write, from position 1: 'Q?yes'"),
+    ],
+)
+def test_align_wrong_mask_names_position_and_text(masks: Any, message: str) -> None:
+    (problem,) = problems(masks=masks)
+
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        ([*LOGPROBS[1:], 1.0], "shifted: each stands 1 position too early"),
+        ([1.0, *LOGPROBS[:-1]], "shifted: each stands 1 position too late"),
+        ([1.0] * 3 + [0.0] * 4, "inference_logprobs[0][3] is 0; the engine reported"),
+        ([0.0, *LOGPROBS[1:]], "is 0 where the mask is -100; expected 1.0"),
+    ],
+)
+def test_align_wrong_logprobs_say_how(logprobs: Any, message: str) -> None:
+    (problem,) = problems(logprobs=logprobs)
+
+    assert message in problem
+
+
+def test_align_other_context_names_the_first_difference() -> None:
+    other = [1, ord("Q"), ord("!"), ord("?")]
+
+    (problem,) = problems([*other, *IDS], [-100] * 4 + IDS, None)
+
+    assert "the model read 3; the first difference is at 2: '!?'" in problem
+
+
+def test_known_logprob_of_neighbours_differs() -> None:
+    values = [known_logprob(97, i) for i in range(50)]
+
+    assert all(a != b for a, b in itertools.pairwise(values))
+    assert max(values) < 0

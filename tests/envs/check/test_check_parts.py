@@ -1,0 +1,95 @@
+"""The smaller parts of the check: roles, items, the network, leftovers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.checks.item_state import changed_path, data_of
+from atroposlib.envs.checks.leftovers import Running, end_leftover_tasks, wait_for_end
+from atroposlib.envs.checks.network_guard import NetworkBlockedError, block_network
+from atroposlib.envs.checks.script import GARBAGE, RoleBook, make_script
+
+
+def test_role_book_gives_each_rollout_its_role_and_keeps_it_over_turns() -> None:
+    book = RoleBook(make_script(["one", "two"]))
+
+    first = [book.replies("Q", 1)[0] for _ in range(4)]
+    second = [book.replies(f"Q{reply.text} more", 1)[0] for reply in first]
+
+    assert [reply.text for reply in first] == ["one", "", GARBAGE, "o"]
+    assert [reply.role for reply in second] == [reply.role for reply in first]
+    assert second[0].text == "two"
+
+
+def test_role_book_several_completions_of_one_request_have_different_roles() -> None:
+    replies = RoleBook(make_script("<think>a</think>b")).replies("Q", 6)
+
+    roles = ["gold", "empty", "garbage", "truncated", "unclosed", "gold"]
+    assert [reply.role for reply in replies] == roles
+    assert [reply.is_cut for reply in replies] == [role in roles[3:5] for role in roles]
+    assert replies[4].text == "<think>ab"
+
+
+@dataclass
+class Card:
+    names: list[str]
+    game: Any = None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}, "item['a'][1]['b'] was 2 and is 3"),
+        ({"a": 1}, {"a": 1, "b": 2}, "item['b'] was added"),
+        ({"a": 1}, {}, "item['a'] was removed"),
+        (("x", frozenset({1, 2})), ("x", frozenset({2, 1})), None),
+        (Card(["x"]), Card(["x", "y"]), "item['names'] had 1 entries and has 2"),
+        (Card(["x"], game=object()), Card(["x"], game=object()), None),
+        (float("nan"), float("nan"), None),
+        (None, None, None),
+    ],
+)
+def test_changed_path_names_what_changed(before: Any, after: Any, change: str | None) -> None:
+    assert changed_path(data_of(before), data_of(after)) == change
+
+
+def test_block_network_lets_this_machine_through_and_names_who_reaches_out(free_port: int) -> None:
+    with block_network() as attempts:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", free_port))
+        with pytest.raises(NetworkBlockedError, match=r"192\.0\.2\.1"):
+            socket.create_connection(("192.0.2.1", 443))
+
+    assert [attempt.host for attempt in attempts] == ["192.0.2.1"]
+    assert "test_check_parts.py:" in (attempts[0].where or "")
+    assert socket.getaddrinfo.__module__ == "socket"
+
+
+async def test_block_network_reaches_look_ups_on_the_event_loop() -> None:
+    with block_network() as attempts, pytest.raises(NetworkBlockedError):
+        await asyncio.open_connection("huggingface.co", 443)
+
+    assert [attempt.host for attempt in attempts] == ["huggingface.co"]
+    assert "test_check_parts.py:" in (attempts[0].where or "")
+
+
+async def test_wait_for_end_names_processes_and_tasks_that_go_on() -> None:
+    before = Running.now()
+    command = [sys.executable, "-c", "input()"]
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE)
+    task = asyncio.create_task(asyncio.Event().wait(), name="waits")
+
+    left = await wait_for_end(before)
+    await process.communicate(b"\n")
+    await end_leftover_tasks(before)
+
+    assert sorted(leftover.what.split()[0] for leftover in left) == ["process", "task"]
+    assert task.cancelled()
+    assert await wait_for_end(before) == []
