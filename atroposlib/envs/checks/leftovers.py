@@ -17,7 +17,7 @@ GRACE_S = 1.0
 POLL_S = 0.02
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
 """Processes that Python keeps for itself, once per run."""
-HELPER_THREADS = ("asyncio_", "waitpid-", "check-")
+HELPER_THREADS = ("asyncio_", "asyncio-waitpid-", "waitpid-", "check-")
 """Threads of the event loop and of the check itself."""
 
 
