@@ -30,6 +30,8 @@ class Admission(NamedTuple):
 
 ACCEPTED = Admission()
 
+_REQUIRED = {"tokens": "a list of lists", "masks": "a list of lists", "scores": "a list of numbers"}
+
 
 def check_signal(
     group: Any, *, group_size: int, scores_must_differ: bool, smallest_size: int | None = None
@@ -47,7 +49,14 @@ def check_signal(
     """
     if not isinstance(group, Mapping):
         return Admission("malformed", f"a group is a mapping, not a {type(group).__name__}")
-    expected = (group.get("group_overrides") or {}).get("group_size", group_size)
+    for name, wanted in _REQUIRED.items():
+        value = group.get(name)
+        if value is not None and not isinstance(value, list | tuple):
+            return Admission("malformed", f"{name}: expected {wanted}, not {type(value).__name__}")
+    overrides = group.get("group_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        return Admission("malformed", f"group_overrides: expected a mapping, got {overrides!r}")
+    expected = overrides.get("group_size", group_size)
     tokens = group.get("tokens")
     smallest = expected if smallest_size is None else min(smallest_size, expected)
     if tokens is not None and not smallest <= len(tokens) <= expected:

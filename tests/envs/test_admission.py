@@ -16,6 +16,16 @@ def group(**changes: Any) -> dict[str, Any]:
     }
 
 
+class Tensor:
+    """As those of torch: has a length, and refuses to be true or false."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("ambiguous")
+
+
 @pytest.mark.parametrize(
     ("candidate", "reason"),
     [
@@ -31,6 +41,14 @@ def group(**changes: Any) -> dict[str, Any]:
         (group(masks=[[-100, 2], [-100, 4]]), "malformed"),
         ({"tokens": [[1], [2]], "scores": [1.0, 0.0]}, "malformed"),
         ("not a group", "malformed"),
+        (group(tokens=Tensor()), "malformed"),
+        (group(masks=Tensor()), "malformed"),
+        (group(scores=Tensor()), "malformed"),
+        (group(tokens=7), "malformed"),
+        (group(group_overrides="sft"), "malformed"),
+        (group(group_overrides=[{}]), "malformed"),
+        (group(group_overrides=[]), None),
+        (group(tokens=((1, 2, 3), (1, 4))), None),
     ],
 )
 def test_check_signal_table(candidate: Any, reason: str | None) -> None:
@@ -38,6 +56,12 @@ def test_check_signal_table(candidate: Any, reason: str | None) -> None:
 
     assert admission.reason == reason
     assert admission.is_accepted is (reason is None)
+
+
+def test_check_signal_names_the_field_that_is_no_list() -> None:
+    admission = check_signal(group(tokens=Tensor()), group_size=2, scores_must_differ=True)
+
+    assert admission.detail == "tokens: expected a list of lists, not Tensor"
 
 
 def test_check_signal_group_of_another_size_names_both_sizes() -> None:
