@@ -170,14 +170,22 @@ class TeacherDistillationEnv(BaseEnv, ABC):
             )
 
     async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
-        """Ask the teacher about admitted groups, all at the same time."""
+        """Ask the teacher about admitted groups, for `worker_timeout` seconds at most."""
         groups = await super().complete_groups(groups)
-        groups = list(await asyncio.gather(*map(self._attach_teacher_distillation, groups)))
+        groups = list(await asyncio.gather(*map(self._attach_in_time, groups)))
         if self.config.teacher_enabled and self.teacher_server is not None:
             for group in groups:
                 if self._top_k(group) > NOT_WANTED and group.get("distill_token_ids") is None:
                     self.count_failure("teacher_logprobs")
         return groups
+
+    async def _attach_in_time(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        timeout_s = self.config.worker_timeout if self.config.worker_timeout > 0 else None
+        try:
+            return await asyncio.wait_for(self._attach_teacher_distillation(group), timeout_s)
+        except asyncio.TimeoutError:
+            logger.warning("no teacher for a group: it took more than %s s", timeout_s)
+            return group
 
     async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """Fill `distill_token_ids` and `distill_logprobs`, both [G][L][K], in place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +12,9 @@ import pytest
 import atroposlib.envs.teacher_distillation_env as module
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.utils.cli import UsageError
-from tests.envs.small_environment import SmallEnv
+from tests.envs.live_service import LiveService, ScriptedTrainer
+from tests.envs.small_environment import SERVERS, SmallEnv
+from tests.fakes import ScriptedEngine, logprob_of
 
 
 class TaughtEnv(module.TeacherDistillationEnv, SmallEnv):
@@ -183,3 +186,54 @@ def test_resolve_refusals_name_the_teacher(yaml: Any, flags: Any, message: str) 
         resolve(None, {"teacher": yaml}, flags)
 
     assert message in refused.value.message
+
+
+class ServingEnv(module.TeacherDistillationEnv, SmallEnv):
+    """A teacher over HTTP; its tokenizer is the policy's."""
+
+    def _validate_teacher_tokenizer_compatibility(self, teacher_tokenizer_name: str) -> None:
+        pass
+
+
+def serving(make_env: Any, url: str, engine_url: str, **settings: Any) -> Any:
+    """An environment with a teacher at an engine, for a service."""
+    base = make_env(rollout_server_url=url).config.model_dump()
+    config = module.TeacherDistillationConfig(
+        **{**base, "teacher_enabled": True, "teacher_top_k": 2, **settings}
+    )
+    teacher = APIServerConfig(base_url=engine_url, model_name="scripted", server_type="vllm")
+    return ServingEnv(config, SERVERS, teacher_server_configs=teacher)
+
+
+async def test_serving_sends_what_the_teacher_says_to_the_trainer(
+    service: LiveService, make_env: Any
+) -> None:
+    service.start()
+    async with ScriptedEngine(["ok"]) as engine, ScriptedTrainer(service.url) as trainer:
+        env = serving(make_env, service.url, engine.base_url)
+        await trainer.register()
+        running = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(trainer.train(3), 20)
+        await asyncio.wait_for(running, 20)
+
+    group = trainer.groups[0]
+    assert group["tokens"] == [[65, 66, 67]] * 2
+    ids, logprobs = group["distill_token_ids"][0], group["distill_logprobs"][0]
+    assert [len(row) for row in ids] == [len(row) for row in logprobs] == [0, 2, 2]
+    assert (ids[1][0], logprobs[1][0]) == (66, logprob_of(66, 1))
+    assert env.failure_counts == {}
+
+
+async def test_serving_goes_on_without_a_teacher_that_takes_too_long(
+    service: LiveService, make_env: Any
+) -> None:
+    service.start()
+    async with ScriptedTrainer(service.url) as trainer:
+        env = serving(make_env, service.url, "http://127.0.0.1:9/v1", worker_timeout=0.05)
+        await trainer.register()
+        running = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(trainer.train(3), 20)
+        await asyncio.wait_for(running, 20)
+
+    assert trainer.groups[0]["distill_token_ids"] is None
+    assert env.failure_counts["teacher_logprobs"] >= 6
