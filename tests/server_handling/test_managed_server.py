@@ -266,19 +266,6 @@ async def test_tools_without_a_parser_are_dropped(
     assert answer.choices[0].finish_reason == "stop"
 
 
-async def test_unavailable_parser_is_said_once(
-    harness: ServerHarness, caplog: pytest.LogCaptureFixture
-) -> None:
-    managed = ManagedServer(harness, tool_parser="hermes")
-    preset(harness, managed._convert_messages_to_prompt([USER]), "x")
-
-    for _ in range(2):
-        await managed.chat_completion(messages=[USER], tools=[{}])
-
-    assert managed._tool_parser_name == "hermes"
-    assert caplog.text.count("no tool-call parser is available") == 1
-
-
 async def test_prompt_logprobs_are_passed_through(
     harness: ServerHarness, managed: ManagedServer
 ) -> None:

@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
 
-__all__ = ["Answer", "FinishReason", "as_finish_reason", "build_chat", "build_completion"]
+__all__ = [
+    "Answer",
+    "FinishReason",
+    "ToolAnswer",
+    "as_finish_reason",
+    "build_chat",
+    "build_completion",
+]
 
 FinishReason = Literal["stop", "length", "content_filter"]
 
@@ -20,6 +27,15 @@ class Answer(NamedTuple):
 
     text: str
     finish_reason: FinishReason
+
+
+class ToolAnswer(NamedTuple):
+    """One completion that calls tools."""
+
+    content: str | None
+    """Text before the calls."""
+    tool_calls: list[dict[str, Any]]
+    """The calls in the form of the chat APIs."""
 
 
 def as_finish_reason(reason: Any) -> FinishReason:
@@ -33,24 +49,31 @@ def as_finish_reason(reason: Any) -> FinishReason:
     return cast(FinishReason, reason) if known else "stop"
 
 
-def build_chat(answers: Sequence[Answer], *, model: str, id_: str, created: int) -> ChatCompletion:
-    """Build a chat answer with one choice per text, numbered from 0; `created` in seconds."""
-    from openai.types.chat import ChatCompletion, ChatCompletionMessage
-    from openai.types.chat.chat_completion import Choice as ChatChoice
+def build_chat(
+    answers: Sequence[Answer | ToolAnswer], *, model: str, id_: str, created: int
+) -> ChatCompletion:
+    """Build a chat answer with one choice per completion, numbered from 0; `created` in seconds.
 
-    return ChatCompletion(
-        id=id_,
-        created=created,
-        model=model,
-        object="chat.completion",
-        choices=[
-            ChatChoice(
-                index=i,
-                finish_reason=answer.finish_reason,
-                message=ChatCompletionMessage(role="assistant", content=answer.text),
+    Tool calls are plain dictionaries: they can be indexed, and put back into messages as they are.
+    """
+    from atroposlib.envs.server_handling import chat_objects as types
+
+    choices: list[types.Choice] = []
+    for i, answer in enumerate(answers):
+        if isinstance(answer, ToolAnswer):
+            calling = types.ToolCallMessage(
+                role="assistant", content=answer.content, tool_calls=answer.tool_calls
             )
-            for i, answer in enumerate(answers)
-        ],
+            choices.append(
+                types.ToolCallChoice(index=i, finish_reason="tool_calls", message=calling)
+            )
+            continue
+        message = types.ChatCompletionMessage(role="assistant", content=answer.text)
+        choices.append(types.Choice(index=i, finish_reason=answer.finish_reason, message=message))
+    calls_tools = any(isinstance(answer, ToolAnswer) for answer in answers)
+    chat_type = types.ToolCallChat if calls_tools else types.ChatCompletion
+    return chat_type(
+        id=id_, created=created, model=model, object="chat.completion", choices=choices
     )
 
 

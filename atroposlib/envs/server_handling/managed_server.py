@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.server_handling.completion_objects import (
     Answer,
+    ToolAnswer,
     as_finish_reason,
     build_chat,
     build_completion,
@@ -30,6 +31,7 @@ from atroposlib.envs.server_handling.sequence_tracker import (
     longest_prefix,
     make_node,
 )
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.vllm_payloads import drop_double_bos
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ class ManagedServer:
         server: Anything with `tokens_and_logprobs_completion`.
         tokenizer: Default: the server's, else the one of its model name; None if neither loads.
         track_tree: Keep every sequence by its text instead of replacing the continued one.
-        tool_parser: Name of a tool-call format.
+        tool_parser: Name of a tool-call format. With it `tools` of a chat are shown to the model,
+            its calls are parsed, and those in the messages are written back as they were sampled.
+            Sequences always hold the raw text. None leaves tools out of prompts.
         preserve_think_blocks: Kept for callers; thinking is preserved either way.
         strip_think_blocks: Let the chat template drop earlier thinking. Such a turn then starts
             a new sequence, as its prompt differs from what was sampled.
@@ -81,7 +85,7 @@ class ManagedServer:
         self.sequences: dict[str, SequenceNode] = {}
         self._tool_parser_name = tool_parser
         self._strip_think_blocks = strip_think_blocks
-        self._warned_of_tools = False
+        self._translator: ToolCallTranslator | None = None
         if tokenizer is None:
             self._initialize_tokenizer()
 
@@ -91,15 +95,23 @@ class ManagedServer:
         Args:
             **kwargs: `messages`, and what the engine takes (`n`, `max_tokens`, `temperature`,
                 `stop`, ...); `split` is passed on. Without a limit a reply runs to its own end,
-                as in any chat.
+                as in any chat. `tools` and `tool_choice` are honoured with a `tool_parser`;
+                `tool_choice="none"` still shows the tools but leaves the answer unparsed.
         """
         messages = kwargs.pop("messages")
         if not _LIMIT_NAMES & kwargs.keys():
             kwargs["max_tokens"] = None
-        tools = self._usable_tools(kwargs)
+        tools, tool_choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
+        translator = self._get_translator() if tools else None
+        if translator is None:
+            prompt = self._convert_messages_to_prompt(messages)
+            return build_chat(await self._sample(prompt, kwargs), **self._answer_head())
         prompt = self._convert_messages_to_prompt(messages, tools)
-        answers = await self._sample(prompt, kwargs)
-        return build_chat(answers, **self._answer_head())
+        answers = await self._sample(prompt, kwargs, translator)
+        return build_chat(
+            [_with_tool_calls(answer, translator, tools, tool_choice) for answer in answers],
+            **self._answer_head(),
+        )
 
     async def completion(self, **kwargs: Any) -> Completion:
         """Return the model's continuations of `prompt` and record their sequences."""
@@ -137,8 +149,13 @@ class ManagedServer:
         self.current_nodes = []
         self.sequences = {}
 
-    async def _sample(self, prompt: str, kwargs: dict[str, Any]) -> list[Answer]:
-        """Send one request, record its sequences, return the texts."""
+    async def _sample(
+        self, prompt: str, kwargs: dict[str, Any], translator: ToolCallTranslator | None = None
+    ) -> list[Answer]:
+        """Send one request, record its sequences, return the texts.
+
+        With a translator the texts keep the special tokens that may mark tool calls.
+        """
         parent = self._find_extending_node(prompt)
         request = {"model": self.server.config.model_name, **kwargs, "prompt": prompt}
         if self.tokenizer is not None:
@@ -154,7 +171,7 @@ class ManagedServer:
         answers = []
         nodes = []
         for ids, values, reason in zip(completions, logprobs, finish_reasons, strict=True):
-            text = self._text_of(ids)
+            text = self._text_of(ids) if translator is None else self._marked_text(ids, translator)
             finish_reason = as_finish_reason(reason)
             node = make_node(
                 full_text=prompt + text,
@@ -205,32 +222,31 @@ class ManagedServer:
             return "".join(chr(i) for i in ids if 0 <= i < 0x110000 and chr(i).isprintable())
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def _marked_text(self, ids: Sequence[int], translator: ToolCallTranslator) -> str:
+        """Return a completion with its special tokens but those that end it.
+
+        The template writes the end of a turn itself, as after any other completion.
+        """
+        end = len(ids)
+        while end and self._is_hidden(ids[end - 1]):
+            end -= 1
+        return translator.decode_with_tool_awareness(list(ids[:end]), has_tools=True)
+
     def _convert_messages_to_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> str:
+        translator = self._get_translator()
+        if translator is not None:
+            messages = translator.convert_messages_for_template(messages)
         return render_messages(
             self.tokenizer, messages, tools=tools, keep_thinking=not self._strip_think_blocks
         )
 
-    def _usable_tools(self, kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        """Take the tool arguments out of a request; None when they cannot be honoured."""
-        tools = kwargs.pop("tools", None)
-        kwargs.pop("tool_choice", None)
-        return tools if tools and self._get_translator() is not None else None
-
-    def _get_translator(self) -> Any:
-        """Return the translator between tool calls and text, None when there is none.
-
-        No parser is shipped yet, so a `tool_parser` is answered by a warning.
-        """
-        if self._tool_parser_name and not self._warned_of_tools:
-            self._warned_of_tools = True
-            logger.warning(
-                "tool_parser %r: no tool-call parser is available; tools are left out of prompts "
-                "and tool calls stay text",
-                self._tool_parser_name,
-            )
-        return None
+    def _get_translator(self) -> ToolCallTranslator | None:
+        """Return the translator between tool calls and text; None without parser or tokenizer."""
+        if self._translator is None and self._tool_parser_name and self.tokenizer is not None:
+            self._translator = ToolCallTranslator(self.tokenizer, self._tool_parser_name)
+        return self._translator
 
     def _initialize_tokenizer(self) -> None:
         """Take the server's tokenizer, else load the one of its model."""
@@ -257,3 +273,12 @@ class ManagedServer:
     @staticmethod
     def _debug_requests_enabled() -> bool:
         return os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1"
+
+
+def _with_tool_calls(
+    answer: Answer, translator: ToolCallTranslator, tools: Sequence[Any], tool_choice: Any
+) -> Answer | ToolAnswer:
+    """Return an answer with its text's tool calls; as it is, its finish reason too, without any."""
+    choice = tool_choice if isinstance(tool_choice, str) else "auto"
+    content, calls, _ = translator.parse_model_output(answer.text, choice, tools)
+    return ToolAnswer(content, [call.model_dump() for call in calls]) if calls else answer
