@@ -179,7 +179,9 @@ class BaseEnv(OfflineEnv):
         self.eval_metrics: list[Any] = []
         self._init_reporting()
         self._init_serving()
-        if not isinstance(server_configs, list | ServerBaseline):
+        if isinstance(server_configs, tuple):
+            server_configs = list(server_configs)
+        elif not isinstance(server_configs, list | ServerBaseline):
             server_configs = [server_configs]
         self.server = ServerManager(
             server_configs,

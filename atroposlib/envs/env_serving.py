@@ -46,7 +46,9 @@ class PartAttribute:
         return self if env is None else getattr(getattr(env, self._part), self._name)
 
     def __set__(self, env: ServingEnv, value: Any) -> None:
-        setattr(getattr(env, self._part), self._name, value)
+        # Before the base class's constructor there is no part yet; that one begins with its own.
+        if self._part in vars(env):
+            setattr(getattr(env, self._part), self._name, value)
 
 
 class ServingEnv(RegisteredEnv):

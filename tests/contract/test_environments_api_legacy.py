@@ -302,6 +302,29 @@ async def test_buffers_may_be_replaced_by_the_subclass(make_env: MakeEnv, tmp_pa
     assert [record["own_rows"] for record in records(tmp_path / "m.jsonl")] == [1, 1]
 
 
+def test_attributes_may_be_assigned_before_the_base_class_is_constructed(make_env: MakeEnv) -> None:
+    class Early(SmallEnv):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.backlog = ["early"]
+            self.completion_lengths = [1]
+            self.eval_runner = None
+            self.own = 3
+            super().__init__(*args, **kwargs)
+
+    env = make_env(Early)
+
+    assert (env.backlog, env.completion_lengths, env.own) == ([], [], 3)
+
+
+def test_servers_may_come_as_a_tuple(make_env: MakeEnv) -> None:
+    make_env()
+
+    env = SmallEnv(small_config(), (SERVER, SERVER))
+
+    assert env.server_configs == [SERVER, SERVER]
+    assert len(env.server.servers) == 2
+
+
 def test_names_that_files_import_exist() -> None:
     assert Item is Any
     assert issubclass(APIServer, object)
