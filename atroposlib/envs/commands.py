@@ -106,7 +106,11 @@ def _overview(env_cls: type[Any], program: str) -> str:
 def _differences(serve: Sequence[Flag], other: Sequence[Flag]) -> list[str]:
     known = {flag.name: shown_default(flag.name, flag.default) for flag in serve}
     defaults = {flag.name: shown_default(flag.name, flag.default) for flag in other}
-    return [f"{name} {default}" for name, default in defaults.items() if known.get(name) != default]
+    return [
+        f"{name} {default}"
+        for name, default in defaults.items()
+        if name in known and known[name] != default
+    ]
 
 
 def _show_progress_messages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-__all__ = ["code_site", "hook_site", "stack_site", "traceback_site"]
+__all__ = ["awaiting_site", "code_site", "hook_site", "stack_site", "traceback_site"]
 
 LIBRARY = str(Path(__file__).resolve().parents[2])
 PREFIXES = {sys.prefix, sys.base_prefix} - {"/", "/usr", "/usr/local"}
@@ -46,6 +47,34 @@ def stack_site(frame: FrameType | None) -> str | None:
             return shown(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def awaiting_site() -> str | None:
+    """Return a line of the author that waits for an installed package, None outside of a loop.
+
+    Clients look up names and connect in tasks of their own, on whose stack the author is not.
+    """
+    try:
+        tasks = asyncio.all_tasks()
+    except RuntimeError:
+        return None
+    sites = (_site_before_package(task.get_coro()) for task in tasks)
+    return next((site for site in sites if site is not None), None)
+
+
+def _site_before_package(step: Any) -> str | None:
+    """Return the innermost line of the author in what a coroutine awaits, if a package follows."""
+    site, is_in_package = None, False
+    while step is not None:
+        frame = getattr(step, "cr_frame", None) or getattr(step, "gi_frame", None)
+        if frame is not None and is_own_file(frame.f_code.co_filename):
+            site, is_in_package = shown(frame.f_code.co_filename, frame.f_lineno), False
+        elif frame is None:  # an object's own __await__, behind which Python lets nobody look
+            is_in_package |= type(step).__name__ == "coroutine_wrapper"
+        else:
+            is_in_package |= "site-packages" in frame.f_code.co_filename
+        step = getattr(step, "cr_await", None) or getattr(step, "gi_yieldfrom", None)
+    return site if is_in_package else None
 
 
 def traceback_site(

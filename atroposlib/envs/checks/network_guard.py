@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from atroposlib.envs.checks.call_site import stack_site
+from atroposlib.envs.checks.call_site import awaiting_site, stack_site
 from atroposlib.errors import AtroposError
 
 __all__ = ["NetworkAttempt", "NetworkBlockedError", "block_network"]
@@ -24,22 +24,33 @@ class NetworkBlockedError(AtroposError, RuntimeError):
 
 
 class NetworkAttempt(NamedTuple):
-    """One attempt to reach another machine."""
+    """One attempt to reach another process over the network."""
 
     host: str
+    is_blocked: bool
+    """False on this machine, where connections are let through."""
     where: str | None
     """The author's line that led to it."""
 
 
 @contextmanager
 def block_network() -> Iterator[list[NetworkAttempt]]:
-    """Refuse connections and look-ups of names other than this machine's; yield the attempts."""
+    """Refuse connections and look-ups of names other than this machine's; yield the attempts.
+
+    Connections to this machine are let through; those of the author's code are noted too.
+    """
     attempts: list[NetworkAttempt] = []
 
     def refuse(host: Any) -> None:
         if not _is_local(host):
-            attempts.append(NetworkAttempt(str(host), stack_site(sys._getframe(2))))
+            where = stack_site(sys._getframe(2)) or awaiting_site()
+            attempts.append(NetworkAttempt(str(host), True, where))
             raise NetworkBlockedError(f"the check keeps the network out of reach, {host} included")
+
+    def note_local(address: Any) -> None:
+        where = stack_site(sys._getframe(2)) or awaiting_site()
+        if where is not None:
+            attempts.append(NetworkAttempt(f"{address[0]}:{address[1]}", False, where))
 
     def look_up(host: Any, *args: Any, **kwargs: Any) -> Any:
         refuse(host)
@@ -52,6 +63,7 @@ def block_network() -> Iterator[list[NetworkAttempt]]:
     def connect(connection: Any, address: Any) -> Any:
         if connection.family != getattr(socket, "AF_UNIX", None):
             refuse(address[0])
+            note_local(address)
         return originals["connect"](connection, address)
 
     loop_class = asyncio.BaseEventLoop

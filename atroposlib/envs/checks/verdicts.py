@@ -53,11 +53,18 @@ def judge_determinism(
 
 
 def judge_network(attempts: list[NetworkAttempt], findings: Findings) -> None:
-    """Tell of attempts to reach other machines."""
-    if attempts:
-        hosts = ", ".join(dict.fromkeys(attempt.host for attempt in attempts))
-        where = next((attempt.where for attempt in attempts if attempt.where), None)
-        findings.fail("network", f"{len(attempts)} attempts to reach {hosts}", where)
+    """Tell of attempts to reach other machines, and of servers on this one."""
+    blocked = [attempt for attempt in attempts if attempt.is_blocked]
+    if blocked:
+        hosts = ", ".join(dict.fromkeys(attempt.host for attempt in blocked))
+        where = next((attempt.where for attempt in blocked if attempt.where), None)
+        findings.fail("network", f"{len(blocked)} attempts to reach {hosts}", where)
+    for attempt in attempts:
+        if not attempt.is_blocked:
+            findings.note(
+                f"{attempt.where} connects to {attempt.host} by itself; the scripted model "
+                "answers through self.server only"
+            )
     findings.passed("network", "nothing but this machine was reached for")
 
 

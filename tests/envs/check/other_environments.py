@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from typing import Any
 
+import aiohttp
 import numpy
 
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from tests.envs.check.defects import CleanEnv
 
-__all__ = ["CLEAN", "DEFECTS"]
+__all__ = ["CLEAN", "DEFECTS", "STOPPED", "OwnClient"]
 
 STOPPED = threading.Event()
 
@@ -143,6 +145,22 @@ class BadConfig(CleanEnv):
         raise KeyError("capitals")
 
 
+class AsyncHub(CleanEnv):
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        async with aiohttp.ClientSession() as session:
+            with suppress(RuntimeError):
+                await session.get("http://huggingface.co/capitals")
+        return await super().collect_trajectory(item)
+
+
+class OwnClient(CleanEnv):
+    """Asks by a client of its own, which the scripted model is not behind."""
+
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        await self.client.chat.completions.create(model="m", messages=self.messages(item))
+        return await super().collect_trajectory(item)
+
+
 CLEAN: list[type[CleanEnv]] = [TextOnly, TwoTurns, Judged, Thinking]
 DEFECTS: list[tuple[type[CleanEnv], str]] = [
     (ReadsThoughts, "truncated"),
@@ -154,5 +172,7 @@ DEFECTS: list[tuple[type[CleanEnv], str]] = [
     (SilentEvaluation, "evaluation"),
     (RaisingSetup, "setup"),
     (BadConfig, "config"),
+    (AsyncHub, "network"),
+    (OwnClient, "rollout"),
 ]
 """Each defect with the one rule that it breaks."""

@@ -8,7 +8,7 @@ import pytest
 
 from atroposlib.envs.check import check_environment
 from tests.envs.check.defects import CleanEnv
-from tests.envs.check.other_environments import CLEAN, DEFECTS, STOPPED
+from tests.envs.check.other_environments import CLEAN, DEFECTS, STOPPED, OwnClient
 from tests.envs.small_environment import SmallEnv
 from tests.envs.test_base_readme import readme_environment
 
@@ -28,6 +28,12 @@ def test_check_defect_is_the_one_failure(env_cls: type[CleanEnv], rule: str) -> 
 
     assert [failure.name for failure in report.failures] == [rule], report.text
     assert "other_environments.py:" in (report.failures[0].where or "")
+
+
+def test_check_environment_with_a_client_of_its_own_is_noted() -> None:
+    report = check_environment(OwnClient)
+
+    assert any("answers through self.server only" in note for note in report.notes), report.notes
 
 
 def test_check_without_gold_answer_skips_the_scores_and_says_how_to_add_it() -> None:

@@ -67,8 +67,9 @@ def test_block_network_lets_this_machine_through_and_names_who_reaches_out(free_
         with pytest.raises(NetworkBlockedError, match=r"192\.0\.2\.1"):
             socket.create_connection(("192.0.2.1", 443))
 
-    assert [attempt.host for attempt in attempts] == ["192.0.2.1"]
-    assert "test_check_parts.py:" in (attempts[0].where or "")
+    assert [attempt.is_blocked for attempt in attempts] == [False, True]
+    assert [attempt.host for attempt in attempts] == [f"127.0.0.1:{free_port}", "192.0.2.1"]
+    assert all("test_check_parts.py:" in (attempt.where or "") for attempt in attempts)
     assert socket.getaddrinfo.__module__ == "socket"
 
 
