@@ -25,6 +25,8 @@ class Section(NamedTuple):
     model: str
     """`module:Class`; a section whose package is not installed is left out."""
     intro: str
+    base: str = ""
+    """`module:Class` with a table of its own, whose fields are left out of this one."""
 
 
 SECTIONS = (
@@ -44,6 +46,14 @@ SECTIONS = (
         "Server manager",
         "atroposlib.envs.server_handling.config:ServerManagerConfig",
         "Flags `--<name>` and top-level keys of the YAML file.",
+    ),
+    Section(
+        "Teacher",
+        "atroposlib.envs.teacher_distillation_env:TeacherDistillationConfig",
+        "Further flags `--env.<name>` of environments that subclass `TeacherDistillationEnv`. The "
+        "teacher's servers have the settings of an inference server, as flags `--teacher.<name>` "
+        "of `serve` and section `teacher:`.",
+        base="atroposlib.envs.config:BaseEnvConfig",
     ),
     Section(
         "Trajectory service",
@@ -118,20 +128,20 @@ def config_page() -> str:
 
 def _sections() -> Iterator[str]:
     for section in SECTIONS:
-        module, _, name = section.model.partition(":")
-        if find_spec(module.partition(".")[0]) is None:
+        if find_spec(section.model.partition(".")[0]) is None:
             continue
-        model: type[BaseModel] = getattr(import_module(module), name)
+        model = _model(section.model)
+        inherited = _model(section.base).model_fields if section.base else {}
         rows = [
             _row(field_name, field)
             for field_name, field in model.model_fields.items()
-            if not field.exclude
+            if not field.exclude and field_name not in inherited
         ]
         yield "\n".join(
             [
                 f"## {section.title}",
                 "",
-                f"`{name}`. {section.intro}",
+                f"`{model.__name__}`. {section.intro}",
                 "",
                 "| name | value | default | bounds | meaning |",
                 "|---|---|---|---|---|",
@@ -142,6 +152,12 @@ def _sections() -> Iterator[str]:
 
 
 def _row(name: str, field: FieldInfo) -> str:
+def _model(path: str) -> type[BaseModel]:
+    module, _, name = path.partition(":")
+    model: type[BaseModel] = getattr(import_module(module), name)
+    return model
+
+
     cells = [
         f"`{name}`",
         describe_type(field.annotation),

@@ -97,6 +97,28 @@ def test_serve_constructor_that_names_the_teacher_gets_it_by_name(run: Any) -> N
     assert env.given.model_name == "big"
 
 
+def test_serve_teacher_may_come_after_an_environment_that_knows_nothing_of_it(run: Any) -> None:
+    class Plain(SmallEnv):
+        def __init__(
+            self, config: Any, server_configs: Any, slurm: bool = True, testing: bool = False
+        ) -> None:
+            super().__init__(config, server_configs, slurm, testing)
+
+    class Mixed(Plain, module.TeacherDistillationEnv):
+        env_config_cls = module.TeacherDistillationConfig
+        config_init = TaughtEnv.config_init
+        connect_teacher = TaughtEnv.connect_teacher
+        built: ClassVar[list[Any]] = []
+
+        async def env_manager(self) -> None:
+            self.built.append(self)
+
+    code, [env] = run("serve", "--teacher.model_name", "big", env_cls=Mixed)
+
+    assert code == 0
+    assert env.teacher_server_configs.model_name == "big"
+
+
 def test_serve_own_default_teacher_is_used_and_may_be_changed(run: Any) -> None:
     class DefaultEnv(TaughtEnv):
         @classmethod
