@@ -151,6 +151,11 @@ class VllmFields(BaseModel):
     vllm_gpu_memory_utilization: float = Field(
         default=0.45, gt=0, le=1, description="Share of GPU memory for a launched engine."
     )
+    use_tensorboard: bool = Field(
+        default=False,
+        description="Also write TensorBoard event files, to the folder tensorboard beside "
+        "metrics_path; needs the extra tensorboard.",
+    )
     max_model_len: int = Field(
         default=4096, ge=2, description="Context length of a launched engine."
     )

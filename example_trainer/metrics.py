@@ -58,9 +58,11 @@ def with_wandb_names(config: TrainingConfig) -> TrainingConfig:
 
 
 def open_run_log(config: TrainingConfig) -> RunLog:
-    """Open the run's log: always a JSONL file, and wandb where the config asks for it."""
+    """Open the run's log: always a JSONL file, others where the config asks for them."""
     path = Path(config.metrics_path or Path(config.save_path) / "metrics.jsonl")
-    log = RunLog(use_wandb=config.use_wandb, metrics_path=path)
+    log = RunLog(
+        use_wandb=config.use_wandb, metrics_path=path, use_tensorboard=config.use_tensorboard
+    )
     log.start(
         project=config.wandb_project,
         group=config.wandb_group,

@@ -32,6 +32,7 @@ from atroposlib.envs.env_offline import OfflineEnv
 from atroposlib.envs.evaluation_runner import EvaluationRunner
 from atroposlib.envs.group_writer import GroupWriter
 from atroposlib.envs.rollout_scheduler import RolloutScheduler
+from atroposlib.envs.run_figures import RunFigures
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     OpenaiConfig,
@@ -205,8 +206,11 @@ class BaseEnv(OfflineEnv):
     def _init_reporting(self) -> None:
         path = self.config.metrics_path
         self.run_log = RunLog(
-            use_wandb=self.config.use_wandb, metrics_path=None if path is None else Path(path)
+            use_wandb=self.config.use_wandb,
+            metrics_path=None if path is None else Path(path),
+            use_tensorboard=self.config.use_tensorboard,
         )
+        self.run_figures = RunFigures()
         self.drop_counts = Counter()
         self.failure_counts = Counter()
         self.straggler_counts = Counter()

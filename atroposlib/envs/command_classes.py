@@ -18,6 +18,8 @@ from pydantic_cli import Cmd
 
 from atroposlib.envs.config_layers import ENV_PREFIX, Defaults, Settings, layer_settings
 from atroposlib.envs.construction import build_environment
+from atroposlib.envs.env_view import run_viewed
+from atroposlib.envs.flags import MAY_STAND_ALONE
 from atroposlib.envs.foreground import outside_event_loop, run_foreground
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.resolve import ServerConfigs
@@ -32,6 +34,7 @@ __all__ = [
     "EvaluateCommand",
     "ProcessCommand",
     "ServeCommand",
+    "ViewedCommand",
     "load_yaml",
 ]
 
@@ -89,12 +92,26 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
         """Constructor arguments beyond the usual four, for subclasses that add flags."""
         return {}
 
+    def shown_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Those arguments as sections of a YAML file, secrets masked."""
+        return {}
+
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
         """Build the environment and run its main coroutine."""
         raise NotImplementedError
 
 
-class ServeCommand(EnvCommand):
+class ViewedCommand(EnvCommand):
+    """A command that shows a live view of the run where its output is a terminal."""
+
+    quiet: bool = Field(
+        False,
+        description="Plain log lines instead of the live view in a terminal; needs no value.",
+        json_schema_extra={MAY_STAND_ALONE: True},
+    )
+
+
+class ServeCommand(ViewedCommand):
     """Roll out groups and send them to the trajectory service until the trainer is done."""
 
     command = "serve"
@@ -104,14 +121,10 @@ class ServeCommand(EnvCommand):
         env = build_environment(self.env_cls, settings, extra)
         sys.stdout.write(_yaml_text({**shown_settings(settings), **self.shown_extra(extra)}))
         sys.stdout.flush()
-        run_foreground(env.env_manager)
+        run_foreground(run_viewed(env, env.env_manager, quiet=self.quiet))
 
 
-class ProcessCommand(EnvCommand):
-    def shown_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Those arguments as sections of a YAML file, secrets masked."""
-        return {}
-
+class ProcessCommand(ViewedCommand):
     """Make groups and write them to a JSONL file and an HTML page; no service is needed."""
 
     command = "process"
@@ -133,7 +146,7 @@ class ProcessCommand(EnvCommand):
         env.process_mode = True
         env.n_groups_to_process = settings.env.total_steps
         env.group_size_to_process = settings.env.group_size
-        run_foreground(env.process_manager)
+        run_foreground(run_viewed(env, env.process_manager, quiet=self.quiet))
 
 
 class EvaluateCommand(EnvCommand):

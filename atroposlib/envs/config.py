@@ -204,3 +204,8 @@ class BaseEnvConfig(BaseModel):
         description="JSONL file for the metrics of this run; "
         "None means logs/<registered name>/metrics.jsonl.",
     )
+    use_tensorboard: bool = Field(
+        False,
+        description="Also write the metrics as TensorBoard event files, to the folder tensorboard "
+        "beside metrics_path; needs the extra tensorboard.",
+    )

@@ -101,10 +101,11 @@ An environment script takes its settings from four places; later ones win:
 3. the YAML file given with `--config`,
 4. flags.
 
-Every flag takes a value, booleans too: `--env.use_wandb false`. A list takes several words or one
-JSON array, a mapping takes one JSON object, `None` empties an optional setting. Names are written
-in full. Unknown flags are errors, and so are names in the file that resemble a setting; other names
-in the file are warned about, and those under `env:` become attributes of the config.
+Every flag takes a value, booleans too: `--env.use_wandb false`. Only `--quiet` may stand alone: it
+has `serve` and `process` write plain log lines instead of a live view. A list takes several words
+or one JSON array, a mapping takes one JSON object, `None` empties an optional setting. Names are
+written in full. Unknown flags are errors, and so are names in the file that resemble a setting;
+other names in the file are warned about, and those under `env:` become attributes of the config.
 
 ```yaml
 env:
@@ -151,13 +152,13 @@ def _sections() -> Iterator[str]:
         )
 
 
-def _row(name: str, field: FieldInfo) -> str:
 def _model(path: str) -> type[BaseModel]:
     module, _, name = path.partition(":")
     model: type[BaseModel] = getattr(import_module(module), name)
     return model
 
 
+def _row(name: str, field: FieldInfo) -> str:
     cells = [
         f"`{name}`",
         describe_type(field.annotation),

@@ -103,10 +103,14 @@ class DeliveringEnv(ReportingEnv):
             scores_must_differ=self.config.ensure_scores_are_not_same,
             smallest_size=self._smallest_group(),
         )
+        is_well_formed = admission.reason in (None, "scores_equal")
+        lengths = (
+            await asyncio.to_thread(completion_lengths, group["masks"]) if is_well_formed else []
+        )
+        self.run_figures.add_group(group, num_tokens=sum(lengths))
         if admission.is_accepted:
             for name in DEFAULTED_FIELDS:
                 group.setdefault(name, None)
-            lengths = await asyncio.to_thread(completion_lengths, group["masks"])
             self.completion_lengths.extend(lengths)
             if limit_length:
                 admission = check_lengths(group["tokens"], max_token_len=self.max_token_len)

@@ -16,6 +16,7 @@ from atroposlib.envs import checkpoint, eval_log
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_scoring import ScoringEnv
 from atroposlib.envs.metric_summaries import completion_length_metrics, duration_metrics
+from atroposlib.envs.run_figures import RunFigures
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
 from atroposlib.utils.run_log import RunLog
@@ -49,9 +50,11 @@ class ReportingEnv(ScoringEnv):
         straggler_counts: rollouts that took too long, by what became of them;
             `stragglers/retried`, `stragglers/left_out`, `stragglers/given_up`.
         run_log: where the metrics go.
+        run_figures: what was made lately, for the view in the terminal.
     """
 
     run_log: RunLog
+    run_figures: RunFigures
     drop_counts: Counter[str]
     failure_counts: Counter[str]
     straggler_counts: Counter[str]

@@ -50,6 +50,7 @@ class OfflineEnv(ServingEnv):
             await settle(self.setup())
             self._start_local_run()
             self.curr_step = 0
+            self.run_figures.begin()
             await self._process_all_groups()
 
     async def _process_all_groups(self) -> None:
@@ -59,6 +60,7 @@ class OfflineEnv(ServingEnv):
             if item is None:
                 logger.info("no items left after %d groups", self.curr_step)
                 return
+            self.run_figures.begin_item()
             self.config.group_size = self.group_size_to_process
             started_at = time.monotonic()
             collected, _ = as_pair(await settle(self.collect_trajectories(item)))

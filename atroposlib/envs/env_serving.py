@@ -97,6 +97,7 @@ class ServingEnv(RegisteredEnv):
             await self.setup_wandb()
             await settle(self.register_env())
             await settle(self.get_server_info())
+            self.run_figures.begin()
             await self.rollout_scheduler.run(
                 refresh=self._refresh_status,
                 fill=self._fill_workers,
@@ -119,6 +120,7 @@ class ServingEnv(RegisteredEnv):
         )
 
     async def _run_close_hook(self) -> None:
+        self.run_figures.end()
         await self._run_tolerated(self.close(), "close")
         await self._run_tolerated(self._close_score_pool(), "closing the score pool")
         await self._run_tolerated(self.server.close(), "closing the inference connections")
@@ -243,6 +245,7 @@ class ServingEnv(RegisteredEnv):
         if record is None:
             return None
         policy_version = (self.status_dict or {}).get("policy_version")
+        first_step = self.curr_step
         scored = await self._collect_scored_groups(record["item"])
         self.running_items.pop(item_uuid, None)
         duration_s = time.time() - record["start_time"]
@@ -254,6 +257,7 @@ class ServingEnv(RegisteredEnv):
             self.succeeded_task_duration.append(duration_s)
         if scored:
             stamp_policy_version(scored, policy_version)
+            self.run_figures.add_staleness(self.curr_step - first_step)
             await self._run_tolerated(
                 self.handle_send_to_api(scored, record["item"]), "sending a group"
             )

@@ -1,9 +1,10 @@
 """Read `--name value` words into typed values, as declared by a pydantic model.
 
-The grammar, in full: `--name=value` and `--name value`; every flag takes a value, booleans too; a
-list takes several words, or repeated flags, or one JSON array; a mapping is one JSON object;
-`None` empties an optional setting; names are never abbreviated. A following word is a value unless
-it begins with two dashes, so `-1` and `-1e-3` need no equals sign.
+The grammar, in full: `--name=value` and `--name value`; every flag takes a value, booleans too,
+except those few that may stand alone and are true then; a list takes several words, or repeated
+flags, or one JSON array; a mapping is one JSON object; `None` empties an optional setting; names
+are never abbreviated. A following word is a value unless it begins with two dashes, so `-1` and
+`-1e-3` need no equals sign.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from pydantic import BaseModel
 
 from atroposlib.utils.cli import UsageError, near_name
 
-__all__ = ["HELP_WORDS", "Flag", "flags_of", "is_structured", "read_flags"]
+__all__ = ["HELP_WORDS", "MAY_STAND_ALONE", "Flag", "flags_of", "is_structured", "read_flags"]
 
 HELP_WORDS = ("--help", "-h")
+
+MAY_STAND_ALONE = "may_stand_alone"
+"""Key in `json_schema_extra` of a boolean field whose flag needs no value."""
 
 _SEQUENCES = (list, tuple, set, frozenset, Sequence)
 
@@ -34,6 +38,8 @@ class Flag(NamedTuple):
     default: Any
     """What holds when the flag is not given; `PydanticUndefined` when it must be given."""
     description: str
+    may_stand_alone: bool = False
+    """Whether it may be given without a value, which means true."""
 
 
 def flags_of(model: type[BaseModel]) -> list[Flag]:
@@ -45,6 +51,8 @@ def flags_of(model: type[BaseModel]) -> list[Flag]:
             # PydanticUndefined where there is none.
             field.get_default(call_default_factory=True),
             field.description or "",
+            isinstance(field.json_schema_extra, dict)
+            and bool(field.json_schema_extra.get(MAY_STAND_ALONE)),
         )
         for name, field in model.model_fields.items()
     ]
@@ -69,6 +77,8 @@ def read_flags(words: Sequence[str], flags: Sequence[Flag]) -> dict[str, Any]:
     for name, values in _occurrences(words):
         if name not in by_name:
             raise UsageError(f"unknown flag --{name}{_suggestion(name, by_name)}")
+        if not values and by_name[name].may_stand_alone:
+            values = ["true"]
         if not values:
             raise UsageError(f"--{name} needs a value{_boolean_hint(by_name[name])}")
         if _sequence_arm(by_name[name].annotation) is not None:

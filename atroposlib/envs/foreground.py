@@ -26,6 +26,10 @@ def outside_event_loop(function: Callable[[], Result]) -> Result:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        is_inside = False
+    else:
+        is_inside = True
+    if not is_inside:  # not called in `except`: errors of the run would all name the one above
         return function()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="environment") as pool:
         return pool.submit(function).result()

@@ -1,6 +1,7 @@
-"""Where the metrics of one run go: Weights & Biases when asked, and always a local file.
+"""Where the metrics of one run go: always a local file, and what else was asked for.
 
 `log` -> one line of JSON in `metrics_path` (needs no account and no network)
+      -> a TensorBoard event file in `tensorboard/` beside it, when asked for (no account either)
       -> `wandb.log` when a run is open (online, offline or disabled by `WANDB_MODE`)
 """
 
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 from atroposlib.utils.plain_json import encode_mapping, to_plain
 from atroposlib.utils.secret_masking import mask_secrets
+from atroposlib.utils.tensorboard_log import TensorboardLog, require_tensorboard
 
 __all__ = ["RunLog"]
 
@@ -24,13 +26,17 @@ logger = logging.getLogger(__name__)
 class RunLog:
     """The metrics of one run.
 
-    A run never fails because of its metrics: when Weights & Biases cannot be reached, a warning
-    is logged once and the local file goes on.
+    A run never fails because of its metrics: when Weights & Biases cannot be reached, or the
+    event file cannot be written, a warning is logged once and the local file goes on.
 
     Args:
         use_wandb: open a Weights & Biases run in `start`.
         metrics_path: JSON Lines file, appended to; None sends the numbers to the log instead.
+        use_tensorboard: also write event files, to the folder `tensorboard` beside `metrics_path`.
         now: clock, seconds since the epoch.
+
+    Raises:
+        MissingExtraError: `use_tensorboard` without the package.
 
     Attributes:
         wandb_run: the open Weights & Biases run, or None.
@@ -43,10 +49,15 @@ class RunLog:
         *,
         use_wandb: bool,
         metrics_path: Path | None,
+        use_tensorboard: bool = False,
         now: Callable[[], float] = time.time,
     ) -> None:
+        if use_tensorboard:
+            require_tensorboard()
         self.wandb_run: Any = None  # wandb carries no types worth following
         self._use_wandb = use_wandb
+        self._use_tensorboard = use_tensorboard
+        self._tensorboard: TensorboardLog | None = None
         self.metrics_path = metrics_path
         self._now = now
         self._file: TextIO | None = None
@@ -82,6 +93,8 @@ class RunLog:
             step: trainer step.
         """
         self._log_locally(metrics, step)
+        if self._use_tensorboard:
+            self._log_to_tensorboard(metrics, step)
         if self.wandb_run is None:
             return
         try:
@@ -107,13 +120,19 @@ class RunLog:
         return wandb.Table(columns=list(columns), data=[list(row) for row in rows])
 
     def finish(self) -> None:
-        """Close the run and the file; calling it twice is harmless."""
+        """Close the run and the files; calling it twice is harmless."""
         run, self.wandb_run = self.wandb_run, None
         if run is not None:
             try:
                 run.finish()
             except Exception as error:  # noqa: BLE001 - metrics must not end a run
                 logger.warning("wandb could not finish the run: %s", error)
+        tensorboard, self._tensorboard = self._tensorboard, None
+        if tensorboard is not None:
+            try:
+                tensorboard.close()
+            except Exception as error:  # noqa: BLE001 - metrics must not end a run
+                logger.warning("the TensorBoard file could not be closed: %s", error)
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -129,6 +148,18 @@ class RunLog:
         record = {"step": step, "time": self._now(), **metrics}
         self._file.write(encode_mapping(record, default=self._to_record, allow_nan=True) + "\n")
         self._file.flush()
+
+    def _log_to_tensorboard(self, metrics: Mapping[str, Any], step: int) -> None:
+        shown = (int, float, str, Mapping, list, tuple)
+        records = {k: v if isinstance(v, shown) else self._to_record(v) for k, v in metrics.items()}
+        try:
+            if self._tensorboard is None:
+                folder = Path("logs") if self.metrics_path is None else self.metrics_path.parent
+                self._tensorboard = TensorboardLog(folder / "tensorboard")
+            self._tensorboard.log(records, step=step, time_s=self._now())
+        except Exception as error:  # noqa: BLE001 - metrics must not end a run
+            self._use_tensorboard = False
+            logger.warning("TensorBoard files cannot be written (%s); going on without", error)
 
     def _to_record(self, value: Any) -> Any:
         """Give a value JSON does not know a form it can have in the local file."""

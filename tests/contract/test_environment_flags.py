@@ -57,6 +57,7 @@ ENV_DEFAULTS: dict[str, Any] = {
     "max_reasoning_tokens": None,
     "custom_thinking_prompt": None,
     "metrics_path": None,  # ours: the local metrics log
+    "use_tensorboard": False,  # ours: the same metrics for TensorBoard
     # ours: what the scheduler does with rollouts that lag behind, and where scores are computed
     "straggler_policy": "WAIT",
     "straggler_timeout_s": 0.0,
@@ -117,6 +118,7 @@ TYPED = {
     "max_reasoning_tokens": ("None", None),
     "custom_thinking_prompt": ("-think-", "-think-"),
     "metrics_path": ("m.jsonl", "m.jsonl"),
+    "use_tensorboard": ("true", True),
     "straggler_policy": ("RETRY", StragglerPolicyEnum.RETRY),
     "straggler_timeout_s": ("7.5", 7.5),
     "straggler_retries": ("5", 5),
@@ -218,6 +220,7 @@ def test_commands_have_exactly_the_contract_flags(make: Any) -> None:
             *(f"openai.{name}" for name in SERVER_DEFAULTS),
             *MANAGER_DEFAULTS,
             "config",
+            *([] if make is evaluate_command else ["quiet"]),  # ours: no live view
         ]
     )
 

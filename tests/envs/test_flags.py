@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035  # e
 import pytest
 from pydantic import BaseModel, Field
 
-from atroposlib.envs.flags import flags_of, read_flags
+from atroposlib.envs.flags import MAY_STAND_ALONE, flags_of, read_flags
 from atroposlib.utils.cli import UsageError
 
 
@@ -124,6 +124,23 @@ def test_read_flags_wrong_line_is_a_usage_error(line: str, message: str) -> None
 
     assert message in caught.value.message
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("--quiet", "true"),
+        ("--quiet false", "false"),
+        ("--quiet=true", "true"),
+        ("--quiet --x 1", "true"),
+    ],
+)
+def test_read_flags_boolean_that_may_stand_alone_is_true_then(line: str, value: str) -> None:
+    class Command(BaseModel):
+        quiet: bool = Field(False, json_schema_extra={MAY_STAND_ALONE: True})
+        x: int = 0
+
+    assert read_flags(line.split(), flags_of(Command))["quiet"] == value
 
 
 def test_flags_of_required_field_has_no_default() -> None:

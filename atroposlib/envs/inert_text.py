@@ -1,0 +1,43 @@
+"""Text from anywhere, made harmless for a terminal: pure.
+
+A model may write anything, and errors quote it: codes that clear the screen, move the cursor or set
+the window's title, characters that turn the writing direction, half a surrogate pair.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+__all__ = ["inert_block", "inert_line"]
+
+CONTROL_PICTURES = 0x2400  # U+2400 + n is the visible sign of control character n
+REPLACEMENT = "\ufffd"
+UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def inert_line(text: str, *, max_characters: int) -> str:
+    """Return text as one line of visible characters.
+
+    Args:
+        text: may be long; only its beginning is looked at.
+        max_characters: longest result; a longer one ends in `…`.
+    """
+    start = " ".join(text[: 4 * max_characters].split())
+    cut = len(start) > max_characters or len(text) > 4 * max_characters
+    shown = start[: max_characters - 1] + "…" if cut else start
+    return inert_block(shown)
+
+
+def inert_block(text: str) -> str:
+    """Return text with its lines and tabs kept and all else that is no glyph made visible."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in "\n\t" or c.isprintable() else _visible(c) for c in text)
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if code < 0x20:
+        return chr(CONTROL_PICTURES + code)
+    is_glyph = unicodedata.category(character) not in UNPRINTABLE
+    return character if is_glyph else REPLACEMENT

@@ -1,0 +1,206 @@
+"""The live view of a running environment: the lowest lines of the terminal, log lines above them.
+
+    take_snapshot ──every 0.4 s──► RunView ──┐
+    log lines, print ──► LineStream ─────────┴──► terminal, in a thread
+
+Invariants:
+    - While the view is up, nothing else writes to the terminal: `sys.stdout`, `sys.stderr` and
+      the log handlers that write there are diverted, and put back when it ends.
+    - The event loop only takes snapshots; a terminal that is slow or stopped holds up a thread.
+    - A view that fails ends itself, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from atroposlib.envs.inert_text import inert_block
+from atroposlib.envs.run_snapshot import RunSnapshot
+from atroposlib.envs.terminal_view import RunView
+
+__all__ = ["LineStream", "TerminalDisplay", "can_show"]
+
+logger = logging.getLogger(__name__)
+
+LINES_LEFT_FOR_THE_LOG = 4
+LONGEST_LAST_DRAW_S = 2.0
+
+
+def can_show(stream: Any) -> bool:
+    """Tell whether a stream is a terminal on which lines can be drawn again."""
+    return bool(stream.isatty()) and not Console(file=stream).is_dumb_terminal
+
+
+class LineStream:
+    """Stands in for a stream while the view is up; whole lines go to `write_line`.
+
+    Args:
+        replaced: what it stands in for; answers for its encoding and file number.
+        write_line: takes one line, without its end; called from any thread.
+    """
+
+    def __init__(self, replaced: TextIO, write_line: Callable[[str], None]) -> None:
+        self.replaced = replaced
+        self._write_line = write_line
+        self._started = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """Pass on the lines that are complete; keep the rest until it is."""
+        with self._lock:
+            *lines, self._started = (self._started + text).split("\n")
+        for line in lines:
+            # Of a line written over again and again, as progress bars are, the last state counts.
+            self._write_line(line.rstrip("\r").rpartition("\r")[2])
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Do nothing: an unfinished line cannot stand above the view."""
+
+    def finish(self) -> None:
+        """Pass on a line that was not ended."""
+        if self._started:
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        """Answer no, so that nobody moves the cursor."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.replaced, name)
+
+
+class TerminalDisplay:
+    """The live view, from `async with` to its end.
+
+    Args:
+        take_snapshot: called on the event loop; None while there is nothing to show yet, which
+            leaves the terminal alone.
+        stream: the terminal.
+        interval_s: seconds between two snapshots.
+    """
+
+    def __init__(
+        self,
+        take_snapshot: Callable[[], RunSnapshot | None],
+        *,
+        stream: TextIO,
+        interval_s: float = 0.4,
+    ) -> None:
+        self._take_snapshot = take_snapshot
+        self._interval_s = interval_s
+        # Texts are plain: nothing in them is to be coloured, linked or turned into pictures.
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._live = Live(
+            console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self._diverted = contextlib.ExitStack()
+        self._lines: list[str] = []
+        self._lines_lock = threading.Lock()
+        self._printed_at = 0.0
+        self._over = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> TerminalDisplay:
+        self._task = asyncio.create_task(self._keep_drawing())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Draw a last time and leave the picture standing; never waits long for the terminal."""
+        self._over.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=LONGEST_LAST_DRAW_S)
+
+    async def _keep_drawing(self) -> None:
+        try:
+            while not self._over.is_set():
+                await self._draw_next()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._over.wait(), self._interval_s)
+            await self._draw_next()
+        except Exception:
+            logger.exception("the live view failed; the run goes on without it")
+        finally:
+            await asyncio.to_thread(self._leave)
+
+    async def _draw_next(self) -> None:
+        snapshot = self._take_snapshot()
+        if snapshot is not None:
+            await asyncio.to_thread(self._draw, snapshot)
+
+    def _draw(self, snapshot: RunSnapshot) -> None:
+        view = RunView(snapshot, max_lines=self._console.height - LINES_LEFT_FOR_THE_LOG)
+        if not self._live.is_started:
+            self._divert()
+            self._live.start()
+        self._print_lines()
+        self._live.update(view, refresh=True)
+
+    def _leave(self) -> None:
+        """Give the terminal back."""
+        self._diverted.close()
+        self._print_lines()
+        self._live.stop()
+
+    def _divert(self) -> None:
+        """Send what others write to the terminal through this view."""
+        for name in ("stdout", "stderr"):
+            original = getattr(sys, name)
+            if not original.isatty():
+                continue
+            stream = LineStream(original, self._add_line)
+            self._diverted.callback(stream.finish)
+            setattr(sys, name, stream)
+            self._diverted.callback(setattr, sys, name, original)
+            for handler in _handlers_of(original):
+                handler.setStream(stream)
+                self._diverted.callback(handler.setStream, original)
+
+    def _add_line(self, line: str) -> None:
+        """Take a line for above the view; several of a moment are printed together."""
+        with self._lines_lock:
+            self._lines.append(line)
+        # Else a loop that hangs would hide what was logged before it did.
+        if time.monotonic() - self._printed_at > 2 * self._interval_s:
+            self._print_lines()
+
+    def _print_lines(self) -> None:
+        self._printed_at = time.monotonic()
+        with self._lines_lock:
+            lines, self._lines = self._lines, []
+        if lines:
+            self._console.print(Text(inert_block("\n".join(lines))), soft_wrap=True)
+
+
+def _handlers_of(stream: Any) -> Iterator[Any]:
+    """The log handlers that write to a stream, of every logger there is."""
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for known in loggers:
+        if isinstance(known, logging.Logger):
+            for handler in known.handlers:
+                is_stream_handler = isinstance(handler, logging.StreamHandler)
+                # Its own: handlers that look `sys.stderr` up each time find the right one anyway.
+                if is_stream_handler and vars(handler).get("stream") is stream:
+                    yield handler
