@@ -100,6 +100,11 @@ def _run_twice(env_cls: type[Any], settings: Settings, findings: Findings) -> No
                 "for it, and max_token_length is four times as large"
             )
         staged = staged_settings(settings, Path(folder), is_stand_in=is_stand_in)
+        if staged.env.group_size != settings.env.group_size:
+            findings.note(
+                f"group_size is {staged.env.group_size} for the check, not "
+                f"{settings.env.group_size}, so that every kind of answer is in a group"
+            )
         first = _run(env_cls, staged, findings, output, is_stand_in=is_stand_in)
         if first:
             second = _run(env_cls, staged, Findings(), None, is_stand_in=is_stand_in)

@@ -31,29 +31,28 @@ async def check_evaluation(stage: Stage, findings: Findings) -> None:
     returned = await within_limit(settle(env.evaluate()))
     await within_limit(settle(env.wandb_log({})))
     num_requests = stage.model.num_answered - num_before
+    requests = f"{num_requests} request{'' if num_requests == 1 else 's'}"
     path = Path(env.config.data_dir_to_save_evals) / FILE_NAME
     if path.exists():
-        _check_file(path, findings, site, num_requests)
+        _check_file(path, findings, site, requests)
         return
     keys = _logged_keys(Path(env.config.metrics_path))
     if keys:
-        findings.passed("evaluation", f"{num_requests} requests; logged {', '.join(keys)}")
+        findings.passed("evaluation", f"{requests}; logged {', '.join(keys)}")
     elif not num_requests and not returned:
         findings.skip("evaluation", "evaluate does nothing")
     else:
-        findings.fail(
-            "evaluation", f"{num_requests} requests were made, and no result was written", site
-        )
+        findings.fail("evaluation", f"no result was written, after {requests} to the model", site)
 
 
-def _check_file(path: Path, findings: Findings, site: str | None, num_requests: int) -> None:
+def _check_file(path: Path, findings: Findings, site: str | None, requests: str) -> None:
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))["results"]["all"]
     except (ValueError, KeyError) as error:
         findings.fail("evaluation", f"{path.name} cannot be read: {error!r}", site)
         return
     names = ", ".join(metrics) or "no metric"
-    findings.passed("evaluation", f"{num_requests} requests; {path.name} has {names}")
+    findings.passed("evaluation", f"{requests}; {path.name} has {names}")
 
 
 def _logged_keys(path: Path) -> list[str]:
