@@ -1,8 +1,15 @@
-"""uvicorn's HTTP protocol, telling responses what became of their bytes."""
+"""uvicorn's HTTP protocol, telling responses what became of their bytes.
+
+It also ends connections that keep the service waiting, or send headers without end.
+"""
 
 from __future__ import annotations
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import asyncio
+from http import HTTPStatus
+from typing import ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from atroposlib.api.connection import EXTENSION, Connection
 
@@ -12,14 +19,51 @@ __all__ = ["ObservedHttpProtocol"]
 class ObservedHttpProtocol(HttpToolsProtocol):
     """Puts the `Connection` into the scope of every request it reads."""
 
+    max_silence_s: ClassVar[float] = 60.0
+    """Time for the head of a request, and from one piece of its body to the next."""
+    max_head_bytes: ClassVar[int] = 64 * 1024
+    """Largest request line with headers; one that comes in a single piece may be larger."""
+
     observed: Connection | None = None
+    _head_bytes: int | None = None  # of the request whose head is being read
+    _is_receiving = False  # a request has begun and is not complete
+    _waiting_since = 0.0
+    _watch: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to watch for silence."""
+        super().connection_made(transport)
+        self._waiting_since = self.loop.time()
+        self._watch = self.loop.call_later(self.max_silence_s, self._look_for_silence)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, as far as heads have an end."""
+        if self._head_bytes is None:
+            self._waiting_since = self.loop.time()
+        super().data_received(data)
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.max_head_bytes:
+                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         """Start a request."""
         super().on_message_begin()
+        self._is_receiving = True
+        self._head_bytes = 0
         if self.observed is None:
             self.observed = Connection(self.transport)
         self.scope["extensions"] = {EXTENSION: {"connection": self.observed}}
+
+    def on_headers_complete(self) -> None:
+        """Hand the request to the application."""
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Take note that nothing more is to come."""
+        self._is_receiving = False
+        super().on_message_complete()
 
     def eof_received(self) -> None:
         """Take note that the client has closed its side, while the socket can still be asked."""
@@ -29,6 +73,31 @@ class ObservedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Take note that the connection broke."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self.observed is not None:
             self.observed.note_failure()
         super().connection_lost(exc)
+
+    def _look_for_silence(self) -> None:
+        """End the connection when it is the client's turn for too long; else look again."""
+        is_idle = self.cycle is not None and not self._is_receiving
+        left_s = self.max_silence_s
+        if not is_idle and not self.flow.read_paused:
+            left_s -= self.loop.time() - self._waiting_since
+        if left_s <= 0:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+        else:
+            self._watch = self.loop.call_later(left_s, self._look_for_silence)
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        if self.transport.is_closing():
+            return
+        is_answering = self.cycle is not None and (
+            self.cycle.response_started and not self.cycle.response_complete
+        )
+        if not is_answering:
+            text = b"%d %b" % (status, status.phrase.encode())
+            head = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head % len(text) + text)
+        self.transport.close()

@@ -30,6 +30,8 @@ def refusal_of(error: WireError) -> Response:
     """Answer a body that is not a well-formed group, in the framework's shape."""
     if error.kind == "not_text":
         return json_response({"detail": BODY_NOT_TEXT}, 400)
+    if error.kind == "too_large":
+        return json_response({"detail": str(error)}, 413)
     return _detail([{"type": error.kind, "loc": ("body", *error.path), "msg": str(error)}])
 
 

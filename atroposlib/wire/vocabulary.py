@@ -35,7 +35,8 @@ class WireError(GroupError):
     """A body that is not a group; carries where it went wrong.
 
     Attributes:
-        kind: `not_text`, `json_invalid`, `msgpack_invalid`, `missing` or `value_error`.
+        kind: `not_text`, `json_invalid`, `msgpack_invalid`, `missing`, `value_error` or
+            `too_large`.
         path: Keys and indices from the root of the body to the offending value.
     """
 

@@ -34,9 +34,11 @@ def plain_blob(blob: bytes | memoryview, *, max_bytes: int) -> bytes | memoryvie
 
     try:
         size = zstandard.frame_content_size(blob)
-        if not 0 <= size <= max_bytes:
-            limit = f"of at most {max_bytes} bytes" if size >= 0 else "that says how large it is"
-            raise WireError(f"expected a zstd frame {limit}", kind="value_error")
+        if size < 0:
+            raise WireError("expected a zstd frame that says how large it is", kind="value_error")
+        if size > max_bytes:
+            text = f"expected a zstd frame of at most {max_bytes} bytes"
+            raise WireError(text, kind="too_large")
         return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"not a zstd frame: {error}", kind="msgpack_invalid") from error
