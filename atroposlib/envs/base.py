@@ -262,7 +262,7 @@ class BaseEnv(OfflineEnv):
 
         config = self.server_configs[0]
         return openai.AsyncOpenAI(
-            api_key=config.api_key or "none", base_url=config.base_url, timeout=config.timeout
+            api_key=config.key_for_client, base_url=config.known_base_url, timeout=config.timeout
         )
 
     @cached_property

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.base import APIServerConfig
 from tests.contract.scored_groups import take
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until
-from tests.envs.small_environment import SmallEnv
+from tests.envs.small_environment import SmallEnv, small_config
 
 MakeEnv = Callable[..., Any]
 
@@ -153,6 +154,26 @@ async def test_servers_may_be_used_one_by_one(make_env: MakeEnv) -> None:
 )
 def test_tokenizer_members_exist(make_env: MakeEnv, name: str) -> None:
     assert getattr(make_env().tokenizer, name) is not None
+
+
+def test_client_of_the_first_server_reads_the_environment_for_what_is_not_set(
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    make_env()
+
+    official = SmallEnv(small_config(), [APIServerConfig(model_name="m")]).client
+    local = SmallEnv(small_config(), [APIServerConfig(base_url="http://10.0.0.1/v1")]).client
+
+    assert str(official.base_url) == "https://api.openai.com/v1/"
+    assert official.api_key == "of the environment"
+    assert str(local.base_url) == "http://10.0.0.1/v1/"
+    assert local.api_key != "of the environment"  # not shown to a server of one's own
+
+
+def test_process_mode_is_absent_outside_of_process(make_env: MakeEnv) -> None:
+    assert not hasattr(make_env(), "process_mode")
 
 
 async def test_evaluation_split_and_wandb_while_evaluating(
