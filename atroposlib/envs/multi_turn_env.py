@@ -22,6 +22,7 @@ from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
 from atroposlib.envs.multi_turn import Limits, Rollout, group_of_rollouts, play
 from atroposlib.envs.turn_policies import ChatPolicy, TokenPolicy
 from atroposlib.envs.turn_rewards import Normalization, discounted_return
+from atroposlib.utils.awaiting import all_results
 
 __all__ = [
     "ChatMessage",
@@ -99,7 +100,9 @@ class MultiTurnEnv(BaseEnv):
             logger.warning("an item leaves no room in max_token_length; skipped")
             return None
         self.rollouts_since_log += trajectories
-        return group_of_rollouts(
+        # In a thread: long groups hold a million tokens.
+        return await asyncio.to_thread(
+            group_of_rollouts,
             trajectories,
             discount=self.config.reward_discount,
             normalization=self.config.advantage_normalization,
@@ -110,7 +113,7 @@ class MultiTurnEnv(BaseEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Play every evaluation item once and log the mean return."""
         started_at = time.time()
-        rollouts = await asyncio.gather(*(self.play_for_evaluation(i) for i in self.eval_items()))
+        rollouts = await all_results(self.play_for_evaluation(i) for i in self.eval_items())
         if not rollouts:
             logger.info("no evaluation: eval_items gives none")
             return

@@ -7,13 +7,12 @@ The author writes what is asked and what an answer is worth; evaluations ask and
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import statistics
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import Field
 
@@ -21,12 +20,11 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.single_turn import build_group, completion_budget, sample_trajectories
+from atroposlib.utils.awaiting import all_results
 
 __all__ = ["SingleTurnEnv", "SingleTurnEnvConfig"]
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 class SingleTurnEnvConfig(BaseEnvConfig):
@@ -86,7 +84,7 @@ class SingleTurnEnv(BaseEnv):
             max_tokens=budget,
             temperature=self.config.temperature,
         )
-        scores = await _all_results(
+        scores = await all_results(
             self._score(item, t.completion, is_cut=t.is_truncated) for t in trajectories
         )
         self.scores_since_log += scores
@@ -103,7 +101,7 @@ class SingleTurnEnv(BaseEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Ask every evaluation item once and log the mean score."""
         started_at = time.time()
-        samples = await _all_results(self.evaluate_item(item) for item in self.eval_items())
+        samples = await all_results(self.evaluate_item(item) for item in self.eval_items())
         if not samples:
             logger.info("no evaluation: eval_items gives none")
             return
@@ -150,14 +148,3 @@ class SingleTurnEnv(BaseEnv):
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
         limit = self.config.max_token_length
         return completion_budget(self.tokenizer, messages, max_token_length=limit)
-
-
-async def _all_results(steps: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Wait for all steps; then raise what the first that failed raised."""
-    outcomes = await asyncio.gather(*steps, return_exceptions=True)
-    results = []
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        results.append(outcome)
-    return results

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
-from atroposlib.envs.tools import Tool, ToolResult, parse_tool_calls, run_tool_calls
+from atroposlib.envs.tools import Tool, ToolCall, ToolResult, parse_tool_calls, run_tool_calls
 
 __all__ = ["ToolConversation", "tool_instructions"]
 
@@ -64,6 +64,10 @@ class ToolConversation(Conversation):
     async def score(self, turn: Turn) -> float:
         """Return the reward of the turn that answers, the first without a call."""
 
+    def find_calls(self, answer: str) -> list[ToolCall]:
+        """Return the calls of a turn; override it for models that write them another way."""
+        return parse_tool_calls(answer)
+
     def reward_of_calls(self, results: Sequence[ToolResult]) -> float:
         """Return the reward of a turn that called tools; 0 unless overridden."""
         return 0.0
@@ -78,7 +82,7 @@ class ToolConversation(Conversation):
 
     async def reply(self, turn: Turn) -> Reply:
         """Run the calls of a turn, outside its thinking; without calls it is the answer."""
-        calls = parse_tool_calls(turn.answer)
+        calls = self.find_calls(turn.answer)
         if not calls:
             return Reply(reward=await self.score(turn), is_done=True)
         results = await run_tool_calls(calls, self.tools, timeout_s=self.tool_timeout_s)

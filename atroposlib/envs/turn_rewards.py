@@ -118,7 +118,7 @@ def token_advantages(
     """
     row = [0.0] * len(masks)
     for span in spans:
-        for position in range(span.start, span.end):
-            if masks[position] != IGNORE_INDEX:
-                row[position] = advantages[span.turn]
+        value = advantages[span.turn]
+        labels = masks[span.start : span.end]
+        row[span.start : span.end] = [value if m != IGNORE_INDEX else 0.0 for m in labels]
     return row
