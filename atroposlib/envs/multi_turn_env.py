@@ -145,10 +145,13 @@ class MultiTurnEnv(BaseEnv):
         return await play(self.start_conversation(item), policy, limits=self.limits())
 
     def limits(self) -> Limits:
-        """Return the limits of a conversation under the settings of this run."""
+        """Return the limits of a conversation under the settings of this run and its trainer."""
+        max_tokens = self.config.max_token_length
+        if self.max_token_len > 0:
+            max_tokens = min(max_tokens, self.max_token_len)
         return Limits(
             max_turns=self.config.max_turns,
-            max_tokens=self.config.max_token_length,
+            max_tokens=max_tokens,
             max_turn_tokens=self.config.max_turn_tokens,
             timeout_s=self.config.conversation_timeout_s,
         )

@@ -164,3 +164,16 @@ async def test_evaluate_asks_for_chats_only_and_writes_each_conversation(
     assert paths == {"/v1/chat/completions"}
     lines = (tmp_path / "evals" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["rewards"] for line in lines] == [[4.0], [4.0, 4.0]]
+
+
+async def test_conversation_stays_below_the_limit_of_the_trainer(
+    make_countdown: Callable[..., CountdownEnv],
+) -> None:
+    async with ScriptedEngine(["1"]) as engine:
+        env = make_countdown(engine, max_token_length=4000)
+        assert env.limits().max_tokens == 4000
+        env.max_token_len = 60
+        rollout, _ = await env.collect_trajectory(9)
+
+    assert rollout.outcome == "truncated"
+    assert len(rollout.sequences[0].tokens) < 60
