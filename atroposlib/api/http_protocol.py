@@ -15,6 +15,8 @@ from atroposlib.api.connection import EXTENSION, Connection
 
 __all__ = ["ObservedHttpProtocol"]
 
+_LOOKS_PER_SILENCE = 4
+
 
 class ObservedHttpProtocol(HttpToolsProtocol):
     """Puts the `Connection` into the scope of every request it reads."""
@@ -34,7 +36,7 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         """Begin to watch for silence."""
         super().connection_made(transport)
         self._waiting_since = self.loop.time()
-        self._watch = self.loop.call_later(self.max_silence_s, self._look_for_silence)
+        self._look_for_silence()
 
     def data_received(self, data: bytes) -> None:
         """Read on, as far as heads have an end."""
@@ -80,15 +82,19 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _look_for_silence(self) -> None:
-        """End the connection when it is the client's turn for too long; else look again."""
+        """End the connection when it was the client's turn for too long; else look again."""
+        now = self.loop.time()
         is_idle = self.cycle is not None and not self._is_receiving
-        left_s = self.max_silence_s
-        if not is_idle and not self.flow.read_paused:
-            left_s -= self.loop.time() - self._waiting_since
+        if is_idle or self.flow.read_paused:
+            self._waiting_since = now
+        left_s = self.max_silence_s - (now - self._waiting_since)
         if left_s <= 0:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
         else:
-            self._watch = self.loop.call_later(left_s, self._look_for_silence)
+            # Often enough to notice when the service itself stops to read for a while.
+            self._watch = self.loop.call_later(
+                min(left_s, self.max_silence_s / _LOOKS_PER_SILENCE), self._look_for_silence
+            )
 
     def _refuse(self, status: HTTPStatus) -> None:
         if self.transport.is_closing():

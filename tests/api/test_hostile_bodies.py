@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,41 @@ def test_sender_that_falls_silent_is_let_go(monkeypatch, free_port, head):
         rest = connection.recv(65536)
 
     assert (status_in(answer), rest) == (408, b"")
+
+
+def test_head_that_never_ends_takes_as_long_as_silence(monkeypatch, free_port):
+    monkeypatch.setattr(ObservedHttpProtocol, "max_silence_s", 0.3)
+
+    with (
+        serve(create_app(), free_port),
+        socket.create_connection(("127.0.0.1", free_port), timeout=0.05) as connection,
+    ):
+        connection.sendall(b"GET /info HTTP/1.1\r\nX: ")
+        answer, started = b"", time.monotonic()
+        while not answer and time.monotonic() < started + 5:
+            connection.sendall(b"y")
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65536)
+
+    assert status_in(answer) == 408
+
+
+def test_sender_whose_body_the_service_does_not_read_is_not_silent(monkeypatch, free_port):
+    monkeypatch.setattr(ObservedHttpProtocol, "max_silence_s", 0.2)
+    app = create_app(ApiSettings(max_buffered_bytes=1))
+    long_body = json.dumps(make_group(4, length=200_000)).encode()
+
+    def slowly() -> Iterator[bytes]:
+        for piece in (GROUP[:9], *[b" "] * 10, GROUP[9:]):
+            yield piece
+            time.sleep(0.05)
+
+    with serve(app, free_port) as url, ThreadPoolExecutor() as threads:
+        first = threads.submit(httpx.post, f"{url}/scored_data", content=slowly())
+        time.sleep(0.05)
+        second = httpx.post(f"{url}/scored_data", content=long_body)
+
+    assert (first.result().status_code, second.status_code) == (200, 200)
 
 
 def test_clients_that_wait_for_their_next_request_or_answer_are_not_silent(monkeypatch, free_port):
