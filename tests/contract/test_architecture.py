@@ -32,6 +32,7 @@ PURE_RULES = [
     "atroposlib.envs.capacity",
     "atroposlib.envs.config_layers",
     "atroposlib.envs.server_handling.sequence_tracker",
+    "atroposlib.envs.turn_rewards",
     "atroposlib.envs.server_handling.tool_formats.hermes",
     "atroposlib.envs.server_handling.tool_formats.json_calls",
     "atroposlib.envs.server_handling.tool_formats.llama3_json",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Turn
 from atroposlib.scored_data import check_group
 from environments.number_guessing import TURN_COST, UNREADABLE, GuessingGame, NumberGuessingEnv
@@ -132,3 +133,9 @@ def test_eval_items_cover_the_range_once() -> None:
 
     assert len(set(items)) == len(items) == 32
     assert (min(items), max(items)) == (1, 97)
+
+
+def test_environment_passes_the_check() -> None:
+    report = check_environment(NumberGuessingEnv)
+
+    assert report.passed, report.text

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Turn
 from atroposlib.scored_data import check_group
 from environments.word_sums import Problem, SumConversation, WordSumsEnv
@@ -81,3 +82,9 @@ async def test_process_writes_sequences_with_masked_tool_results(
             trained = "".join(chr(i) for i, m in zip(ids, masks, strict=True) if m != -100)
             assert "<tool_response>" not in trained
             assert trained.count("<tool_call>") == (2 if score else 0)
+
+
+def test_environment_passes_the_check() -> None:
+    report = check_environment(WordSumsEnv)
+
+    assert report.passed, report.text
