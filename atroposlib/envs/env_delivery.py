@@ -24,6 +24,7 @@ from atroposlib.envs.group_writer import GroupWriter
 from atroposlib.errors import GroupError, TrajectoryApiError
 from atroposlib.scored_data import GROUP_FIELDS, ScoredDataGroup
 from atroposlib.type_definitions import Item
+from atroposlib.utils.long_decode import decode_long
 from atroposlib.utils.plain_json import to_plain
 
 __all__ = ["DeliveringEnv", "stamp_policy_version"]
@@ -123,7 +124,7 @@ class DeliveringEnv(ReportingEnv):
         """Keep an admitted group for the table and the file; tell whether it goes on."""
         if self.config.include_messages and not group.get("messages"):
             group["messages"] = [
-                [{"role": "user", "content": self.tokenizer.decode(tokens)}]
+                [{"role": "user", "content": await decode_long(self.tokenizer, tokens)}]
                 for tokens in group["tokens"]
             ]
         await settle(self.add_rollouts_for_wandb(group, item))

@@ -19,6 +19,7 @@ from atroposlib.envs.metric_summaries import completion_length_metrics, duration
 from atroposlib.envs.run_figures import RunFigures
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
+from atroposlib.utils.long_decode import decode_long
 from atroposlib.utils.run_log import RunLog
 
 __all__ = ["ReportingEnv", "dated_run_name"]
@@ -166,7 +167,9 @@ class ReportingEnv(ScoringEnv):
             wanted = self.config.group_size
         pairs = zip(scored_data["tokens"], scored_data["scores"], strict=True)
         rows = [(tokens, score) for tokens, score in pairs][:wanted]
-        self.rollouts_for_wandb.append([(self.tokenizer.decode(t), score) for t, score in rows])
+        self.rollouts_for_wandb.append(
+            [(await decode_long(self.tokenizer, tokens), score) for tokens, score in rows]
+        )
         excess = len(self.rollouts_for_wandb) - self.config.num_rollouts_to_keep
         if excess > 0:
             self.rollouts_for_wandb = self.rollouts_for_wandb[excess:]

