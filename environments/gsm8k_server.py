@@ -155,7 +155,10 @@ class GSM8kEnv(BaseEnv):
     name = "gsm8k"
     env_config_cls = GSM8kEnvConfig
     config: GSM8kEnvConfig
-    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+    check_settings: ClassVar[dict[str, Any]] = {
+        "dataset_path": str(SAMPLE),
+        "num_score_workers": 1,
+    }
 
     def __init__(
         self,

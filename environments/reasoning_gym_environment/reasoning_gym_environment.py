@@ -14,7 +14,7 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum, Item, ScoredDataGroup
 from atroposlib.envs.single_turn import (
@@ -71,6 +71,7 @@ class ReasoningGymEnv(BaseEnv):
     name = "reasoning_gym"
     env_config_cls = ReasoningGymEnvConfig
     config: ReasoningGymEnvConfig
+    check_settings: ClassVar[dict[str, Any]] = {"num_score_workers": 1}
 
     def __init__(
         self,
