@@ -68,6 +68,7 @@ def test_check_command_of_a_new_environment_passes_and_leaves_nothing(
 
 
 REPLIES = {
+    "judge": ["<rating>5</rating>"],
     "single-turn": ["ok", "<answer>Lima</answer>", "<answer>Oslo</answer>", "none"],
     "game": ["ok", "<guess>apple</guess>", "<guess>river</guess>", "no guess"],
     "tools": [
@@ -79,7 +80,7 @@ REPLIES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["game", *later("single-turn", "tools")])
+@pytest.mark.parametrize("kind", ["game", *later("single-turn", "tools", "judge")])
 async def test_process_of_a_new_environment_writes_groups_and_a_page(
     kind: str, tmp_path: Path
 ) -> None:
@@ -105,7 +106,7 @@ async def test_process_of_a_new_environment_writes_groups_and_a_page(
     assert len(groups) == 2
     for group in groups:
         check_group(group)
-        assert ("advantages" in group) == (kind != "single-turn")
+        assert ("advantages" in group) == (kind in ("game", "tools"))
     assert (tmp_path / "groups.html").exists()
 
 
