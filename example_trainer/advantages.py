@@ -1,4 +1,4 @@
-"""Group advantages: what turns the scores of one group into the multiplier of its log-probs."""
+"""Group advantages: from the scores of one group to the multipliers of its log-probs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["group_advantages"]
+__all__ = ["group_advantages", "overlong_penalty"]
 
 
 def group_advantages(
@@ -44,3 +44,16 @@ def group_advantages(
     degrees = len(scores) - 1 if std == "sample" else len(scores)
     deviation = math.sqrt(math.fsum(c * c for c in centred) / degrees)
     return [c / (deviation + eps) for c in centred]
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """Return what DAPO's overlong shaping adds to the score of a completion, from 0 down to -1.
+
+    0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`, -1 beyond.
+
+    Source: Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 13.
+    """
+    if num_tokens >= max_tokens:
+        return -1.0
+    excess = num_tokens - (max_tokens - buffer_tokens)
+    return -excess / buffer_tokens if excess > 0 else 0.0

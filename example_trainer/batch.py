@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from example_trainer.losses.distillation import PADDED_TEACHER_ID, PADDED_TEACHER_LOGPROB
+from example_trainer.losses.reductions import BatchTotals
 from example_trainer.rows import Row, RowRules, rows_from_group
 
 __all__ = [
@@ -49,10 +51,19 @@ class Microbatch:
     """(B, T) float32 logprob of the label under the sampler, `MASKED_LOGPROB` where unknown."""
     temperatures_B: torch.Tensor
     """(B,) float32."""
+    is_sft_BT: torch.Tensor | None = None
+    """(B, T) bool, tokens of demonstrations; None without any."""
+    ref_logprobs_BT: torch.Tensor | None = None
+    """(B, T) float32, `MASKED_LOGPROB` where unknown; None without any."""
+    distill_token_ids_BTK: torch.Tensor | None = None
+    """(B, T, K) int64 what a teacher expects as the label, padded; None without a teacher."""
+    distill_logprobs_BTK: torch.Tensor | None = None
+    """(B, T, K) float32 the teacher's logprobs of these, padded."""
 
     def to(self, device: str) -> Microbatch:
         """Return the same micro-batch on another device."""
-        return Microbatch(**{name: value.to(device) for name, value in vars(self).items()})
+        tensors = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,11 @@ class BatchSummary:
     score_std: float
     num_groups: int
     num_silent_groups: int
-    """Groups whose advantages are all zero: they carry no gradient."""
+    """Groups without an advantage, a demonstration or a teacher: they carry no gradient."""
     num_truncated_rows: int
     num_rows_without_logprobs: int
+    num_rows_of_cut_sampling: int
+    """Rows the engine drew from a part of the vocabulary only, by top-p, top-k or min-p."""
     num_input_tokens: int
     """Tokens fed to the model, padding not counted."""
     padding_fraction: float
@@ -76,10 +89,8 @@ class Batch:
     """Everything one optimiser step consumes."""
 
     microbatches: list[Microbatch]
-    num_tokens: int
-    """Trained tokens of the whole batch, the denominator of the token mean."""
-    num_sequences: int
-    """Rows with at least one trained token, the denominator of sequence means."""
+    totals: BatchTotals
+    """Counts over the whole batch, the denominators of the loss."""
     summary: BatchSummary
 
 
@@ -90,15 +101,20 @@ def padded_length(longest: int, *, multiple: int = PAD_MULTIPLE) -> int:
 
 def shift_row(row: Row) -> Row:
     """Align inputs with what they predict: inputs lose the last token, all else the first."""
-    logprobs = row.inference_logprobs
-    return Row(
+    return replace(
+        row,
         tokens=row.tokens[:-1],
         labels=row.labels[1:],
         advantages=row.advantages[1:],
-        inference_logprobs=None if logprobs is None else logprobs[1:],
-        temperature=row.temperature,
-        is_truncated=row.is_truncated,
+        inference_logprobs=_without_first(row.inference_logprobs),
+        ref_logprobs=_without_first(row.ref_logprobs),
+        distill_token_ids=_without_first(row.distill_token_ids),
+        distill_logprobs=_without_first(row.distill_logprobs),
     )
+
+
+def _without_first(values: Sequence[Any] | None) -> Sequence[Any] | None:
+    return None if values is None else values[1:]
 
 
 def make_microbatch(
@@ -115,19 +131,50 @@ def make_microbatch(
     width = columns or padded_length(longest, multiple=pad_multiple)
     shifted = [shift_row(row) for row in rows]
 
-    def pad(values: Sequence[float] | None, fill: float) -> list[float]:
-        known = list(values or ())
-        return known + [fill] * (width - len(known))
+    def floats(fields: Sequence[Sequence[float] | None], fill: float) -> torch.Tensor:
+        return torch.tensor([_pad(f, fill, width) for f in fields], dtype=torch.float32)
 
+    logprobs = [row.inference_logprobs for row in shifted]
+    reference = [row.ref_logprobs for row in shifted]
+    is_sft = torch.tensor([row.is_sft for row in shifted])
+    ids_BTK, teacher_BTK = _teacher_tensors(shifted, width)
     return Microbatch(
-        tokens_BT=torch.tensor([pad(r.tokens, _PAD_TOKEN) for r in shifted], dtype=torch.long),
-        labels_BT=torch.tensor([pad(r.labels, IGNORE_INDEX) for r in shifted], dtype=torch.long),
-        advantages_BT=torch.tensor([pad(r.advantages, 0.0) for r in shifted], dtype=torch.float32),
-        inference_logprobs_BT=torch.tensor(
-            [pad(r.inference_logprobs, MASKED_LOGPROB) for r in shifted], dtype=torch.float32
-        ),
+        tokens_BT=torch.tensor([_pad(r.tokens, _PAD_TOKEN, width) for r in shifted]).long(),
+        labels_BT=torch.tensor([_pad(r.labels, IGNORE_INDEX, width) for r in shifted]).long(),
+        advantages_BT=floats([r.advantages for r in shifted], 0.0),
+        inference_logprobs_BT=floats(logprobs, MASKED_LOGPROB),
         temperatures_B=torch.tensor([r.temperature for r in shifted], dtype=torch.float32),
+        is_sft_BT=is_sft[:, None].expand(-1, width) if is_sft.any() else None,
+        ref_logprobs_BT=None
+        if all(values is None for values in reference)
+        else floats(reference, MASKED_LOGPROB),
+        distill_token_ids_BTK=ids_BTK,
+        distill_logprobs_BTK=teacher_BTK,
     )
+
+
+def _pad(values: Sequence[Any] | None, fill: Any, width: int) -> list[Any]:
+    known = list(values or ())
+    return known + [fill] * (width - len(known))
+
+
+def _teacher_tensors(
+    shifted: Sequence[Row], width: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (B, T, K) ids and logprobs of the teacher, None when no row has any."""
+    positions = [ids for row in shifted for ids in row.distill_token_ids or ()]
+    num_choices = max(map(len, positions), default=0)
+    if not num_choices:
+        return None, None
+
+    def cube(rows: Sequence[Sequence[Sequence[Any]] | None], fill: Any) -> list[list[list[Any]]]:
+        return [
+            [_pad(choices, fill, num_choices) for choices in _pad(row, (), width)] for row in rows
+        ]
+
+    ids = cube([row.distill_token_ids for row in shifted], PADDED_TEACHER_ID)
+    logprobs = cube([row.distill_logprobs for row in shifted], PADDED_TEACHER_LOGPROB)
+    return torch.tensor(ids).long(), torch.tensor(logprobs, dtype=torch.float32)
 
 
 def build_batch(
@@ -156,13 +203,31 @@ def build_batch(
         make_microbatch(rows[start : start + microbatch_size], pad_multiple=pad_multiple)
         for start in range(0, len(rows), microbatch_size)
     ]
-    trained = [(mb.labels_BT != IGNORE_INDEX).sum(dim=1) for mb in microbatches]
     return Batch(
         microbatches=microbatches,
-        num_tokens=sum(int(count_B.sum()) for count_B in trained),
-        num_sequences=sum(int((count_B > 0).sum()) for count_B in trained),
+        totals=_count(rows),
         summary=_summarise(groups, rows_by_group, microbatches),
     )
+
+
+def _count(rows: Sequence[Row]) -> BatchTotals:
+    """Count what the reductions divide by; the shift takes the first position away."""
+    policy = [n for row in rows if not row.is_sft and (n := _num_trained(row))]
+    return BatchTotals(
+        num_tokens=sum(policy),
+        num_sequences=len(policy),
+        num_sft_tokens=sum(_num_trained(row) for row in rows if row.is_sft),
+        num_distill_tokens=sum(
+            label != IGNORE_INDEX and any(choice != PADDED_TEACHER_ID for choice in ids)
+            for row in rows
+            if row.distill_token_ids is not None
+            for label, ids in zip(row.labels[1:], row.distill_token_ids[1:], strict=True)
+        ),
+    )
+
+
+def _num_trained(row: Row) -> int:
+    return sum(label != IGNORE_INDEX for label in row.labels[1:])
 
 
 def _summarise(
@@ -179,10 +244,15 @@ def _summarise(
         score_std=statistics.pstdev(scores) if scores else 0.0,
         num_groups=len(groups),
         num_silent_groups=sum(
-            all(not any(row.advantages) for row in members) for members in rows_by_group
+            not any(_teaches(row) for row in members) for members in rows_by_group
         ),
         num_truncated_rows=sum(row.is_truncated for row in rows),
         num_rows_without_logprobs=sum(row.inference_logprobs is None for row in rows),
+        num_rows_of_cut_sampling=sum(row.is_cut_sampling for row in rows),
         num_input_tokens=num_inputs,
         padding_fraction=1.0 - num_inputs / num_cells if num_cells else 0.0,
     )
+
+
+def _teaches(row: Row) -> bool:
+    return row.is_sft or row.distill_token_ids is not None or any(row.advantages)

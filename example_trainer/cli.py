@@ -159,8 +159,9 @@ def add_training_args(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grpo_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of advantages and loss."""
+    """Add the flags of advantages and losses."""
     _add_flags(parser, "grpo", fields.GrpoFields)
+    _add_flags(parser, "beside the policy loss", fields.ExtraLossFields)
 
 
 def add_vllm_args(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-__all__ = ["BUILT_MODES", "TrainingConfig", "default_device"]
+from example_trainer.loss_fields import ExtraLossFields, GrpoFields
+
+__all__ = ["BUILT_MODES", "ExtraLossFields", "GrpoFields", "TrainingConfig", "default_device"]
 
 BUILT_MODES = ("none", "in_place")
 """Weight bridge modes this version has; the others of the contract refuse at start."""
@@ -91,55 +93,6 @@ class TrainingFields(BaseModel):
     )
 
 
-class GrpoFields(BaseModel):
-    """Advantages and the policy loss."""
-
-    clip_eps: float = Field(
-        default=0.2, gt=0, lt=1, description="Lower clip: ratios below 1 - this."
-    )
-    clip_eps_high: float | None = Field(
-        default=0.28, gt=0, description="Upper clip: ratios above 1 + this; none: same as clip_eps."
-    )
-    ratio_anchor: Literal["trainer", "inference"] = Field(
-        default="trainer",
-        description="Denominator of the clipped ratio: the trainer's own logprobs before the "
-        "step, or the inference engine's (then importance_cap must be none).",
-    )
-    importance_cap: float | None = Field(
-        default=2.0,
-        gt=0,
-        description="Cap of the per-token weight exp(trainer - inference logprob) that corrects "
-        "the sampler's mismatch; none: no correction.",
-    )
-    importance_floor: float | None = Field(
-        default=None,
-        ge=0,
-        description="With this set, tokens whose weight leaves [floor, cap] are dropped instead "
-        "of capped (IcePop).",
-    )
-    loss_reduction: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field(
-        default="token_mean",
-        description="Mean over all trained tokens of the batch, mean of sequence means, or sum "
-        "over sequences x loss_horizon.",
-    )
-    loss_horizon: int | None = Field(
-        default=None, ge=1, description="Tokens dr_grpo divides each sequence by; none: seq_len."
-    )
-    advantage_std: Literal["sample", "population", "none"] = Field(
-        default="population", description="Deviation a group's centred scores are divided by."
-    )
-    advantage_eps: float = Field(default=1e-8, ge=0, description="Added to that deviation.")
-    logprobs_mode: Literal["auto", "raw", "processed"] = Field(
-        default="auto",
-        description="Whether the engine's logprobs are after temperature scaling (processed); "
-        "only then are logits divided by the temperature. auto: ask the engine, else raw.",
-    )
-    unsupported_fields: Literal["refuse", "ignore"] = Field(
-        default="refuse",
-        description="What to do with a group field or override the loss cannot honour.",
-    )
-
-
 class VllmFields(BaseModel):
     """The inference engine."""
 
@@ -150,11 +103,6 @@ class VllmFields(BaseModel):
     vllm_gpu: int | None = Field(default=None, ge=0, description="GPU index for a launched engine.")
     vllm_gpu_memory_utilization: float = Field(
         default=0.45, gt=0, le=1, description="Share of GPU memory for a launched engine."
-    )
-    use_tensorboard: bool = Field(
-        default=False,
-        description="Also write TensorBoard event files, to the folder tensorboard beside "
-        "metrics_path; needs the extra tensorboard.",
     )
     max_model_len: int = Field(
         default=4096, ge=2, description="Context length of a launched engine."
@@ -202,6 +150,11 @@ class WandbFields(BaseModel):
     wandb_group: str | None = Field(default=None, description="Run group; random when missing.")
     metrics_path: str | None = Field(
         default=None, description="JSONL file of metrics; none: <save_path>/metrics.jsonl."
+    )
+    use_tensorboard: bool = Field(
+        default=False,
+        description="Also write TensorBoard event files, to the folder tensorboard beside "
+        "metrics_path; needs the extra tensorboard.",
     )
 
 
@@ -263,7 +216,7 @@ class DebugFields(BaseModel):
 
 class TrainingConfig(
     DebugFields, DistributedFields, LoraFields, ModeFields, WandbFields, AtroposFields,
-    VllmFields, GrpoFields, TrainingFields, ModelFields,
+    VllmFields, ExtraLossFields, GrpoFields, TrainingFields, ModelFields,
 ):  # fmt: skip
     """Everything one run of the trainer can be told; frozen once made.
 
@@ -300,16 +253,13 @@ class TrainingConfig(
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> TrainingConfig:
-        if self.ratio_anchor == "inference" and self.importance_cap is not None:
+        _ = self.loss_choice  # raises where settings of the loss exclude each other
+        limit = self.overlong_max_tokens
+        if self.overlong_buffer_tokens and limit is None:
+            raise ValueError("overlong_buffer_tokens needs overlong_max_tokens, where it ends")
+        if limit is not None and self.overlong_buffer_tokens >= limit:
             raise ValueError(
-                "ratio_anchor=inference already weighs each token by exp(trainer - inference "
-                "logprob); importance_cap would count that mismatch twice. Set it to none"
-            )
-        if self.importance_floor is not None and (
-            self.importance_cap is None or self.importance_floor >= self.importance_cap
-        ):
-            raise ValueError(
-                f"importance_floor={self.importance_floor} needs an importance_cap above it, "
-                f"not {self.importance_cap}"
+                f"overlong_buffer_tokens={self.overlong_buffer_tokens} must be below "
+                f"overlong_max_tokens={limit}"
             )
         return self

@@ -12,8 +12,16 @@ from typing import NamedTuple
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import BatchSummary
 from example_trainer.config import TrainingConfig
+from example_trainer.losses.reductions import BatchTotals
 
-__all__ = ["StepTimes", "batch_metrics", "open_run_log", "step_line", "with_wandb_names"]
+__all__ = [
+    "StepTimes",
+    "batch_metrics",
+    "open_run_log",
+    "part_counts",
+    "step_line",
+    "with_wandb_names",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +90,18 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
         / max(1, summary.num_groups),
         "train/truncated_rows": summary.num_truncated_rows,
         "train/rows_without_logprobs": summary.num_rows_without_logprobs,
+        "train/cut_sampling_rows": summary.num_rows_of_cut_sampling,
         "train/padding_fraction": summary.padding_fraction,
     }
+
+
+def part_counts(totals: BatchTotals) -> dict[str, float]:
+    """Return how many tokens the parts beside the policy loss train, less the unused ones."""
+    counts = {
+        "sft/token_count": totals.num_sft_tokens,
+        "distill/token_count": totals.num_distill_tokens,
+    }
+    return {name: float(count) for name, count in counts.items() if count}
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:

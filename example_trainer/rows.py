@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import check_group
-from example_trainer.advantages import group_advantages
+from atroposlib.scored_data import IGNORE_INDEX, check_group
+from example_trainer.advantages import group_advantages, overlong_penalty
+from example_trainer.row_fields import (
+    float_rows,
+    is_demonstration,
+    is_silenced,
+    reaches_max_tokens,
+    refuse_unsupported,
+    samples_from_a_part,
+    teacher_row,
+    temperature_of,
+)
 
 __all__ = ["Row", "RowRules", "rows_from_group"]
-
-_UNSUPPORTED_FIELDS = {
-    "distill_token_ids": "this trainer has no distillation loss yet",
-    "distill_logprobs": "this trainer has no distillation loss yet",
-    "images": "this trainer is text only",
-}
-_HONOURED_OVERRIDES = {"set_advantage_to_zero", "temperature"}
-_HONOURED_GROUP_OVERRIDES = {"temperature", "group_size"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ class RowRules:
     advantage_std: Literal["sample", "population", "none"] = "population"
     advantage_eps: float = 1e-8
     unsupported_fields: Literal["refuse", "ignore"] = "refuse"
+    overlong_max_tokens: int | None = None
+    """Trained tokens at which the score loses 1; None: no penalty."""
+    overlong_buffer_tokens: int = 0
+    truncated_completions: Literal["train", "mask"] = "train"
+    uses_reference: bool = False
+    """Whether the loss has a KL penalty, for which every group must bring `ref_logprobs`."""
+    uses_teacher: bool = False
+    """Whether the loss distils."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +64,26 @@ class Row:
     """Sampling temperature, above 0."""
     is_truncated: bool = False
     """Whether tokens were cut to fit `seq_len`."""
+    is_cut_sampling: bool = False
+    """Whether the engine drew from a part of the vocabulary only, so that its logprobs are either
+    not of what it drew from, or not comparable with the trainer's."""
+    is_sft: bool = False
+    """Whether it is a demonstration, trained by likelihood."""
+    ref_logprobs: Sequence[float] | None = None
+    """[L] logprobs of a reference model."""
+    distill_token_ids: Sequence[Sequence[int]] | None = None
+    """[L][K] what a teacher expects at each position; K may differ and be 0."""
+    distill_logprobs: Sequence[Sequence[float]] | None = None
+    """[L][K] the teacher's logprobs of these."""
 
 
 def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "group") -> list[Row]:
     """Turn one scored group into rows.
 
     Advantages come from the group's token-level `advantages` where it has them, else from its
-    scores. `overrides[i].set_advantage_to_zero` silences trajectory i after that. `ref_logprobs`
-    and `messages` are not read: no term of the loss uses them.
+    scores. `overrides[i].set_advantage_to_zero` silences trajectory i after that. Trajectories
+    marked `sft` have no advantage, and their scores no part in their siblings'. `messages` are
+    not read: tokens say what they say.
 
     Args:
         group: A group as the service delivers it; null fields count as absent.
@@ -77,72 +99,102 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
     try:
         check_group(group)
         if rules.unsupported_fields == "refuse":
-            _refuse_unsupported(group)
-        advantages = _token_advantages(group, rules)
+            refuse_unsupported(
+                group, uses_reference=rules.uses_reference, uses_teacher=rules.uses_teacher
+            )
+        are_sft = [is_demonstration(group, i) for i in range(len(group["tokens"]))]
+        advantages = _token_advantages(group, rules, are_sft)
+        reference = float_rows(group, "ref_logprobs") if rules.uses_reference else None
+        if rules.uses_reference and reference is None and not all(are_sft):
+            raise GroupError(
+                "ref_logprobs: missing; the KL penalty needs them. Let the environment send "
+                "them, or set --kl-coef 0"
+            )
+        return [
+            _row(group, i, rules, advantages[i], reference[i] if reference else None, is_sft=is_sft)
+            for i, is_sft in enumerate(are_sft)
+        ]
     except GroupError as error:
         raise GroupError(f"{name}: {error}") from error
+
+
+def _row(
+    group: Mapping[str, Any],
+    i: int,
+    rules: RowRules,
+    advantages: Sequence[float],
+    ref_logprobs: Sequence[float] | None,
+    *,
+    is_sft: bool,
+) -> Row:
+    keep = slice(0, rules.seq_len)
+    tokens, labels = group["tokens"][i], group["masks"][i][keep]
+    is_cut = len(tokens) > rules.seq_len
+    ran_out = is_cut or reaches_max_tokens(group, _num_trained(group, i))
+    if ran_out and not is_sft and rules.truncated_completions == "mask":
+        labels = [IGNORE_INDEX] * len(labels)
     logprobs = group.get("inference_logprobs") or None  # empty when never filled
-    rows = []
-    for i, tokens in enumerate(group["tokens"]):
-        keep = slice(0, rules.seq_len)
-        rows.append(
-            Row(
-                tokens=tokens[keep],
-                labels=group["masks"][i][keep],
-                advantages=advantages[i][keep],
-                inference_logprobs=None if logprobs is None else logprobs[i][keep],
-                temperature=_temperature(group, i),
-                is_truncated=len(tokens) > rules.seq_len,
-            )
-        )
-    return rows
+    ids, teacher = teacher_row(group, i) if rules.uses_teacher else (None, None)
+    return Row(
+        tokens=tokens[keep],
+        labels=labels,
+        advantages=advantages[keep],
+        inference_logprobs=None if logprobs is None else logprobs[i][keep],
+        temperature=temperature_of(group, i),
+        is_truncated=is_cut,
+        is_cut_sampling=samples_from_a_part(group),
+        is_sft=is_sft,
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs[keep],
+        distill_token_ids=None if ids is None else ids[keep],
+        distill_logprobs=None if teacher is None else teacher[keep],
+    )
 
 
-def _refuse_unsupported(group: Mapping[str, Any]) -> None:
-    remedy = "leave it out in the environment, or train without it: --unsupported-fields ignore"
-    for field, reason in _UNSUPPORTED_FIELDS.items():
-        value = group.get(field)
-        if value is not None and value != []:
-            raise GroupError(f"{field}: {reason}; {remedy}")
-    for i, override in enumerate(group.get("overrides") or ()):
-        for key, value in (override or {}).items():
-            if value and key not in _HONOURED_OVERRIDES:
-                raise GroupError(f"overrides[{i}].{key}: this trainer cannot honour it; {remedy}")
-    for key, value in (group.get("group_overrides") or {}).items():
-        if value and key not in _HONOURED_GROUP_OVERRIDES:
-            raise GroupError(f"group_overrides.{key}: this trainer cannot honour it; {remedy}")
-
-
-def _token_advantages(group: Mapping[str, Any], rules: RowRules) -> list[list[float]]:
+def _token_advantages(
+    group: Mapping[str, Any], rules: RowRules, are_sft: Sequence[bool]
+) -> list[list[float]]:
+    """Return [G][L] advantages; demonstrations get zeros, and what they sent is not looked at."""
     given = group.get("advantages")
     if given is None:
-        given = group_advantages(group["scores"], std=rules.advantage_std, eps=rules.advantage_eps)
+        given = _score_advantages(group, rules, are_sft)
     if len(given) != len(group["tokens"]):
         raise GroupError(f"advantages: {len(given)} entries, tokens has {len(group['tokens'])}")
     result = []
     for i, (value, tokens) in enumerate(zip(given, group["tokens"], strict=True)):
+        if are_sft[i] or is_silenced(group, i):
+            result.append([0.0] * len(tokens))
+            continue
         # May-2025 environments send one number per trajectory.
         row = [float(value)] * len(tokens) if isinstance(value, (int, float)) else list(value)
         if len(row) != len(tokens):
             raise GroupError(f"advantages[{i}]: {len(row)} entries, tokens[{i}] has {len(tokens)}")
-        silent = bool(_override(group, i).get("set_advantage_to_zero"))
-        result.append([0.0] * len(tokens) if silent else row)
+        result.append(row)
     return result
 
 
-def _override(group: Mapping[str, Any], i: int) -> Mapping[str, Any]:
-    overrides = group.get("overrides") or []
-    return (overrides[i] or {}) if i < len(overrides) else {}
+def _score_advantages(
+    group: Mapping[str, Any], rules: RowRules, are_sft: Sequence[bool]
+) -> list[float]:
+    """Return [G] one advantage per trajectory, from the scores of those that were sampled."""
+    sampled = [i for i, is_sft in enumerate(are_sft) if not is_sft]
+    scores = [float(group["scores"][i]) for i in sampled]
+    if rules.overlong_max_tokens is not None:
+        scores = [
+            score
+            + overlong_penalty(
+                _num_trained(group, i),
+                max_tokens=rules.overlong_max_tokens,
+                buffer_tokens=rules.overlong_buffer_tokens,
+            )
+            for i, score in zip(sampled, scores, strict=True)
+        ]
+    result = [0.0] * len(are_sft)
+    if sampled:
+        advantages = group_advantages(scores, std=rules.advantage_std, eps=rules.advantage_eps)
+        for i, advantage in zip(sampled, advantages, strict=True):
+            result[i] = advantage
+    return result
 
 
-def _temperature(group: Mapping[str, Any], i: int) -> float:
-    for source in (
-        _override(group, i),
-        group.get("generation_params") or {},
-        group.get("group_overrides") or {},
-    ):
-        value = source.get("temperature")
-        if value is not None:
-            # Greedy decoding has no distribution to divide by.
-            return float(value) if float(value) > 0 else 1.0
-    return 1.0
+def _num_trained(group: Mapping[str, Any], i: int) -> int:
+    return sum(label != IGNORE_INDEX for label in group["masks"][i])

@@ -1,7 +1,7 @@
 """Diagnostics of one optimiser step: sums over trained tokens, turned into metrics at the end.
 
-Every figure is a mean over the trained tokens of the whole batch, so it depends neither on
-padding nor on how the batch was split into micro-batches.
+Every figure is a mean over the tokens the policy loss trains, of the whole batch, so it depends
+neither on padding nor on how the batch was split into micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 from atroposlib.scored_data import MASKED_LOGPROB
 from example_trainer.batch import Microbatch
-from example_trainer.loss import LossTerms, log_ratio_BT
+from example_trainer.losses.logprobs import log_ratio_BT
+from example_trainer.losses.training_loss import LossTerms
 
 __all__ = ["StepStats"]
 
@@ -25,12 +26,10 @@ class StepStats:
         loss: Sum of the micro-batches' loss shares.
     """
 
-    def __init__(
-        self, *, clip_low: float, clip_high: float, importance_cap: float | None = None
-    ) -> None:
+    def __init__(self, *, clip_low: float, clip_high: float) -> None:
         self.loss = 0.0
         self._bounds = (1.0 - clip_low, 1.0 + clip_high)
-        self._cap = importance_cap
+        self._shares: dict[str, float] = defaultdict(float)
         self._sums: dict[str, float] = defaultdict(float)
         self._largest_difference = 0.0
 
@@ -48,10 +47,14 @@ class StepStats:
         self._count("positive_tokens", positive)
         self._count("positive_logprob", trainer[positive])
         self._count("negative_logprob", trainer[~positive])
-        self._count("weight", terms.weight_BT[mask_BT])
-        if self._cap is not None:
-            weight = terms.weight_BT[mask_BT]
-            self._count("truncated", (weight >= self._cap) | (weight == 0))
+        self._count("bound", terms.bound_BT[mask_BT])
+        if terms.weights is not None:
+            self._count("weight", terms.weights.weight_BT[mask_BT])
+            self._count("cut", terms.weights.cut_BT[mask_BT])
+        if terms.kl_BT is not None:
+            self._count("kl", terms.kl_BT[mask_BT])
+        for name, share in terms.shares.items():
+            self._shares[name] += share
         inference_BT = microbatch.inference_logprobs_BT
         self._compare(trainer_logprobs_BT, inference_BT, mask_BT & (inference_BT != MASKED_LOGPROB))
 
@@ -80,8 +83,11 @@ class StepStats:
         """Return the step's metrics under their public names.
 
         `grpo/mean_ratio`, `grpo/clipped_fraction` and `alignment/*` compare the trainer's
-        logprobs with the inference engine's; they are left out when no group carried any. The
-        entropy estimate is minus the mean logprob of the sampled tokens.
+        logprobs with the inference engine's; they are left out when no group carried any.
+        `grpo/bound_fraction` counts the tokens whose gradient the algorithm's own clip or mask
+        changed, `grpo/truncated_fraction` those whose importance weight was cut. The parts of the
+        loss add up to `train/loss`. The entropy estimate is minus the mean logprob of the sampled
+        tokens.
         """
         sums = self._sums
         tokens = max(1.0, sums["tokens"])
@@ -96,12 +102,23 @@ class StepStats:
             "train/entropy_estimate": -mean,
             "logprobs/training_mean": mean,
             "logprobs/training_std": _deviation(sums["logprob_squared"] / tokens, mean),
-            "grpo/mean_importance_weight": sums["weight"] / tokens,
+            "grpo/bound_fraction": sums["bound"] / tokens,
             "alignment/missing_fraction": 1.0 - sums["known"] / tokens,
+            **self._parts(tokens),
         }
-        if self._cap is not None:
-            result["grpo/truncated_fraction"] = sums["truncated"] / tokens
         return {**result, **self._alignment()} if sums["known"] else result
+
+    def _parts(self, tokens: float) -> dict[str, float]:
+        """Return what the parts of the loss that are in use have to say."""
+        result = {}
+        if "weight" in self._sums:
+            result["grpo/mean_importance_weight"] = self._sums["weight"] / tokens
+            result["grpo/truncated_fraction"] = self._sums["cut"] / tokens
+        if "kl" in self._sums:
+            result["grpo/mean_kl"] = self._sums["kl"] / tokens
+        names = {"policy": "grpo/policy_loss", "kl": "grpo/kl_penalty"}
+        names |= {"sft": "sft/loss", "distill": "distill/loss"}
+        return result | {names[name]: share for name, share in self._shares.items()}
 
     def _alignment(self) -> dict[str, float]:
         known = self._sums["known"]

@@ -16,17 +16,24 @@ from typing import Any, Protocol
 import torch
 
 from atroposlib.utils.run_log import RunLog
-from example_trainer.batch import Batch, build_batch
+from example_trainer.batch import Batch, Microbatch, build_batch
 from example_trainer.checkpointing import save_checkpoint
 from example_trainer.config import TrainingConfig
-from example_trainer.loss import BatchTotals, GrpoLoss, token_logprobs_BT
-from example_trainer.metrics import StepTimes, batch_metrics, step_line
+from example_trainer.grpo_loss import compute_grpo_loss
+from example_trainer.loss import (
+    LossInputs,
+    TeacherTokens,
+    make_loss,
+    token_logprobs_BT,
+    topk_logprobs_BTK,
+)
+from example_trainer.metrics import StepTimes, batch_metrics, part_counts, step_line
 from example_trainer.optimizer import learning_rate_at
 from example_trainer.rows import RowRules
 from example_trainer.step_stats import StepStats
 from example_trainer.weight_sync import WeightSync, is_sync_due
 
-__all__ = ["GroupFeed", "Trainer", "make_loss"]
+__all__ = ["GroupFeed", "Trainer", "compute_grpo_loss", "make_loss", "row_rules"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +51,18 @@ class GroupFeed(Protocol):
         """Take note that the engine serves the weights of so many optimiser steps."""
 
 
-def make_loss(config: TrainingConfig) -> GrpoLoss:
-    """Return the loss object the config describes."""
-    return GrpoLoss(
-        clip_low=config.clip_eps,
-        clip_high=config.clip_eps if config.clip_eps_high is None else config.clip_eps_high,
-        anchor=config.ratio_anchor,
-        importance_cap=config.importance_cap,
-        importance_floor=config.importance_floor,
-        reduction=config.loss_reduction,
-        horizon=config.loss_horizon or config.seq_len,
+def row_rules(config: TrainingConfig) -> RowRules:
+    """Return how the settings turn groups into rows."""
+    return RowRules(
+        seq_len=config.seq_len,
+        advantage_std=config.loss_choice.advantage_std,
+        advantage_eps=config.advantage_eps,
+        unsupported_fields=config.unsupported_fields,
+        overlong_max_tokens=config.overlong_max_tokens,
+        overlong_buffer_tokens=config.overlong_buffer_tokens,
+        truncated_completions=config.truncated_completions,
+        uses_reference=config.kl_coef > 0,
+        uses_teacher=config.distill_coef > 0,
     )
 
 
@@ -98,12 +107,7 @@ class Trainer:
         self._divide_by_temperature = divide_by_temperature
         self._clock = clock
         self._loss = make_loss(config)
-        self._rules = RowRules(
-            seq_len=config.seq_len,
-            advantage_std=config.advantage_std,
-            advantage_eps=config.advantage_eps,
-            unsupported_fields=config.unsupported_fields,
-        )
+        self._rules = row_rules(config)
 
     def run(self) -> Path:
         """Train until `training_steps` are done; returns the directory of the final model."""
@@ -150,11 +154,8 @@ class Trainer:
             # Adafactor with relative_step finds its own rate and holds None here.
             if parameters["lr"] is not None:
                 parameters["lr"] = learning_rate
-        stats = StepStats(
-            clip_low=self._loss.clip_low,
-            clip_high=self._loss.clip_high,
-            importance_cap=self._loss.importance_cap,
-        )
+        choice = self.config.loss_choice
+        stats = StepStats(clip_low=choice.clip_low, clip_high=choice.clip_high)
         self._backward(batch, stats)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm)
@@ -164,6 +165,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return {
             **stats.metrics(),
+            **part_counts(batch.totals),
             **batch_metrics(batch.summary),
             **_memory_metrics(self.config.device),
             "train/lr": learning_rate,
@@ -173,25 +175,38 @@ class Trainer:
 
     def _backward(self, batch: Batch, stats: StepStats) -> None:
         """Add the gradient of the batch to the parameters, one micro-batch at a time."""
-        totals = BatchTotals(batch.num_tokens, batch.num_sequences)
         for cpu_microbatch in batch.microbatches:
             microbatch = cpu_microbatch.to(self.config.device)
             with self._autocast():
                 logits_BTV = self.model(input_ids=microbatch.tokens_BT).logits
-            trainer_logprobs_BT = token_logprobs_BT(
+            inputs = self._loss_inputs(microbatch, logits_BTV)
+            terms = self._loss(inputs, batch.totals)
+            terms.loss.backward()
+            stats.add(microbatch, inputs.trainer_logprobs_BT.detach(), terms)
+
+    def _loss_inputs(self, microbatch: Microbatch, logits_BTV: torch.Tensor) -> LossInputs:
+        return LossInputs(
+            trainer_logprobs_BT=token_logprobs_BT(
                 logits_BTV,
                 microbatch.labels_BT,
                 microbatch.temperatures_B if self._divide_by_temperature else None,
-            )
-            terms = self._loss(
-                trainer_logprobs_BT,
-                microbatch.labels_BT,
-                microbatch.advantages_BT,
-                microbatch.inference_logprobs_BT,
-                totals,
-            )
-            terms.loss.backward()
-            stats.add(microbatch, trainer_logprobs_BT.detach(), terms)
+            ),
+            labels_BT=microbatch.labels_BT,
+            advantages_BT=microbatch.advantages_BT,
+            inference_logprobs_BT=microbatch.inference_logprobs_BT,
+            ref_logprobs_BT=microbatch.ref_logprobs_BT,
+            is_sft_BT=microbatch.is_sft_BT,
+            teacher=self._teacher(microbatch, logits_BTV),
+        )
+
+    def _teacher(self, microbatch: Microbatch, logits_BTV: torch.Tensor) -> TeacherTokens | None:
+        ids_BTK, logprobs_BTK = microbatch.distill_token_ids_BTK, microbatch.distill_logprobs_BTK
+        if ids_BTK is None or logprobs_BTK is None:
+            return None
+        student_BTK = topk_logprobs_BTK(
+            logits_BTV, ids_BTK, temperature=self.config.distill_temperature
+        )
+        return TeacherTokens(ids_BTK, logprobs_BTK, student_BTK)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.device.startswith("cuda") and self.config.train_dtype == "float32":
@@ -242,9 +257,15 @@ def _warn_about(batch: Batch, metrics: Mapping[str, float]) -> None:
     if metrics["train/skipped_steps"]:
         logger.warning("the gradient was not finite; this step left the weights as they were")
     if summary.num_silent_groups == summary.num_groups:
-        logger.warning("every group's scores are equal: this batch carried no gradient")
+        logger.warning("no group had an advantage: this batch carried no gradient")
     if summary.num_truncated_rows:
         logger.warning("%d sequences were cut to seq_len", summary.num_truncated_rows)
+    if summary.num_rows_of_cut_sampling:
+        logger.warning(
+            "%d sequences were sampled with top-p, top-k or min-p: their logprobs and the "
+            "trainer's are not of the same distribution",
+            summary.num_rows_of_cut_sampling,
+        )
     inference_mean = metrics.get("logprobs/inference_mean")
     if inference_mean is None:
         return

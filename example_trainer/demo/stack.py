@@ -84,8 +84,10 @@ def build_stack(
         ),
         service=part(
             "trajectory service",
-            ["-m", "atroposlib.cli.run_api", "--port", str(service_port)]
-            + ["--data-dir", str(paths.service_data)],
+            [
+                *("-m", "atroposlib.cli.run_api", "--port", str(service_port)),
+                *("--data-dir", str(paths.service_data)),
+            ],
         ),
         environment=part(
             "environment",

@@ -53,7 +53,20 @@ PURE_RULES = [
     "atroposlib.wire.vocabulary",
     "atroposlib.wire.walk",
     "atroposlib.wire.zstd_frames",
-    "example_trainer.loss",
+    "example_trainer.advantages",
+    "example_trainer.losses.choice",
+    "example_trainer.losses.cispo",
+    "example_trainer.losses.clipped",
+    "example_trainer.losses.corrections",
+    "example_trainer.losses.distillation",
+    "example_trainer.losses.dppo",
+    "example_trainer.losses.gspo",
+    "example_trainer.losses.importance_sampling",
+    "example_trainer.losses.kl",
+    "example_trainer.losses.logprobs",
+    "example_trainer.losses.reductions",
+    "example_trainer.losses.sft",
+    "example_trainer.losses.training_loss",
 ]
 IMPURE = {"os", "time", "random", "socket", "subprocess", "aiohttp", "httpx", "asyncio", "datetime"}
 

@@ -67,8 +67,7 @@ def test_batch_keeps_the_last_partial_microbatch_and_counts_the_whole():
     batch = build_batch(groups, RULES, microbatch_size=2)
 
     assert [len(mb.tokens_BT) for mb in batch.microbatches] == [2, 1]
-    assert batch.num_tokens == 6
-    assert batch.num_sequences == 3
+    assert batch.totals == (6, 3, 0, 0)
     assert batch.summary.score_mean == pytest.approx(0.5)
 
 
@@ -77,7 +76,7 @@ def test_batch_of_rows_without_trained_tokens_has_zero_totals():
 
     batch = build_batch([masked], RULES, microbatch_size=2)
 
-    assert (batch.num_tokens, batch.num_sequences) == (0, 0)
+    assert batch.totals == (0, 0, 0, 0)
 
 
 def test_scores_become_population_advantages_broadcast_over_tokens():
@@ -146,7 +145,7 @@ def test_row_longer_than_seq_len_is_cut_and_counted():
     batch = build_batch([long], RowRules(seq_len=10), microbatch_size=2)
 
     assert batch.summary.num_truncated_rows == 1
-    assert batch.num_tokens == 7 + 1  # 10 tokens, 3 of them prompt, then the short row's one
+    assert batch.totals.num_tokens == 7 + 1  # 10 tokens, 3 of them prompt, then the short row's one
 
 
 def test_group_with_equal_scores_counts_as_silent():
@@ -163,7 +162,8 @@ def test_group_with_equal_scores_counts_as_silent():
         ({"distill_token_ids": [[[1]], [[1]]]}, "distill_token_ids"),
         ({"distill_logprobs": [[[-1.0]], [[-1.0]]]}, "distill_logprobs"),
         ({"images": ["data:image/png;base64,"]}, "images"),
-        ({"group_overrides": {"sft": True}}, r"group_overrides\.sft"),
+        ({"ref_logprobs": [[-1.0] * 4] * 2}, "ref_logprobs"),
+        ({"group_overrides": {"loss_scale": 2}}, r"group_overrides\.loss_scale"),
         ({"overrides": [{}, {"loss_scale": 2}]}, r"overrides\[1\]\.loss_scale"),
     ],
 )

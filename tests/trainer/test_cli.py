@@ -153,5 +153,5 @@ def test_unknown_setting_suggests_the_near_name():
 
 
 def test_contradicting_settings_are_refused_with_the_remedy():
-    with pytest.raises(ValidationError, match="importance_cap would count that mismatch twice"):
-        TrainingConfig(model_name="m", device="cpu", ratio_anchor="inference")
+    with pytest.raises(ValidationError, match="count that mismatch twice"):
+        TrainingConfig(model_name="m", device="cpu", ratio_anchor="inference", importance_cap=2)

@@ -58,7 +58,10 @@ def test_run_without_flags_outside_the_script_asks_for_the_model(capsys):
     [
         (["--model", "m", "--lr", "-1"], "--lr: Input should be greater than 0 (got -1.0)"),
         (["--model", "m", "--weight-bridge-mode", "lora_only"], "use one of: none, in_place"),
-        (["--model", "m", "--ratio-anchor", "inference"], "count that mismatch twice"),
+        (
+            ["--model", "m", "--ratio-anchor", "inference", "--importance-cap", "2"],
+            "count that mismatch twice",
+        ),
     ],
 )
 def test_wrong_settings_exit_with_2_before_anything_is_loaded(argv, message, capsys):

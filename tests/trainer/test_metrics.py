@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from example_trainer.batch import Microbatch
-from example_trainer.loss import BatchTotals, GrpoLoss
+from example_trainer.loss import BatchTotals, LossInputs, TokenTruncation, TrainingLoss
 from example_trainer.metrics import StepTimes, open_run_log, step_line, with_wandb_names
 from example_trainer.step_stats import StepStats
 from tests.trainer.tiny import tiny_config
@@ -17,7 +17,7 @@ from tests.trainer.tiny import tiny_config
 
 def collect(rows):
     """Statistics of rows (trainer logprob, inference logprob, advantage), one per micro-batch."""
-    stats = StepStats(clip_low=0.2, clip_high=0.28, importance_cap=2.0)
+    stats = StepStats(clip_low=0.2, clip_high=0.28)
     for trainer, inference, advantage in rows:
         logprobs_BT = torch.tensor([[trainer, 0.0]])
         microbatch = Microbatch(
@@ -27,13 +27,13 @@ def collect(rows):
             inference_logprobs_BT=torch.tensor([[inference, 1.0]]),
             temperatures_B=torch.ones(1),
         )
-        terms = GrpoLoss()(
+        inputs = LossInputs(
             logprobs_BT,
             microbatch.labels_BT,
             microbatch.advantages_BT,
             microbatch.inference_logprobs_BT,
-            BatchTotals(len(rows), len(rows)),
         )
+        terms = TrainingLoss(correction=TokenTruncation())(inputs, BatchTotals(len(rows), 1))
         stats.add(microbatch, logprobs_BT, terms)
     return stats.metrics()
 

@@ -1,0 +1,142 @@
+"""Which loss the settings mean: `auto` resolved, contradictions refused. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from atroposlib.errors import ConfigError
+from example_trainer.losses.registry import (
+    ALGORITHMS,
+    CORRECTIONS,
+    AdvantageStd,
+    Algorithm,
+    AlgorithmName,
+    Anchor,
+    CorrectionName,
+    Reduction,
+)
+
+__all__ = ["CorrectionChoice", "LossChoice", "choose_loss", "refuse_double_count"]
+
+
+@dataclass(frozen=True)
+class CorrectionChoice:
+    """A correction with its bounds."""
+
+    name: CorrectionName
+    cap: float
+    floor: float | None
+
+
+@dataclass(frozen=True)
+class LossChoice:
+    """Every setting of the policy loss, nothing left to `auto`."""
+
+    name: AlgorithmName
+    anchor: Anchor
+    reduction: Reduction
+    advantage_std: AdvantageStd
+    clip_low: float
+    clip_high: float
+    correction: CorrectionChoice | None
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The registry row."""
+        return ALGORITHMS[self.name]
+
+
+def choose_loss(
+    name: AlgorithmName = "dapo",
+    *,
+    anchor: Literal["auto", Anchor] = "auto",
+    reduction: Literal["auto", Reduction] = "auto",
+    advantage_std: Literal["auto", AdvantageStd] = "auto",
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    correction: Literal["auto", "none", CorrectionName] = "auto",
+    cap: float | None = None,
+    floor: float | None = None,
+) -> LossChoice:
+    """Fill in what the algorithm brings.
+
+    Args:
+        name: The algorithm.
+        anchor: Denominator of the ratio; auto: the algorithm's own.
+        reduction: Denominator of the loss; auto: the algorithm's own.
+        advantage_std: Deviation that divides a group's scores; auto: the algorithm's own.
+        clip_low: Ratios below 1 - this are clipped.
+        clip_high: Ratios above 1 + this are clipped; None: the algorithm's own.
+        correction: Weight against the sampler's mismatch; auto: truncated per token under the
+            trainer anchor (masked when a floor is given), none under the inference anchor.
+        cap: Upper bound of the correction; None: the correction's own.
+        floor: Lower bound of the correction; None: the correction's own.
+
+    Raises:
+        ConfigError: two settings contradict each other.
+    """
+    row = ALGORITHMS[name]
+    real_anchor = row.anchors[0] if anchor == "auto" else anchor
+    if real_anchor not in row.anchors:
+        raise ConfigError(
+            f"ratio_anchor={real_anchor}: {name} is defined on the ratio to the "
+            f"{row.anchors[0]} logprobs; leave ratio_anchor at auto"
+        )
+    refuse_double_count(
+        real_anchor, is_corrected=correction not in ("auto", "none") or cap is not None
+    )
+    if clip_high is None:
+        clip_high = clip_low if row.clip_high is None else row.clip_high
+    return LossChoice(
+        name=name,
+        anchor=real_anchor,
+        reduction=row.reduction if reduction == "auto" else reduction,
+        advantage_std=row.advantage_std if advantage_std == "auto" else advantage_std,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        correction=_choose_correction(correction, real_anchor, cap=cap, floor=floor),
+    )
+
+
+def refuse_double_count(anchor: Anchor, *, is_corrected: bool) -> None:
+    """Refuse a ratio to the sampler together with a weight against the sampler's mismatch.
+
+    Raises:
+        ConfigError: both are asked for.
+    """
+    if anchor == "inference" and is_corrected:
+        raise ConfigError(
+            "ratio_anchor=inference already weighs each token by exp(trainer - inference "
+            "logprob); an importance_correction or importance_cap would count that mismatch "
+            "twice. Leave them out, or use ratio_anchor=trainer"
+        )
+
+
+def _choose_correction(
+    name: Literal["auto", "none", CorrectionName],
+    anchor: Anchor,
+    *,
+    cap: float | None,
+    floor: float | None,
+) -> CorrectionChoice | None:
+    if name == "none" or (name == "auto" and anchor == "inference"):
+        if cap is not None or floor is not None:
+            raise ConfigError(
+                "importance_cap and importance_floor bound a correction and there is none; "
+                "leave them out, or set importance_correction"
+            )
+        return None
+    if name == "auto":
+        name = "token_truncate" if floor is None else "token_mask"
+    row = CORRECTIONS[name]
+    if row.floor is None and floor is not None:
+        raise ConfigError(
+            f"importance_floor={floor}: {name} has no lower bound; use token_mask, "
+            "sequence_mask or geometric_mask"
+        )
+    cap = row.cap if cap is None else cap
+    floor = row.floor if floor is None else floor
+    if floor is not None and floor >= cap:
+        raise ConfigError(f"importance_floor={floor} must be below importance_cap={cap}")
+    return CorrectionChoice(name, cap, floor)
