@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,12 @@ from atroposlib.envs.config import StragglerPolicyEnum
 from atroposlib.envs.stragglers import StragglerError, StragglerRule, run_group
 
 SOON_S = 0.02
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_earlier_clients() -> None:
+    """HTTP clients that earlier tests left make a task of their own when they are collected."""
+    gc.collect()
 
 
 class Rollouts:
