@@ -85,7 +85,7 @@ async def chaos(
     kill_every_s: tuple[float, float] = (2.0, 8.0),
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Account:
-    """Run until so many groups were taken by the service; drain; return the account."""
+    """Run until the service took so many groups and was killed; drain; return the account."""
     before = asyncio.all_tasks()
     odds, ledger = Odds(seed), Ledger()
     service = Replica(folder, "sqlite", run="chaos")
@@ -170,7 +170,7 @@ async def _until_taken(
     on_progress: Callable[[int], None],
 ) -> None:
     try:
-        while len(env.ledger.acknowledged) < groups:
+        while len(env.ledger.acknowledged) < groups or not env.ledger.kills:
             engine._answers_by_problem = env.answers()
             on_progress(len(env.ledger.acknowledged))
             done, _ = await asyncio.wait(

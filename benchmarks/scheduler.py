@@ -1,0 +1,146 @@
+"""Measure the scheduler of an environment, and a naive loop beside it in the same run.
+
+A simulated inference server with fixed slots and heavy-tailed latencies, the service, and a trainer
+that takes batches at a set pace; each in a process of its own, over real HTTP.
+
+Usage: python benchmarks/scheduler.py [--seconds 20] [--only equal slower ...] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from scheduler_parts.inference_server import Load
+from scheduler_parts.scenario import Outcome, Scenario, run_scenario
+from scheduler_parts.word_tokenizer import write_tokenizer
+
+MIXED = Load()
+MANY = Load(slots=2_000, median_tokens=1_600, tokens_per_s=100.0, spread=0.5)
+LONG = Load(slots=64, median_tokens=30_000, spread=0.1, most_tokens=32_768, tokens_per_s=4_096.0)
+
+SCENARIOS = {
+    "equal": Scenario(MIXED, trainer_pace=1.0),
+    "slower": Scenario(MIXED, trainer_pace=0.5),
+    "faster": Scenario(MIXED, trainer_pace=1.5),
+    "many": Scenario(
+        MANY, trainer_pace=1.5, batch_size=512, max_batches_offpolicy=16, max_workers=384
+    ),
+    "sending": Scenario(
+        LONG,
+        trainer_pace=0.5,
+        batch_size=16,
+        max_workers=8,
+        max_batches_offpolicy=12,
+        local_length=32_768,
+        local_s=8.0,
+    ),
+    "long": Scenario(
+        LONG, trainer_pace=0.5, batch_size=16, max_workers=8, max_batches_offpolicy=12
+    ),
+}
+"""`equal` and `slower` are what the targets on utilisation speak of; `sending` posts groups of
+8 x 32k tokens that are there already, `long` also receives them from the engine as JSON."""
+
+
+class Figure(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    of: Callable[[Scenario, Outcome], float]
+    form: str
+    target: str = ""
+    is_met: Callable[[float], bool] = lambda _: True
+
+
+def _share_of_allowed(scenario: Scenario, outcome: Outcome) -> float:
+    return outcome.utilisation / scenario.allowed_utilisation
+
+
+FIGURES = (
+    Figure("slots busy", lambda _, o: o.utilisation, "{:.1%}"),
+    Figure("  of what the trainer's pace allows", _share_of_allowed, "{:.1%}"),
+    Figure("generated tokens delivered", lambda _, o: o.delivered_share, "{:.2%}"),
+    Figure("sequences trained on per second", lambda _, o: o.taken_per_s, "{:.1f}"),
+    Figure("completions in flight, mean", lambda _, o: o.mean_in_flight, "{:,.0f}"),
+    Figure("loop stall p50", lambda _, o: o.stall_p50_ms, "{:.2f} ms"),
+    Figure("loop stall p99", lambda _, o: o.stall_p99_ms, "{:.2f} ms"),
+    Figure("loop stall max", lambda _, o: o.stall_max_ms, "{:.1f} ms"),
+    Figure("  of an idle process beside it", lambda _, o: o.idle_p99_ms, "{:.2f} ms"),
+    Figure("environment CPU per delivered token", lambda _, o: o.cpu_us_per_token, "{:.2f} us"),
+)
+TARGETS: dict[tuple[str, str], tuple[str, Callable[[float], bool]]] = {
+    ("equal", "  of what the trainer's pace allows"): (">= 95%", lambda v: v >= 0.95),
+    ("slower", "  of what the trainer's pace allows"): (">= 95%", lambda v: v >= 0.95),
+    ("equal", "generated tokens delivered"): (">= 99%", lambda v: v >= 0.99),
+    ("slower", "generated tokens delivered"): (">= 99%", lambda v: v >= 0.99),
+    ("many", "completions in flight, mean"): (">= 2,000", lambda v: v >= 2_000),
+    ("sending", "loop stall p99"): ("< 5 ms", lambda v: v < 5.0),
+}
+
+
+def rows_of(
+    name: str, scenario: Scenario, ours: Outcome, naive: Outcome | None
+) -> list[tuple[str, str, str, str, str, str]]:
+    """Return the lines of one scenario: what, measured, target, met, naive, ratio."""
+    rows = []
+    for figure in FIGURES:
+        value = figure.of(scenario, ours)
+        target, is_met = TARGETS.get((name, figure.name), ("", None))
+        met = "" if is_met is None else ("yes" if is_met(value) else "NO")
+        other, ratio = "", ""
+        if naive is not None:
+            naive_value = figure.of(scenario, naive)
+            other = figure.form.format(naive_value)
+            ratio = f"{value / naive_value:.2f}" if naive_value else ""
+        rows.append((figure.name, figure.form.format(value), target, met, other, ratio))
+    failures = dict(ours.failures)
+    rows.append(("failures and drops", str(failures or "none"), "", "", "", ""))
+    return rows
+
+
+def main() -> None:
+    """Run the scenarios asked for and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of each measurement")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--without-naive", action="store_true", help="measure the scheduler only")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+
+    console = Console(width=150)
+    table = Table("scenario", "figure", "scheduler", "target", "met", "naive loop", "ratio")
+    written: dict[str, dict[str, object]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = write_tokenizer(Path(folder))
+        for name in arguments.only:
+            scenario = dataclasses.replace(SCENARIOS[name], window_s=arguments.seconds)
+            console.print(f"running {name} ...", style="dim")
+            ours = run_scenario(scenario, tokenizer)
+            naive = None
+            if not arguments.without_naive:
+                naive = run_scenario(dataclasses.replace(scenario, kind="naive"), tokenizer)
+            for number, row in enumerate(rows_of(name, scenario, ours, naive)):
+                table.add_row(name if number == 0 else "", *row)
+                console.print("  " + " | ".join(row), style="dim", highlight=False)
+            table.add_section()
+            written[name] = {
+                "scenario": dataclasses.asdict(scenario),
+                "scheduler": dataclasses.asdict(ours),
+                "naive": None if naive is None else dataclasses.asdict(naive),
+            }
+    console.print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(written, indent=2))
+
+
+if __name__ == "__main__":
+    main()

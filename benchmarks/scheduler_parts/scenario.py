@@ -1,0 +1,276 @@
+"""One run of inference server, service, trainer and environment, each in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from atroposlib.wire import MEDIA_TYPES
+from scheduler_parts.inference_server import Load
+
+__all__ = ["Outcome", "Scenario", "run_scenario"]
+
+_HERE = Path(__file__).parent
+_START_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What is run."""
+
+    load: Load
+    trainer_pace: float
+    """Sequences the trainer takes per second, as a share of what all slots can generate."""
+    kind: Literal["scheduler", "naive"] = "scheduler"
+    group_size: int = 8
+    batch_size: int = 128
+    """Sequences."""
+    max_batches_offpolicy: int = 12
+    max_workers: int = 128
+    """Groups rolled out at once."""
+    warm_up_s: float = 10.0
+    window_s: float = 20.0
+    grace_s: float = 60.0
+    local_length: int = 0
+    """Tokens of trajectories that the environment has at hand; 0: the engine generates them."""
+    local_s: float = 0.0
+    """Seconds such a rollout takes."""
+
+    @property
+    def allowed_utilisation(self) -> float:
+        """Share of the slots that can be busy for long: no more than the trainer takes.
+
+        What is generated beyond that piles up to the off-policy bound, and then generation has to
+        stand still.
+        """
+        return min(1.0, self.trainer_pace)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of it."""
+
+    utilisation: float
+    """Share of the slots that was busy in the window."""
+    delivered_share: float
+    """Of all tokens generated in the whole run, those in groups the service accepted."""
+    taken_per_s: float
+    """Sequences the trainer got per second of the window."""
+    mean_in_flight: float
+    cpu_us_per_token: float
+    """Processor time of the environment per token it delivered in the window, microseconds."""
+    sent_tokens: int
+    """Tokens delivered in the window."""
+    stall_p50_ms: float
+    stall_p99_ms: float
+    stall_max_ms: float
+    idle_p99_ms: float
+    """The same of a process beside it that does nothing: what the machine itself adds."""
+    failures: dict[str, int]
+
+
+class IdleLoop:
+    """An event loop with nothing to do, in a process of its own."""
+
+    def __init__(self) -> None:
+        script = str(_HERE / "loop_watch.py")
+        self._process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE)
+
+    def stop(self) -> dict[str, float]:
+        """End it; return its figures."""
+        self._process.send_signal(signal.SIGTERM)
+        said, _ = self._process.communicate(timeout=30)
+        figures: dict[str, float] = json.loads(said)
+        return figures
+
+
+class PacedTrainer(threading.Thread):
+    """Takes a batch at fixed moments; one that is late is taken as soon as it is there."""
+
+    def __init__(self, url: str, *, batch_size: int, sequences_per_s: float) -> None:
+        super().__init__(daemon=True)
+        self.num_sequences = 0
+        self._url = url
+        self._batch_size = batch_size
+        self._period_s = batch_size / sequences_per_s
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Take batches until stopped."""
+        headers = {"Accept": MEDIA_TYPES["msgpack"], "Accept-Encoding": "identity"}
+        due = time.monotonic()
+        with httpx.Client(timeout=60) as client:
+            while not self._stopping.wait(max(0.0, due - time.monotonic())):
+                url = f"{self._url}/batch?wait=0.2"
+                with client.stream("GET", url, headers=headers) as answer:
+                    num_bytes = sum(len(piece) for piece in answer.iter_raw())
+                if num_bytes > 200:
+                    self.num_sequences += self._batch_size
+                    due = max(due + self._period_s, time.monotonic() - self._period_s)
+
+    def stop(self) -> None:
+        """End after the request under way."""
+        self._stopping.set()
+        self.join()
+
+
+def run_scenario(scenario: Scenario, tokenizer: Path) -> Outcome:
+    """Run it once; takes the warm-up, the window, and up to the grace period."""
+    load = scenario.load
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _inference(load) as inference_url,
+        _service(folder) as service_url,
+    ):
+        _register(service_url, scenario.batch_size)
+        pace = load.completions_per_s * scenario.trainer_pace
+        trainer = PacedTrainer(service_url, batch_size=scenario.batch_size, sequences_per_s=pace)
+        settings = _settings(scenario, inference_url, service_url, tokenizer, folder)
+        script = str(_HERE / "environment_process.py")
+        environment = subprocess.Popen(
+            [sys.executable, script, json.dumps(settings)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+        try:
+            return _measure(scenario, environment, trainer, inference_url)
+        finally:
+            environment.kill()
+            environment.wait()
+
+
+def _measure(
+    scenario: Scenario, environment: Any, trainer: PacedTrainer, inference_url: str
+) -> Outcome:
+    deadline = time.monotonic() + _START_S
+    while not scenario.local_length and _figures(inference_url)["in_flight"] == 0:
+        if time.monotonic() > deadline or environment.poll() is not None:
+            raise SystemExit("the environment did not start")
+        time.sleep(0.05)
+    trainer.start()
+    time.sleep(scenario.warm_up_s)
+    environment.send_signal(signal.SIGUSR1)
+    idle_loop = IdleLoop()
+    before, taken = _figures(inference_url), trainer.num_sequences
+    in_flight = []
+    until = time.monotonic() + scenario.window_s
+    while time.monotonic() < until:
+        time.sleep(min(0.5, max(0.0, until - time.monotonic())))
+        in_flight.append(_figures(inference_url)["in_flight"])
+    after, taken = _figures(inference_url), trainer.num_sequences - taken
+    environment.send_signal(signal.SIGUSR2)
+    time.sleep(0.2)
+    environment.send_signal(signal.SIGTERM)
+    said, _ = environment.communicate(timeout=scenario.grace_s + 60)
+    trainer.stop()
+    own = json.loads(said.splitlines()[-1])
+    total, idle = _figures(inference_url), idle_loop.stop()
+    elapsed = after["at_s"] - before["at_s"]
+    return Outcome(
+        utilisation=(after["busy_slot_s"] - before["busy_slot_s"]) / elapsed / scenario.load.slots,
+        delivered_share=own["total_sent_tokens"]
+        / max(1, total["finished_tokens"] + total["wasted_tokens"]),
+        taken_per_s=taken / elapsed,
+        mean_in_flight=sum(in_flight) / len(in_flight),
+        cpu_us_per_token=1e6 * own["cpu_s"] / max(1, own["sent_tokens"]),
+        sent_tokens=own["sent_tokens"],
+        stall_p50_ms=own["stall_p50_ms"],
+        stall_p99_ms=own["stall_p99_ms"],
+        stall_max_ms=own["stall_max_ms"],
+        idle_p99_ms=idle["stall_p99_ms"],
+        failures={**own["failures"], **own["drops"]},
+    )
+
+
+def _settings(
+    scenario: Scenario, inference_url: str, service_url: str, tokenizer: Path, folder: str
+) -> dict[str, Any]:
+    config = {
+        "group_size": scenario.group_size,
+        "max_num_workers": scenario.max_workers,
+        "max_batches_offpolicy": scenario.max_batches_offpolicy,
+        "tokenizer_name": str(tokenizer),
+        "use_wandb": False,
+        "rollout_server_url": service_url,
+        "total_steps": 1_000_000,
+        "steps_per_eval": 0,
+        "rollout_grace_s": scenario.grace_s,
+        "max_token_length": 1 << 20,
+        "num_rollouts_to_keep": 32,
+        "metrics_path": str(Path(folder) / "metrics.jsonl"),
+    }
+    return {
+        "kind": scenario.kind,
+        "config": config,
+        "inference_url": inference_url,
+        "local_length": scenario.local_length,
+        "local_s": scenario.local_s,
+        "requests_at_once": scenario.max_workers * scenario.group_size,
+    }
+
+
+def _figures(url: str) -> dict[str, float]:
+    figures: dict[str, float] = httpx.get(url + "/figures", timeout=30).json()
+    return figures
+
+
+def _register(url: str, batch_size: int) -> None:
+    registration = {
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": batch_size,
+        "max_token_len": 0,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": 1_000_000,
+    }
+    httpx.post(url + "/register", json=registration, timeout=30).raise_for_status()
+    httpx.get(url + "/batch", timeout=30).raise_for_status()
+
+
+@contextmanager
+def _inference(load: Load) -> Iterator[str]:
+    script = str(_HERE / "inference_server.py")
+    with _announced([sys.executable, script, json.dumps(dataclasses.asdict(load))]) as url:
+        yield url
+
+
+@contextmanager
+def _service(folder: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--store", "sqlite"]
+    with _announced([*command, "--data-dir", folder]) as url:
+        yield url
+
+
+@contextmanager
+def _announced(command: list[str]) -> Iterator[str]:
+    """Run a server that says where it listens; yield its address."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "http://127.0.0.1:" in line:
+                port = line.partition("http://127.0.0.1:")[2].split()[0].strip("/").rstrip(",.")
+                break
+        else:
+            raise SystemExit(f"{command[1]} did not start")
+        # A full pipe would stop the server at its next log line.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
