@@ -3,6 +3,9 @@
     take_snapshot ──every 0.4 s──► RunView ──┐
     log lines, print ──► LineStream ─────────┴──► terminal, in a thread
 
+The view goes to the terminal itself, lines through the streams they were meant for: W&B records
+what is written to those, and a view drawn twice a second is nothing to keep.
+
 Invariants:
     - While the view is up, nothing else writes to the terminal: `sys.stdout`, `sys.stderr` and
       the log handlers that write there are diverted, and put back when it ends.
@@ -15,16 +18,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.control import Control
+from rich.live_render import LiveRender
 
 from atroposlib.envs.inert_text import inert_block
 from atroposlib.envs.run_snapshot import RunSnapshot
@@ -34,6 +39,7 @@ __all__ = ["LineStream", "TerminalDisplay", "can_show"]
 
 logger = logging.getLogger(__name__)
 
+NOTHING_YET = RunSnapshot(name="", activity="", elapsed_s=0.0, step=0, total_steps=-1)
 LINES_LEFT_FOR_THE_LOG = 4
 LONGEST_LAST_DRAW_S = 2.0
 
@@ -86,6 +92,11 @@ class LineStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.replaced, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Give back to the stream a method of its own, as W&B does when its recording ends."""
+        is_its_own = name == "write" and getattr(value, "__self__", None) is self.replaced
+        object.__setattr__(self.replaced if is_its_own else self, name, value)
+
 
 class TerminalDisplay:
     """The live view, from `async with` to its end.
@@ -106,13 +117,14 @@ class TerminalDisplay:
     ) -> None:
         self._take_snapshot = take_snapshot
         self._interval_s = interval_s
-        # Texts are plain: nothing in them is to be coloured, linked or turned into pictures.
-        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
-        self._live = Live(
-            console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )
-        self._diverted = contextlib.ExitStack()
-        self._lines: list[str] = []
+        self._stream = stream
+        self._console = Console(file=stream)
+        self._frame: LiveRender | None = None  # what stands on the terminal
+        self._drawing = threading.RLock()
+        self._view = RunView(NOTHING_YET)
+        self._terminal = contextlib.ExitStack()
+        self._give_back = contextlib.ExitStack()
+        self._lines: list[tuple[TextIO, str]] = []  # and where they were to go
         self._lines_lock = threading.Lock()
         self._printed_at = 0.0
         self._over = asyncio.Event()
@@ -151,18 +163,43 @@ class TerminalDisplay:
             await asyncio.to_thread(self._draw, snapshot)
 
     def _draw(self, snapshot: RunSnapshot) -> None:
-        view = RunView(snapshot, max_lines=self._console.height - LINES_LEFT_FOR_THE_LOG)
-        if not self._live.is_started:
+        if self._frame is None:
+            self._console = self._terminal.enter_context(_console_beside(self._stream))
             self._divert()
-            self._live.start()
-        self._print_lines()
-        self._live.update(view, refresh=True)
+            self._console.show_cursor(False)
+        with self._drawing:
+            view = RunView(snapshot, max_lines=self._console.height - LINES_LEFT_FOR_THE_LOG)
+            self._show(view)
+
+    def _show(self, view: RunView) -> None:
+        """Print the lines there are, and the view below them, in the place of the last one."""
+        with self._lines_lock:
+            lines, self._lines = self._lines, []
+        self._printed_at = time.monotonic()
+        erasing = Control() if self._frame is None else self._frame.position_cursor()
+        self._frame = LiveRender(view)
+        if lines:
+            self._console.control(erasing)
+            for stream, line in lines:
+                stream.write(inert_block(line) + "\n")
+                stream.flush()
+            self._console.print(self._frame)
+        else:
+            with self._console:  # one write, so that nothing flickers
+                self._console.control(erasing)
+                self._console.print(self._frame)
+        self._view = view
 
     def _leave(self) -> None:
         """Give the terminal back."""
-        self._diverted.close()
-        self._print_lines()
-        self._live.stop()
+        # Without the lock: whoever logs meanwhile has locked a handler, and waits for this one.
+        self._give_back.close()
+        with self._drawing:
+            if self._frame is not None:
+                self._show(self._view)
+                self._console.line()
+                self._console.show_cursor(True)
+            self._terminal.close()
 
     def _divert(self) -> None:
         """Send what others write to the terminal through this view."""
@@ -170,28 +207,35 @@ class TerminalDisplay:
             original = getattr(sys, name)
             if not original.isatty():
                 continue
-            stream = LineStream(original, self._add_line)
-            self._diverted.callback(stream.finish)
+            stream = LineStream(original, partial(self._add_line, original))
+            self._give_back.callback(stream.finish)
             setattr(sys, name, stream)
-            self._diverted.callback(setattr, sys, name, original)
+            self._give_back.callback(setattr, sys, name, original)
             for handler in _handlers_of(original):
                 handler.setStream(stream)
-                self._diverted.callback(handler.setStream, original)
+                self._give_back.callback(handler.setStream, original)
 
-    def _add_line(self, line: str) -> None:
+    def _add_line(self, stream: TextIO, line: str) -> None:
         """Take a line for above the view; several of a moment are printed together."""
         with self._lines_lock:
-            self._lines.append(line)
+            self._lines.append((stream, line))
         # Else a loop that hangs would hide what was logged before it did.
         if time.monotonic() - self._printed_at > 2 * self._interval_s:
-            self._print_lines()
+            with self._drawing:
+                if self._frame is not None:
+                    self._show(self._view)
 
-    def _print_lines(self) -> None:
-        self._printed_at = time.monotonic()
-        with self._lines_lock:
-            lines, self._lines = self._lines, []
-        if lines:
-            self._console.print(Text(inert_block("\n".join(lines))), soft_wrap=True)
+
+@contextlib.contextmanager
+def _console_beside(stream: TextIO) -> Iterator[Console]:
+    """A console on the terminal of a stream that goes past the stream itself."""
+    try:
+        descriptor = os.dup(stream.fileno())
+    except (OSError, ValueError):  # no real terminal
+        yield Console(file=stream)
+        return
+    with os.fdopen(descriptor, "w", encoding=stream.encoding, errors="replace") as terminal:
+        yield Console(file=terminal)
 
 
 def _handlers_of(stream: Any) -> Iterator[Any]:

@@ -74,7 +74,7 @@ async def test_display_shows_log_lines_and_prints_above_the_view() -> None:
             await until(lambda: "as it is" in terminal.getvalue())
 
     text = without_codes(terminal.getvalue())
-    assert "a line\nwith ␛[2J two\n" in text
+    assert text.index("a line\n") < text.index("with ␛[2J two\n")
     assert "printed [bold]as it is[/bold]\n" in text
     assert "not ended\n" in text
     assert text.rstrip().endswith("╯")
@@ -166,6 +166,28 @@ def test_line_stream_passes_on_whole_lines_and_the_last_state_of_a_progress_bar(
     assert not stream.isatty()
 
 
+async def test_display_sends_lines_and_not_the_view_through_the_stream() -> None:
+    # W&B records what goes through the stream; thousands of views would bury the lines.
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        recorded: list[str] = []
+        write = stream.write
+        stream.write = lambda text: recorded.append(text) or write(text)
+        with contextlib.redirect_stdout(stream):
+            async with TerminalDisplay(lambda: SNAPSHOT, stream=stream, interval_s=0.01):
+                await until(lambda: sys.stdout is not stream)
+                print("a line")
+                await until(lambda: recorded)
+                sys.stdout.write = write  # as W&B does when its recording ends
+                print("another line")
+        shown = os.read(ours, 65536).decode()
+    os.close(ours)
+
+    assert recorded == ["a line\n"]
+    assert without_codes(shown).index("a line") < without_codes(shown).rindex("rolling out")
+    assert "another line" in shown
+
+
 @pytest.mark.parametrize(("quiet", "is_terminal"), [(True, True), (False, False)])
 def test_run_viewed_quiet_or_no_terminal_runs_plainly(
     make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch, quiet: bool, is_terminal: bool
@@ -195,14 +217,20 @@ async def test_snapshot_of_a_served_environment(service: LiveService, make_env: 
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
         await asyncio.wait_for(trainer.train(3), 20)
-        await until(lambda: env.curr_step == 3 and env.rollout_scheduler.workers == set())
-        snapshot = snapshot_of(env)
+        await until(lambda: env.curr_step == 3)
+        snapshot = None
+
+        def is_held_back() -> bool:
+            nonlocal snapshot
+            snapshot = snapshot_of(env)
+            return snapshot is not None and snapshot.activity == "held back: queue is full"
+
+        await until(is_held_back)
         serving.cancel()
         await asyncio.wait({serving})
 
     assert snapshot is not None
     assert (snapshot.name, snapshot.step, snapshot.total_steps) == ("small_0", 3, 1000)
-    assert snapshot.activity == "held back: queue is full"
     assert (snapshot.group_size, snapshot.most_groups_running) == (2, 4)
     assert snapshot.groups_done >= 6
     assert snapshot.tokens_done == 4 * snapshot.groups_done  # two trained tokens, twice
