@@ -100,7 +100,11 @@ def forced_env_settings(
     if command == "evaluate":
         return {"use_wandb": True}
     if command == "check":
-        return {"use_wandb": False}
+        # There is neither an account nor a teacher to ask.
+        return {
+            "use_wandb": False,
+            **({"teacher_enabled": False} if "teacher_enabled" in env_settings else {}),
+        }
     forced: dict[str, Any] = {
         "ensure_scores_are_not_same": False,
         "include_messages": True,

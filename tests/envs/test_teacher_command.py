@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import atroposlib.envs.teacher_distillation_env as module
+from atroposlib.envs.config_layers import Defaults, field_values, layer_settings
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.utils.cli import UsageError
 from tests.envs.live_service import LiveService, ScriptedTrainer
@@ -139,6 +140,16 @@ def test_teacher_enabled_without_servers_exits_2(
 
     assert code == 2
     assert "no teacher server configuration was provided" in capsys.readouterr().err
+
+
+def test_check_needs_no_teacher() -> None:
+    config, servers = TaughtEnv.config_init()
+    defaults = Defaults(type(config), field_values(config), servers)
+
+    settings = layer_settings("check", defaults, {}, {})
+
+    assert config.teacher_enabled is True
+    assert settings.env.teacher_enabled is False  # type: ignore[attr-defined]
 
 
 def test_process_knows_no_teacher_flags(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
