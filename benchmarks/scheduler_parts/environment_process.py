@@ -52,6 +52,7 @@ async def run(settings: dict[str, Any]) -> dict[str, Any]:
     loop.add_signal_handler(signal.SIGUSR1, begin)
     loop.add_signal_handler(signal.SIGUSR2, end)
     loop.add_signal_handler(signal.SIGTERM, serving.cancel)
+    print("ready", flush=True)  # signals are answered from now on
     await asyncio.wait({serving})
     if not serving.cancelled() and serving.exception():
         serving.result()

@@ -24,6 +24,7 @@ __all__ = ["Outcome", "Scenario", "run_scenario"]
 
 _HERE = Path(__file__).parent
 _START_S = 60.0
+_STALLS = ("stall_p50_ms", "stall_p99_ms", "stall_max_ms")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,7 @@ def _measure(
     scenario: Scenario, environment: Any, trainer: PacedTrainer, inference_url: str
 ) -> Outcome:
     deadline = time.monotonic() + _START_S
+    environment.stdout.readline()
     while not scenario.local_length and _figures(inference_url)["in_flight"] == 0:
         if time.monotonic() > deadline or environment.poll() is not None:
             raise SystemExit("the environment did not start")
@@ -177,6 +179,8 @@ def _measure(
     said, _ = environment.communicate(timeout=scenario.grace_s + 60)
     trainer.stop()
     own = json.loads(said.splitlines()[-1])
+    if own["ticks"] == 0:  # the loop was held from before the window until after it
+        own.update(dict.fromkeys(_STALLS, 1e3 * scenario.window_s))
     total, idle = _figures(inference_url), idle_loop.stop()
     elapsed = after["at_s"] - before["at_s"]
     return Outcome(
@@ -187,9 +191,7 @@ def _measure(
         mean_in_flight=sum(in_flight) / len(in_flight),
         cpu_us_per_token=1e6 * own["cpu_s"] / max(1, own["sent_tokens"]),
         sent_tokens=own["sent_tokens"],
-        stall_p50_ms=own["stall_p50_ms"],
-        stall_p99_ms=own["stall_p99_ms"],
-        stall_max_ms=own["stall_max_ms"],
+        **{name: own[name] for name in _STALLS},
         idle_p99_ms=idle["stall_p99_ms"],
         failures={**own["failures"], **own["drops"]},
     )
