@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,23 @@ def terminal_in_place() -> Iterator[FakeTerminal]:
     finally:
         logging.getLogger().removeHandler(handler)
     assert handler.stream is fake
+
+
+def read_to_the_end(terminal: int) -> str:
+    """Read a pseudo-terminal until its other end is closed, and close it."""
+    written = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        while part := os.read(terminal, 65536):
+            written += part
+    os.close(terminal)
+    return written.decode()
+
+
+def in_a_thread(function: Callable[[], str]) -> Future[str]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    return future
 
 
 def without_codes(text: str) -> str:
@@ -169,6 +187,7 @@ def test_line_stream_passes_on_whole_lines_and_the_last_state_of_a_progress_bar(
 async def test_display_sends_lines_and_not_the_view_through_the_stream() -> None:
     # W&B records what goes through the stream; thousands of views would bury the lines.
     ours, theirs = pty.openpty()
+    reading = in_a_thread(lambda: read_to_the_end(ours))
     with os.fdopen(theirs, "w", encoding="utf-8") as stream:
         recorded: list[str] = []
         write = stream.write
@@ -180,8 +199,7 @@ async def test_display_sends_lines_and_not_the_view_through_the_stream() -> None
                 await until(lambda: recorded)
                 sys.stdout.write = write  # as W&B does when its recording ends
                 print("another line")
-        shown = os.read(ours, 65536).decode()
-    os.close(ours)
+    shown = reading.result(10)
 
     assert recorded == ["a line\n"]
     assert without_codes(shown).index("a line") < without_codes(shown).rindex("rolling out")
@@ -303,18 +321,9 @@ def output_in_a_terminal(folder: Path, *words: str) -> str:
         env={**os.environ, "PYTHONPATH": str(root), "TERM": "xterm", "COLUMNS": "80"},
     )
     os.close(theirs)
-    written = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        written += part
-    os.close(ours)
-    assert process.wait(60) == 0, written.decode()
-    return written.decode()
+    written = read_to_the_end(ours)
+    assert process.wait(60) == 0, written
+    return written
 
 
 def test_process_command_in_a_terminal_shows_the_view(tmp_path: Path) -> None:
