@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,25 @@ from tests.fakes import CharTokenizer, ScriptedEngine
 from tests.server_handling.conftest import MakeServer
 from tests.server_handling.tool_call_samples import HERMES_CALL, SEARCH, as_tool_calls
 
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]"]
+
 USER: dict[str, Any] = {"role": "user", "content": "find cats"}
 TOOLS = [SEARCH]
+
+
+class MarkTokenizer(CharTokenizer):
+    """Has the marks of tool calls as special tokens, ids 300 and up."""
+
+    def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
+        for i, mark in enumerate(MARKS):
+            text = text.replace(mark, chr(300 + i))
+        return super().encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        text = super().decode(token_ids, skip_special_tokens)
+        for i, mark in enumerate(MARKS):
+            text = text.replace(chr(300 + i), "" if skip_special_tokens else mark)
+        return text
 
 
 @pytest.fixture
@@ -236,6 +254,43 @@ async def test_tool_conversation_is_one_sequence_of_the_engines_tokens(
         assert "</s></s>" not in text
         sampled = [m for m in node.masked_tokens if m != IGNORE_INDEX]
         assert CharTokenizer().decode(sampled).count("</s>") == 6
+
+
+class Replies:
+    """An engine that samples the given texts, one per request."""
+
+    def __init__(self, *texts: str) -> None:
+        self.tokenizer = MarkTokenizer()
+        self.config = SimpleNamespace(model_name="test_model")
+        self.texts = list(texts)
+        self.sequences: list[list[int]] = []
+
+    async def tokens_and_logprobs_completion(self, *, input_ids: list[int], **_: Any) -> Any:
+        ids = [*self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False), 2]
+        self.sequences.append([*input_ids, *ids])
+        return input_ids, [ids], [[-0.1] * len(ids)], ["stop"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+async def test_marks_that_are_special_tokens_are_kept(name: str) -> None:
+    tool_format = registry.find(name)
+    assert tool_format is not None
+    text = tool_format.render([FunctionCall(name="search", arguments="{}")])
+    engine = Replies(text, text, "done")
+    managed = ManagedServer(engine, tool_parser=name)
+    messages: list[Any] = [USER]
+
+    for _ in range(3):
+        answer = await managed.chat_completion(messages=messages, tools=TOOLS)
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), USER]
+
+    (node,) = nodes_of(managed)
+    assert [message.get("content") for message in messages[1::2]] == [None, None, "done"]
+    assert node.full_text.count(text) == 2
+    assert node.tokens == engine.sequences[-1]
+    for earlier, later in itertools.pairwise(engine.sequences):
+        assert later[: len(earlier)] == earlier
+    assert node.tokens.count(2) == node.full_text.count("</s>") + 1
 
 
 async def test_calls_of_other_sessions_are_rendered(

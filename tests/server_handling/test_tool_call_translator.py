@@ -105,17 +105,19 @@ def test_text_and_thinking_before_a_call_are_its_content(
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("before", ["", "<think>x</think>"])
+@pytest.mark.parametrize("before", ["", "<think>x</think>", f"<think>{HERMES_CALL}</think>"])
+@pytest.mark.parametrize("words", [["</think>", "cats"], ["cats", "</think>"]])
 def test_end_of_thinking_inside_an_argument_means_nothing(
-    before: str, translator: ToolCallTranslator
+    words: list[str], before: str, translator: ToolCallTranslator
 ) -> None:
-    call = HERMES_CALL.replace("cats", "</think>")
+    raw = before + "".join(HERMES_CALL.replace("cats", word) for word in words)
 
-    _, calls, _ = translator.parse_model_output(before + call + HERMES_CALL, None, TOOLS)
+    _, calls, _ = translator.parse_model_output(raw, None, TOOLS)
 
     assert calls is not None
-    assert json.loads(calls[0].function.arguments) == {"query": "</think>"}
-    assert len(calls) == 2
+    assert [json.loads(call.function.arguments) for call in calls] == [
+        {"query": word} for word in words
+    ]
 
 
 def test_calls_of_several_completions_are_remembered(translator: ToolCallTranslator) -> None:

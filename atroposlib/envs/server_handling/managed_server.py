@@ -223,12 +223,12 @@ class ManagedServer:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _marked_text(self, ids: Sequence[int], translator: ToolCallTranslator) -> str:
-        """Return a completion with its special tokens but those that end it.
+        """Return a completion with its special tokens but the one that ends it.
 
         The template writes the end of a turn itself, as after any other completion.
         """
         end = len(ids)
-        while end and self._is_hidden(ids[end - 1]):
+        while end and ids[end - 1] == ids[-1] and self._is_hidden(ids[end - 1]):
             end -= 1
         return translator.decode_with_tool_awareness(list(ids[:end]), has_tools=True)
 

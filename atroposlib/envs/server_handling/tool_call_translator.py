@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import secrets
 import string
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class ToolCallTranslator:
         self.tokenizer = tokenizer
         self.parser_name = parser_name
         self.parser: ToolCallFormat | None = registry.find(parser_name)
-        self.call_id_to_raw_text: dict[str, str] = {}
+        self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
         if self.parser is None:
             near = registry.nearest(parser_name)
             logger.warning(
@@ -141,7 +142,7 @@ class ToolCallTranslator:
             call_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
         self.call_id_to_raw_text[call_id] = raw_text
         while len(self.call_id_to_raw_text) > self.max_remembered_calls:
-            del self.call_id_to_raw_text[next(iter(self.call_id_to_raw_text))]
+            self.call_id_to_raw_text.popitem(last=False)
         function = FunctionCall(name=found.name, arguments=found.arguments)
         return ToolCall(id=call_id, function=function)
 
@@ -151,14 +152,14 @@ class ToolCallTranslator:
         ids = [str(call.get("id")) for call in calls]
         for call_id in ids:
             if call_id in remembered:
-                remembered[call_id] = remembered.pop(call_id)
+                remembered.move_to_end(call_id)
         return remembered.get(ids[0]) if ids else None
 
 
 def _calls_after_thinking(
     parser: ToolCallFormat, text: str, tools: Sequence[Any]
 ) -> list[FoundCall]:
-    """Return the calls of a completion but those that end before a `</think>` does.
+    """Return the calls of a completion but those before the `</think>` that ends its thinking.
 
     The prompt may have opened the thinking, so only its end is looked for. Inside of a call,
     such as in the text of an argument, the tag means nothing.
@@ -172,7 +173,8 @@ def _calls_after_thinking(
     for start in starts:
         calls = parser.find_calls(text, start, tools)
         thinking_end = text.find(_THINKING_END, start)
-        if thinking_end < 0 or (calls and calls[0].end > thinking_end):
+        is_inside_call = any(call.start <= thinking_end < call.end for call in calls)
+        if thinking_end < 0 or is_inside_call or (calls and calls[0].start > thinking_end):
             break
     return calls
 

@@ -48,7 +48,7 @@ def _key(name: str) -> str:
 registry = ToolFormatRegistry()
 registry.register(HermesFormat(), "hermes")
 registry.register(Llama3JsonFormat(), "llama3_json", "llama3", "llama4_json")
-registry.register(QwenFormat(), "qwen", "qwen2.5", "qwen3")
+registry.register(QwenFormat(), "qwen", "qwen2.5", "qwen3", "qwen3_json")
 registry.register(QwenFormat(writes_elements=True), "qwen3_coder", "qwen3_xml")
 registry.register(MistralFormat(), "mistral")
 registry.register(MistralFormat(writes_names=True), "mistral_v11")
