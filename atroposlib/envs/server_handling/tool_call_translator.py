@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import string
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,7 +40,6 @@ ChatCompletionRequest = None
 ExtractedToolCallInformation = None
 
 _THINKING_END = "</think>"
-_ID_CHARACTERS = string.ascii_letters + string.digits
 # Mistral's chat templates refuse ids of any other length.
 _ID_LENGTH = 9
 
@@ -139,7 +137,7 @@ class ToolCallTranslator:
         """Give a call an id that no other call has, and keep its completion under it."""
         call_id = found.call_id
         while call_id is None or call_id in self.call_id_to_raw_text:
-            call_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+            call_id = secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]
         self.call_id_to_raw_text[call_id] = raw_text
         while len(self.call_id_to_raw_text) > self.max_remembered_calls:
             self.call_id_to_raw_text.popitem(last=False)
