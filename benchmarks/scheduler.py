@@ -77,6 +77,9 @@ FIGURES = (
     Figure("  of an idle process beside it", lambda _, o: o.idle_p99_ms, "{:.2f} ms"),
     Figure("environment CPU per delivered token", lambda _, o: o.cpu_us_per_token, "{:.2f} us"),
 )
+OF_THE_ENGINE = frozenset(figure.name for figure in FIGURES[:3]) | {FIGURES[4].name}
+"""Figures that mean nothing when no engine is asked."""
+
 TARGETS: dict[tuple[str, str], tuple[str, Callable[[float], bool]]] = {
     ("equal", "  of what the trainer's pace allows"): (">= 95%", lambda v: v >= 0.95),
     ("slower", "  of what the trainer's pace allows"): (">= 95%", lambda v: v >= 0.95),
@@ -93,6 +96,8 @@ def rows_of(
     """Return the lines of one scenario: what, measured, target, met, naive, ratio."""
     rows = []
     for figure in FIGURES:
+        if scenario.local_length and figure.name in OF_THE_ENGINE:
+            continue
         value = figure.of(scenario, ours)
         target, is_met = TARGETS.get((name, figure.name), ("", None))
         met = "" if is_met is None else ("yes" if is_met(value) else "NO")

@@ -43,7 +43,9 @@ class LoopWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        late = sorted(self._late_s) or [0.0]
+        # A tick that is late stands for those that would have come meanwhile.
+        late = sorted(s - n * TICK_S for s in self._late_s for n in range(1 + int(s / TICK_S)))
+        late = late or [0.0]
         return {
             "ticks": len(self._late_s),
             "stall_p50_ms": 1e3 * late[len(late) // 2],
