@@ -29,7 +29,7 @@ LONG = Load(slots=64, median_tokens=30_000, spread=0.1, most_tokens=32_768, toke
 
 SCENARIOS = {
     "equal": Scenario(MIXED, trainer_pace=1.0),
-    "slower": Scenario(MIXED, trainer_pace=0.5),
+    "slower": Scenario(MIXED, trainer_pace=0.5, warm_up_s=45.0),  # until the bound is reached
     "faster": Scenario(MIXED, trainer_pace=1.5),
     "many": Scenario(
         MANY, trainer_pace=1.5, batch_size=512, max_batches_offpolicy=16, max_workers=384
