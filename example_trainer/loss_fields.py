@@ -90,8 +90,8 @@ class GrpoFields(BaseModel):
     )
     truncated_completions: Literal["train", "mask"] = Field(
         default="train",
-        description="What to do with a trajectory that seq_len cuts or whose completion has "
-        "generation_params.max_tokens tokens: train on it, or mask it (overlong filtering).",
+        description="What to do with a trajectory that seq_len cuts or whose last completion "
+        "has generation_params.max_tokens tokens: train on it, or mask it (overlong filtering).",
     )
     logprobs_mode: Literal["auto", "raw", "processed"] = Field(
         default="auto",

@@ -5,10 +5,12 @@ Everything here reads a group as the service delivers it and raises `GroupError`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.errors import GroupError
+from atroposlib.scored_data import IGNORE_INDEX
 
 __all__ = [
     "float_rows",
@@ -77,10 +79,15 @@ def is_silenced(group: Mapping[str, Any], i: int) -> bool:
     return bool(_override(group, i).get("set_advantage_to_zero"))
 
 
-def reaches_max_tokens(group: Mapping[str, Any], num_trained_tokens: int) -> bool:
-    """Tell whether a completion is as long as the engine was allowed to make it."""
+def reaches_max_tokens(group: Mapping[str, Any], i: int) -> bool:
+    """Tell whether the last completion of trajectory i is as long as the engine may make one."""
     limit = (group.get("generation_params") or {}).get("max_tokens")
-    return isinstance(limit, int) and limit > 0 and num_trained_tokens >= limit
+    if not isinstance(limit, int) or limit <= 0:
+        return False
+    from_last = itertools.dropwhile(
+        lambda label: label == IGNORE_INDEX, reversed(group["masks"][i])
+    )
+    return sum(1 for _ in itertools.takewhile(lambda la: la != IGNORE_INDEX, from_last)) >= limit
 
 
 def samples_from_a_part(group: Mapping[str, Any]) -> bool:

@@ -130,8 +130,8 @@ def _row(
     keep = slice(0, rules.seq_len)
     tokens, labels = group["tokens"][i], group["masks"][i][keep]
     is_cut = len(tokens) > rules.seq_len
-    ran_out = is_cut or reaches_max_tokens(group, _num_trained(group, i))
-    if ran_out and not is_sft and rules.truncated_completions == "mask":
+    may_mask = rules.truncated_completions == "mask" and not is_sft
+    if may_mask and (is_cut or reaches_max_tokens(group, i)):
         labels = [IGNORE_INDEX] * len(labels)
     logprobs = group.get("inference_logprobs") or None  # empty when never filled
     ids, teacher = teacher_row(group, i) if rules.uses_teacher else (None, None)
@@ -140,7 +140,7 @@ def _row(
         labels=labels,
         advantages=advantages[keep],
         inference_logprobs=None if logprobs is None else logprobs[i][keep],
-        temperature=temperature_of(group, i),
+        temperature=1.0 if is_sft else temperature_of(group, i),  # nobody sampled it
         is_truncated=is_cut,
         is_cut_sampling=samples_from_a_part(group),
         is_sft=is_sft,

@@ -29,7 +29,7 @@ class StepStats:
     def __init__(self, *, clip_low: float, clip_high: float) -> None:
         self.loss = 0.0
         self._bounds = (1.0 - clip_low, 1.0 + clip_high)
-        self._shares: dict[str, float] = defaultdict(float)
+        self._parts_sums: dict[str, float] = defaultdict(float)
         self._sums: dict[str, float] = defaultdict(float)
         self._largest_difference = 0.0
 
@@ -53,8 +53,8 @@ class StepStats:
             self._count("cut", terms.weights.cut_BT[mask_BT])
         if terms.kl_BT is not None:
             self._count("kl", terms.kl_BT[mask_BT])
-        for name, share in terms.shares.items():
-            self._shares[name] += share
+        for name, part in terms.parts.items():
+            self._parts_sums[name] += part
         inference_BT = microbatch.inference_logprobs_BT
         self._compare(trainer_logprobs_BT, inference_BT, mask_BT & (inference_BT != MASKED_LOGPROB))
 
@@ -85,9 +85,9 @@ class StepStats:
         `grpo/mean_ratio`, `grpo/clipped_fraction` and `alignment/*` compare the trainer's
         logprobs with the inference engine's; they are left out when no group carried any.
         `grpo/bound_fraction` counts the tokens whose gradient the algorithm's own clip or mask
-        changed, `grpo/truncated_fraction` those whose importance weight was cut. The parts of the
-        loss add up to `train/loss`. The entropy estimate is minus the mean logprob of the sampled
-        tokens.
+        changed, `grpo/truncated_fraction` those whose importance weight was cut. `sft/loss` and
+        `distill/loss` are before their coefficients. The entropy estimate is minus the mean
+        logprob of the sampled tokens.
         """
         sums = self._sums
         tokens = max(1.0, sums["tokens"])
@@ -116,9 +116,9 @@ class StepStats:
             result["grpo/truncated_fraction"] = self._sums["cut"] / tokens
         if "kl" in self._sums:
             result["grpo/mean_kl"] = self._sums["kl"] / tokens
-        names = {"policy": "grpo/policy_loss", "kl": "grpo/kl_penalty"}
+        names = {"policy": "grpo/policy_loss", "kl_penalty": "grpo/kl_penalty"}
         names |= {"sft": "sft/loss", "distill": "distill/loss"}
-        return result | {names[name]: share for name, share in self._shares.items()}
+        return result | {names[name]: part for name, part in self._parts_sums.items()}
 
     def _alignment(self) -> dict[str, float]:
         known = self._sums["known"]

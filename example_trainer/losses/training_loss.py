@@ -72,9 +72,9 @@ class LossTerms(NamedTuple):
     """What the correction made of the mismatch."""
     kl_BT: torch.Tensor | None
     """(B, T) KL estimate, 0 where masked or unknown."""
-    shares: dict[str, float]
-    """The parts of `loss` by name, each already multiplied by its coefficient, less those unused:
-    policy, kl, sft, distill."""
+    parts: dict[str, float]
+    """Micro-batch shares of the parts in use: policy, kl_penalty (multiplied by its coefficient),
+    sft and distill (before theirs)."""
 
 
 @dataclass(frozen=True)
@@ -115,26 +115,30 @@ class TrainingLoss:
         terms = self.algorithm(policy)
         weights = self._weights(inputs, mask_BT)
         loss_BT = terms.loss_BT if weights is None else weights.weight_BT * terms.loss_BT
-        shares = {"policy": self._reduce(loss_BT, policy, totals)}
+        policy_share = self._reduce(loss_BT, policy, totals)
+        loss, parts = policy_share, {"policy": policy_share}
         kl_BT = self._kl_BT(inputs, mask_BT)
         if self.kl is not None and kl_BT is not None:
-            shares["kl"] = self.kl.coef * self._reduce(kl_BT, policy, totals)
+            parts["kl_penalty"] = self.kl.coef * self._reduce(kl_BT, policy, totals)
+            loss = loss + parts["kl_penalty"]
         if is_sft_BT is not None:
-            share = self.sft(
+            parts["sft"] = self.sft(
                 inputs.trainer_logprobs_BT, trained_BT & is_sft_BT, totals.num_sft_tokens
             )
-            shares["sft"] = self.sft.coef * share
+            loss = loss + self.sft.coef * parts["sft"]
         if self.distillation is not None and inputs.teacher is not None:
-            share = self.distillation(inputs.teacher, trained_BT, totals.num_distill_tokens)
-            shares["distill"] = self.distillation.coef * share
+            parts["distill"] = self.distillation(
+                inputs.teacher, trained_BT, totals.num_distill_tokens
+            )
+            loss = loss + self.distillation.coef * parts["distill"]
         return LossTerms(
-            loss=torch.stack(list(shares.values())).sum(),
+            loss=loss,
             mask_BT=mask_BT,
             ratio_BT=terms.ratio_BT,
             bound_BT=terms.bound_BT & mask_BT,
             weights=weights,
             kl_BT=None if kl_BT is None else kl_BT.detach(),
-            shares={name: float(share.detach()) for name, share in shares.items()},
+            parts={name: float(part.detach()) for name, part in parts.items()},
         )
 
     def _policy_inputs(self, inputs: LossInputs, mask_BT: torch.Tensor) -> PolicyInputs:

@@ -36,8 +36,8 @@ def test_demonstrations_are_trained_by_likelihood_over_their_own_tokens():
     )
     terms.loss.backward()
 
-    assert terms.shares["sft"] == pytest.approx(0.5 * (0.7 + 1.5) / 2)
-    assert terms.loss.item() == pytest.approx(terms.shares["sft"] + terms.shares["policy"])
+    assert terms.parts["sft"] == pytest.approx((0.7 + 1.5) / 2)
+    assert terms.loss.item() == pytest.approx(0.5 * terms.parts["sft"] + terms.parts["policy"])
     assert trainer.grad[1].tolist() == [-0.25, -0.25, 0.0]
     assert not terms.mask_BT[1].any()
 
@@ -207,8 +207,8 @@ def test_kl_penalty_is_added_beside_the_correction():
 
     terms = TrainingLoss(kl=KlPenalty(0.5, "k1"))(oracle_inputs(), TOTALS)
 
-    assert terms.shares["kl"] == pytest.approx(0.5 * 0.0111111111, abs=1e-10)
-    assert terms.loss.item() == pytest.approx(plain + terms.shares["kl"])
+    assert terms.parts["kl_penalty"] == pytest.approx(0.5 * 0.0111111111, abs=1e-10)
+    assert terms.loss.item() == pytest.approx(plain + terms.parts["kl_penalty"])
 
 
 def test_kl_penalty_without_reference_logprobs_is_refused():

@@ -150,6 +150,15 @@ def test_truncated_completions_are_trained_or_masked_as_told(truncated, num_toke
     assert batch.totals.num_tokens == num_tokens
 
 
+def test_several_short_turns_are_not_a_truncated_completion():
+    turns = {"tokens": [[1, 7, 7, 2, 8]], "masks": [[-100, 7, 7, -100, 8]], "scores": [1.0]}
+    rules = RowRules(seq_len=8, truncated_completions="mask")
+
+    rows = rows_from_group({**turns, "generation_params": {"max_tokens": 3}}, rules)
+
+    assert list(rows[0].labels) == turns["masks"][0]
+
+
 def test_rollout_over_two_policy_versions_weighs_each_token_by_its_own_sampler():
     inputs = LossInputs(
         trainer_logprobs_BT=double([[-1.0, -1.0]]),
