@@ -117,12 +117,7 @@ class ScriptedEngine:
         """Listen; a port given on a second start brings the engine back at its old address."""
         self._stopping.clear()
         app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._guarded(self._chat))
-        app.router.add_post("/v1/completions", self._guarded(self._completions))
-        if self.offers_generate:
-            app.router.add_post("/generate", self._guarded(self._generate))
+        self._add_routes(app)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
@@ -135,6 +130,14 @@ class ScriptedEngine:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    def _add_routes(self, app: web.Application) -> None:
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._guarded(self._chat))
+        app.router.add_post("/v1/completions", self._guarded(self._completions))
+        if self.offers_generate:
+            app.router.add_post("/generate", self._guarded(self._generate))
 
     async def _health(self, _: web.Request) -> web.Response:
         self.num_health_checks += 1
@@ -150,7 +153,7 @@ class ScriptedEngine:
         return {"id": self.model, "max_model_len": self.max_model_len}
 
     def _guarded(
-        self, handler: Callable[[dict[str, Any], Fault | None], dict[str, Any]]
+        self, handler: Callable[[dict[str, Any], Fault | None], Any]
     ) -> Callable[[web.Request], Any]:
         async def guarded(request: web.Request) -> web.StreamResponse:
             body = await request.json()
@@ -168,7 +171,7 @@ class ScriptedEngine:
         self,
         request: web.Request,
         body: dict[str, Any],
-        handler: Callable[[dict[str, Any], Fault | None], dict[str, Any]],
+        handler: Callable[[dict[str, Any], Fault | None], Any],
     ) -> web.StreamResponse:
         if self.delay_s:
             await asyncio.sleep(self.delay_s)

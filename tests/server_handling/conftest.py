@@ -10,7 +10,7 @@ import pytest
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.envs.server_handling.token_server import TokenServer
 from tests.fakes import CharTokenizer, ScriptedEngine
 
 MakeServer = Callable[..., OpenAICompatibleServer]
@@ -34,7 +34,7 @@ async def make_server() -> AsyncIterator[MakeServer]:
         server = kind(config)
         server.health_poll_s = 0.01
         server.max_backoff_s = 0.01
-        if isinstance(server, VLLMServer):
+        if isinstance(server, TokenServer):
             server.tokenizer = CharTokenizer()
         made.append(server)
         return server

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.server_handling.engine_payloads import drop_double_bos, sampling_options
 from atroposlib.envs.server_handling.vllm_payloads import (
-    drop_double_bos,
     normalize_topk_entry,
     parse_completions,
     parse_generate,
     prompt_rows,
-    sampling_options,
 )
 from atroposlib.errors import InferenceError
 

@@ -43,9 +43,8 @@ class ServerBaseline(BaseModel):
     )
     server_type: ServerType = Field(
         default="openai",
-        description="Engine behind the URL. openai (any provider) and vllm are supported; exact "
-        "token ids and logprobs, which training needs, come from vllm. sglang and trl are names "
-        "kept for older files and are refused.",
+        description="Engine behind the URL; openai is any provider. Exact token ids and logprobs, "
+        "which training needs, come from vllm, sglang, and trl where it starts vLLM's server.",
     )
     tokenizer_name: str = Field(
         default="none",

@@ -12,7 +12,7 @@ import msgspec
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.utils.io import retry_after_s
 
-__all__ = ["EngineHttp", "root_of"]
+__all__ = ["EngineHttp", "decode_answer", "root_of"]
 
 _PROBE_TIMEOUT_S = 10.0
 _ERROR_TEXT_LIMIT = 2000
@@ -51,13 +51,13 @@ class EngineHttp:
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         url = f"{self.root_url}{path}"
         async with self._open().post(url, json=body, timeout=timeout) as response:
-            return await _decode(response)
+            return await decode_answer(response)
 
     async def get_json(self, path: str) -> Any:
         """Return the decoded JSON answer of a GET; raises as `post_json`."""
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         async with self._open().get(f"{self.root_url}{path}", timeout=timeout) as response:
-            return await _decode(response)
+            return await decode_answer(response)
 
     async def answers(self, path: str = "/health") -> bool:
         """Whether the server is there: any answer below 500 to a GET counts.
@@ -98,7 +98,8 @@ def _loads(raw: bytes) -> Any:
         return json.loads(raw)
 
 
-async def _decode(response: aiohttp.ClientResponse) -> Any:
+async def decode_answer(response: aiohttp.ClientResponse) -> Any:
+    """Return the JSON of an answer; an error status raises `EngineStatusError` with its text."""
     raw = await response.read()
     if response.status < 400:
         return _loads(raw)

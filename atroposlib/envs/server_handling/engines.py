@@ -11,12 +11,19 @@ from atroposlib.envs.server_handling.discovery import configs_from_baseline, con
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError
 
 __all__ = ["find_configs", "make_server"]
 
-_ENGINES: Mapping[str, type[APIServer]] = {"openai": OpenAIServer, "vllm": VLLMServer}
+_ENGINES: Mapping[str, type[APIServer]] = {
+    "openai": OpenAIServer,
+    "vllm": VLLMServer,
+    "sglang": SGLangServer,
+    "trl": TrlVllmServer,
+}
 
 
 def find_configs(

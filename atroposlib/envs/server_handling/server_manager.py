@@ -32,6 +32,8 @@ from atroposlib.envs.server_handling.server_baseline import (
     TokensAndLogprobs,
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError
 
@@ -47,10 +49,12 @@ __all__ = [
     "OpenAIServer",
     "OpenaiConfig",
     "ReasoningConfig",
+    "SGLangServer",
     "ServerBaseline",
     "ServerHarness",
     "ServerManager",
     "ServerManagerConfig",
+    "TrlVllmServer",
     "VLLMServer",
 ]
 

@@ -9,10 +9,15 @@ Two routes give the sampled ids and their logprobs:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from atroposlib.envs.server_handling.engine_payloads import (
+    check_count,
+    check_sequences,
+    drop_double_bos,
+    list_of,
+)
 from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
 from atroposlib.errors import InferenceError
 
@@ -24,38 +29,7 @@ __all__ = [
     "parse_completions",
     "parse_generate",
     "prompt_rows",
-    "sampling_options",
 ]
-
-_UNFINISHED = frozenset({"abort", "error"})
-"""Finish reasons of a completion the engine gave up: a fragment nobody may score."""
-
-
-def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a request's kwargs goes to the engine, under the engine's names.
-
-    Unset values (None) are left out, `extra_body` is merged in, and the older names of
-    `max_tokens` are translated. `logprobs` is ours: exactly the sampled token's is asked for.
-
-    `max_tokens` given as None or -1 means as long as the context allows and becomes None; left
-    out, the engine stops after its default of 16 tokens.
-    """
-    options = {name: value for name, value in kwargs.items() if value is not None}
-    options.update(options.pop("extra_body", {}))
-    for name in ("model", "prompt", "input_ids", "timeout", "extra_headers", "logprobs"):
-        options.pop(name, None)
-    for old_name in ("max_new_tokens", "max_completion_tokens"):
-        if old_name in options:
-            options["max_tokens"] = options.pop(old_name)
-    if options.get("max_tokens") == -1 or ("max_tokens" in kwargs and "max_tokens" not in options):
-        options["max_tokens"] = None
-    return options
-
-
-def drop_double_bos(ids: Sequence[int], bos_token_id: int | None) -> list[int]:
-    """Return `ids` with one bos where a template and the tokenizer both wrote it."""
-    doubled = len(ids) > 1 and ids[0] == ids[1] == bos_token_id
-    return list(ids[1:] if doubled else ids)
 
 
 def completions_body(
@@ -89,12 +63,12 @@ def parse_completions(
     Raises:
         InferenceError: choices, ids or logprobs are missing or do not line up.
     """
-    choices = sorted(_list_of(answer, "choices"), key=lambda choice: choice.get("index", 0))
-    _check_count(choices, num_choices)
-    ids = [_list_of(choice, "token_ids") for choice in choices]
-    logprobs = [_list_of(choice.get("logprobs") or {}, "token_logprobs") for choice in choices]
+    choices = sorted(list_of(answer, "choices"), key=lambda choice: choice.get("index", 0))
+    check_count(choices, num_choices)
+    ids = [list_of(choice, "token_ids") for choice in choices]
+    logprobs = [list_of(choice.get("logprobs") or {}, "token_logprobs") for choice in choices]
     finish_reasons = [choice.get("finish_reason") for choice in choices]
-    _check_sequences(ids, logprobs, finish_reasons)
+    check_sequences(ids, logprobs, finish_reasons)
     return choices[0].get("prompt_token_ids") or prompt_ids, ids, logprobs, finish_reasons
 
 
@@ -106,8 +80,8 @@ def parse_generate(
     The ids come from `token_ids` where the server sends them, else from the logprob entries,
     whose first one belongs to the sampled token.
     """
-    rows = [[_entries_of(position) for position in row] for row in _list_of(answer, "logprobs")]
-    _check_count(rows, num_choices)
+    rows = [[_entries_of(position) for position in row] for row in list_of(answer, "logprobs")]
+    check_count(rows, num_choices)
     ids = answer.get("token_ids") or [[next(iter(entry)) for entry in row] for row in rows]
     finish_reasons = answer.get("finish_reasons") or [None] * num_choices
     if [len(row) for row in ids] != [len(row) for row in rows]:
@@ -116,7 +90,7 @@ def parse_generate(
         [entry.get(token_id) for token_id, entry in zip(ids_row, row, strict=True)]
         for ids_row, row in zip(ids, rows, strict=True)
     ]
-    _check_sequences(ids, logprobs, finish_reasons)
+    check_sequences(ids, logprobs, finish_reasons)
     return answer.get("prompt_token_ids") or prompt_ids, ids, logprobs, finish_reasons
 
 
@@ -165,29 +139,3 @@ def _entries_of(entry: Any) -> dict[int, float]:
             if logprob is not None:
                 found.setdefault(int(token_id), float(logprob))
     return found
-
-
-def _list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:
-    value = mapping.get(name)
-    if not isinstance(value, list):
-        raise InferenceError(f"the engine's answer has no {name}")
-    return value
-
-
-def _check_count(choices: Sequence[Any], expected: int) -> None:
-    if len(choices) != expected:
-        raise InferenceError(f"the engine answered {len(choices)} completions, not {expected}")
-
-
-def _check_sequences(
-    ids: Sequence[Sequence[int]],
-    logprobs: Sequence[Sequence[float | None]],
-    finish_reasons: Sequence[Any],
-) -> None:
-    for i, (row, values, reason) in enumerate(zip(ids, logprobs, finish_reasons, strict=True)):
-        if reason in _UNFINISHED:
-            raise InferenceError(f"the engine gave up completion {i} ({reason})")
-        if len(row) != len(values):
-            raise InferenceError(f"completion {i} has {len(row)} ids and {len(values)} logprobs")
-        if any(value is None or not math.isfinite(value) for value in values):
-            raise InferenceError(f"completion {i} has a logprob that is not a finite number")

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Literal
 
 import aiohttp
 
-from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer
+from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.engine_payloads import sampling_options
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.resolve import resolve_openai_configs
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
-from atroposlib.envs.server_handling.tokenizer_loading import load_tokenizer
+from atroposlib.envs.server_handling.shared_search import SharedSearch
+from atroposlib.envs.server_handling.token_server import TokenServer, top_k_of
 from atroposlib.envs.server_handling.vllm_payloads import (
     completions_body,
-    drop_double_bos,
     generate_body,
     normalize_topk_entry,
     parse_completions,
     parse_generate,
     prompt_rows,
-    sampling_options,
 )
 from atroposlib.errors import ConfigError
 
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class VLLMServer(OpenAICompatibleServer):
+class VLLMServer(TokenServer):
     """A vLLM server, spoken to over HTTP only.
 
     Which route gives tokens is found out once, at the first request for tokens, and remembered.
@@ -50,21 +50,14 @@ class VLLMServer(OpenAICompatibleServer):
     truncation they are the sampling distribution's own.
     """
 
-    _tokenizer: Any = None
     _token_route: TokenRoute | None = None
     _context_length: int | None = None
-    _finding_route: asyncio.Task[TokenRoute] | None = None
 
-    @property
-    def tokenizer(self) -> Any:
-        """The served model's tokenizer, loaded at first use; may be assigned."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.config)
-        return self._tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, value: Any) -> None:
-        self._tokenizer = value
+    def __init__(
+        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
+    ) -> None:
+        super().__init__(config, reasoning_config)
+        self._route_search: SharedSearch[TokenRoute] = SharedSearch()
 
     _normalize_topk_entry = staticmethod(normalize_topk_entry)
 
@@ -76,15 +69,12 @@ class VLLMServer(OpenAICompatibleServer):
         return parse(answer, prompt_ids, num_choices=options.get("n", 1))
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
-        top_k = kwargs.pop("top_k", None)
-        top_logprobs = kwargs.pop("top_logprobs", None)
-        if top_k is None:
-            top_k = 1 if top_logprobs is None else top_logprobs
+        top_k = top_k_of(kwargs)
         prompt_ids = self._prompt_ids(kwargs)
         options = {
             "max_tokens": 1,
             **sampling_options(kwargs),
-            "prompt_logprobs": max(0, int(top_k)),
+            "prompt_logprobs": top_k,
             "n": 1,
             "temperature": 0.0,
             "top_p": 1.0,
@@ -101,20 +91,12 @@ class VLLMServer(OpenAICompatibleServer):
             "prompt_topk_logprobs": [logprobs for _, logprobs in rows],
         }
 
-    def _prompt_ids(self, kwargs: dict[str, Any]) -> list[int]:
-        """Return the ids to send: `input_ids` as they are, else the encoded `prompt`."""
-        input_ids = kwargs.get("input_ids")
-        if input_ids:
-            return list(input_ids)
-        assert kwargs.get("prompt"), "the request has neither prompt nor input_ids"
-        ids = self.tokenizer.encode(kwargs["prompt"])
-        return drop_double_bos(ids, self.tokenizer.bos_token_id)
-
     async def _post_tokens(
         self, prompt_ids: list[int], options: dict[str, Any], timeout_s: float | None
     ) -> Any:
         if self._token_route is None:
-            self._token_route = await self._find_route_once(prompt_ids[:1])
+            search = self._route_search
+            self._token_route = await search.result(lambda: self._find_route(prompt_ids[:1]))
         if self._token_route == "/generate":
             body = generate_body(prompt_ids, options)
         else:
@@ -137,12 +119,6 @@ class VLLMServer(OpenAICompatibleServer):
             )
         # At least one, so that a prompt that is too long is refused as such.
         return {**options, "max_tokens": max(1, self._context_length - num_prompt_ids)}
-
-    async def _find_route_once(self, some_ids: list[int]) -> TokenRoute:
-        """Share one search among all requests that arrive before the route is known."""
-        if self._finding_route is None or self._finding_route.done():
-            self._finding_route = asyncio.create_task(self._find_route(some_ids))
-        return await asyncio.shield(self._finding_route)
 
     async def _find_route(self, some_ids: list[int]) -> TokenRoute:
         options = {"max_tokens": 1}
