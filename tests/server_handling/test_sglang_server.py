@@ -11,8 +11,8 @@ from atroposlib.envs.server_handling.server_manager import SGLangServer as ReExp
 from atroposlib.envs.server_handling.sglang_payloads import parse_prompt_logprobs, parse_tokens
 from atroposlib.envs.server_handling.sglang_server import SGLangServer, resolve_openai_configs
 from atroposlib.envs.server_handling.weight_versions import VersionedTokens
-from atroposlib.errors import ContextOverflowError, InferenceError
-from tests.fakes import Fault, ScriptedSGLang, logprob_of
+from atroposlib.errors import ConfigError, ContextOverflowError, InferenceError
+from tests.fakes import Fault, ScriptedEngine, ScriptedSGLang, logprob_of
 
 MakeServer = Callable[..., SGLangServer]
 
@@ -195,6 +195,13 @@ async def test_refusal_is_raised_at_once_with_the_engines_words(
         await make_server(sglang, SGLangServer).tokens_and_logprobs_completion(prompt="hi")
 
     assert len(sglang.requests) == 1
+
+
+async def test_server_of_another_kind_is_refused_with_what_was_tried(
+    engine: ScriptedEngine, make_server: MakeServer
+) -> None:
+    with pytest.raises(ConfigError, match=r"has no /generate.*check base_url and server_type"):
+        await make_server(engine, SGLangServer).tokens_and_logprobs_completion(prompt="hi")
 
 
 async def test_prompt_over_the_context_is_typed(

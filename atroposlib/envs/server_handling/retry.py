@@ -34,6 +34,8 @@ MAX_OUTAGES = 20
 
 LONGEST_RETRY_AFTER_S = 60.0
 
+_ROUTE_IS_MISSING = frozenset({404, 405, 501})
+
 _TRANSIENT_4XX = frozenset({408, 409, 429})
 
 _PROGRAMMING_ERRORS = (
@@ -67,6 +69,11 @@ class EngineStatusError(InferenceError):
         super().__init__(message)
         self.status = status
         self.wait_s = wait_s
+
+    @property
+    def is_route_missing(self) -> bool:
+        """Whether the server does not offer what was asked of it, rather than refused it."""
+        return self.status in _ROUTE_IS_MISSING
 
 
 class ServerDownError(InferenceError):

@@ -6,6 +6,7 @@ from typing import Any
 
 from atroposlib.envs.server_handling.engine_payloads import sampling_options
 from atroposlib.envs.server_handling.resolve import resolve_openai_configs
+from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
 from atroposlib.envs.server_handling.sglang_payloads import (
     parse_prompt_logprobs,
@@ -14,6 +15,7 @@ from atroposlib.envs.server_handling.sglang_payloads import (
     tokens_body,
 )
 from atroposlib.envs.server_handling.token_server import TokenServer, top_k_of
+from atroposlib.errors import ConfigError
 
 __all__ = ["SGLangServer", "resolve_openai_configs"]
 
@@ -43,4 +45,12 @@ class SGLangServer(TokenServer):
         }
 
     async def _generate(self, body: dict[str, Any], kwargs: dict[str, Any]) -> Any:
-        return await self.http.post_json("/generate", body, timeout_s=kwargs.get("timeout"))
+        try:
+            return await self.http.post_json("/generate", body, timeout_s=kwargs.get("timeout"))
+        except EngineStatusError as error:
+            if not error.is_route_missing:
+                raise
+            raise ConfigError(
+                f"server {self.http.root_url} has no /generate, so it is not SGLang's; check "
+                f"base_url and server_type ({error})"
+            ) from error

@@ -45,8 +45,6 @@ __all__ = ["AutoTokenizer", "TrlVllmServer", "aiohttp"]
 
 logger = logging.getLogger(__name__)
 
-_ROUTE_IS_MISSING = frozenset({404, 405, 501})
-
 _DEFAULTS: Mapping[str, Any] = {
     "n": 1,
     "repetition_penalty": 1.0,
@@ -188,12 +186,12 @@ class TrlVllmServer(VLLMServer):
                 await self._post(url, body, timeout_s=None)
                 return url
             except EngineStatusError as error:
-                if error.status not in _ROUTE_IS_MISSING:
+                if not error.is_route_missing:
                     raise
         try:
             await self.http.get_json("/v1/models")
         except EngineStatusError as error:
-            if error.status not in _ROUTE_IS_MISSING:
+            if not error.is_route_missing:
                 raise
             raise ConfigError(
                 f"server {self.http.root_url} has neither TRL's /generate/ nor vLLM's "

@@ -28,7 +28,6 @@ __all__ = ["VLLMServer", "aiohttp", "resolve_openai_configs"]  # and AutoTokeniz
 
 TokenRoute = Literal["/v1/completions", "/generate"]
 
-_ROUTE_IS_MISSING = frozenset({404, 405, 501})
 _REQUEST_NOT_UNDERSTOOD = frozenset({400, 404, 405, 422, 501})
 
 
@@ -135,7 +134,7 @@ class VLLMServer(TokenServer):
         try:
             await self.http.post_json("/generate", generate_body(some_ids, options))
         except EngineStatusError as error:
-            if error.status not in _ROUTE_IS_MISSING:
+            if not error.is_route_missing:
                 raise
             raise ConfigError(
                 f"server {self.http.root_url} gives no token ids: {reason}; and it has no "
