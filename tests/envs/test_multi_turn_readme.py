@@ -1,4 +1,4 @@
-"""The environments of the README's section on several turns work as printed."""
+"""The environments of the page on several turns work as printed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from atroposlib.envs import base
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Turn
 from atroposlib.scored_data import check_group
@@ -15,16 +14,16 @@ from tests.envs.conversations import play_on
 from tests.envs.small_environment import SERVERS
 from tests.fakes import ScriptedEngine
 
-README = Path(base.__file__).with_name("README.md")
+PAGE = Path(__file__).parents[2] / "docs/several_turns.md"
 
 
 def blocks_of_the_section() -> list[dict[str, Any]]:
     """The names each Python block of the section defines."""
-    section = README.read_text(encoding="utf-8").split("\n## Several turns\n")[1].split("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8")
     namespaces = []
     for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
         namespaces.append({"__name__": "readme_block"})
-        exec(compile(code, str(README), "exec"), namespaces[-1])
+        exec(compile(code, str(PAGE), "exec"), namespaces[-1])
     return namespaces
 
 
