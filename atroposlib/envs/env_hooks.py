@@ -38,16 +38,16 @@ class EnvHooks(ABC):
     Attributes:
         name: name of the environment in registrations, files and metrics.
         env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
-        config: settings of this instance.
         check_settings: settings for `check` only, such as the path of a small data set.
+        config: settings of this instance.
         server: inference servers, as `self.server.chat_completion(...)`.
         tokenizer: Hugging Face tokenizer of `config.tokenizer_name`.
     """
 
     name: str | None = None
     env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
-
     check_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
     config: BaseEnvConfig
     server: Any  # a ServerManager, or whatever a test puts in its place
     tokenizer: Any  # transformers carries no types worth following

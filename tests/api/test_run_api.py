@@ -143,7 +143,13 @@ def test_run_api_wrong_value_is_a_usage_error_that_names_the_flag(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://me:s3cret@host:6379", "http://:s3cret@host", "redis:/:s3cret@h", "me:s3cret@h"]
+    "url",
+    [
+        "http://me:s3cret@host:6379",  # pragma: allowlist secret
+        "http://:s3cret@host",
+        "redis:/:s3cret@h",
+        "me:s3cret@h",
+    ],
 )
 def test_run_api_never_shows_the_password_of_a_store(monkeypatch, capsys, url):
     monkeypatch.setattr(sys, "argv", ["run-api", "--store", url])

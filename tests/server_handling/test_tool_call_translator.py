@@ -142,7 +142,8 @@ def test_only_the_calls_used_last_are_remembered(
 
 def test_id_a_model_wrote_is_kept_once() -> None:
     translator = ToolCallTranslator(CharTokenizer(), "mistral")
-    raw = '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "a1B2c3D4e"}]'
+    call = '{"name": "f", "arguments": {}, "id": "a1B2c3D4e"}'  # pragma: allowlist secret
+    raw = f"[TOOL_CALLS] [{call}]"
 
     first = translator.parse_model_output(raw, None, TOOLS)[1]
     second = translator.parse_model_output(raw + " ", None, TOOLS)[1]
