@@ -20,7 +20,7 @@ from rich.table import Table
 from atroposlib.wire import Lane
 from service_parts import floors, measures
 from service_parts.server_process import use_load_core
-from service_parts.workload import Shape
+from service_parts.workload import Shape, bytes_per_token
 
 SMALL, LARGE = Shape(8, 1024), Shape(8, 4096)
 SHAPES = (SMALL, LARGE, SMALL._replace(has_logprobs=True), LARGE._replace(has_logprobs=True))
@@ -80,7 +80,8 @@ def drain(options: Options) -> list[Row]:
             target = DRAIN_TARGETS[lane]
             value = f"{rate.per_s / 1e6:.1f} M tokens/s ({rate.per_cpu_s / 1e6:.1f} M per CPU s)"
             what, goal = f"drain {lane} {shape}", f">= {target / 1e6:.0f} M/s"
-            floor = f"memcpy {copied / 1e9:.1f} GB/s"
+            sent = rate.per_s * bytes_per_token(shape, lane)
+            floor = f"{sent / copied:.1%} of memcpy ({copied / 1e9:.1f} GB/s)"
             rows.append(Row(what, value, goal, rate.per_s >= target, floor))
     return rows
 

@@ -204,19 +204,7 @@ class Run:
     ) -> Admission:
         """Store groups, all or none, then queue or buffer each in order.
 
-        Cancelling before it returns admits all of them or none.
-
-        Args:
-            groups: the groups of one request.
-            key: idempotency key of the request; with a key that was used before, nothing is
-                stored and the answer is the former one.
-            digest: of the body, to tell a repetition from another use of the key; the lowest 64
-                bits count.
-
-        Raises:
-            GroupError: the key is empty or too long.
-            KeyReusedError: the key was used for another body.
-            QueueFullError: there is no room; `retry_after_s` says when to ask again.
+        Arguments, result and errors are those of `AdmissionDesk.admit`.
         """
         await self.open()
         for env_id in {group.env_id for group in groups}:

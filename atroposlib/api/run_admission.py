@@ -61,7 +61,8 @@ class AdmissionDesk:
             groups: the groups of one request.
             key: idempotency key of the request; with a key that was used before, nothing is
                 stored and the answer is the former one.
-            digest: of the body, to tell a repetition from another use of the key.
+            digest: of the body, to tell a repetition from another use of the key; the lowest 64
+                bits count.
 
         Raises:
             GroupError: the key is empty or too long.

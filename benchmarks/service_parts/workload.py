@@ -10,7 +10,14 @@ from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.wire import MEDIA_TYPES, Lane, encode_group
 from service_parts.connection import request_bytes
 
-__all__ = ["REGISTRATION", "Shape", "group_of", "post_requests", "registration_request"]
+__all__ = [
+    "REGISTRATION",
+    "Shape",
+    "bytes_per_token",
+    "group_of",
+    "post_requests",
+    "registration_request",
+]
 
 _VOCABULARY = 151_936
 _PROMPT_SHARE = 8  # one token in eight is prompt, and masked
@@ -74,6 +81,12 @@ def post_requests(shape: Shape, lane: Lane, *, env_id: int | None = None) -> tup
         group = group_of(shape, seed=seed) | ({} if env_id is None else {"env_id": env_id})
         bodies.append(encode_group(group, lane))
     return tuple(request_bytes("POST", "/scored_data", b, MEDIA_TYPES[lane]) for b in bodies)
+
+
+def bytes_per_token(shape: Shape, lane: Lane) -> float:
+    """Return how many bytes a token of such a group takes on the wire."""
+    bodies = [request.partition(b"\r\n\r\n")[2] for request in post_requests(shape, lane)]
+    return sum(map(len, bodies)) / (len(bodies) * shape.num_tokens)
 
 
 def registration_request(batch_size: int) -> bytes:
