@@ -5,7 +5,7 @@
 #
 # Without an NVIDIA GPU it takes torch's CPU build and the CPU build of vLLM, both at the versions of
 # .ci/constraints.txt; with one it takes vLLM's own choice of torch. A stamp makes later calls instant.
-# With `dev`, as root and where apt is, it adds redis-server, which tests of the Redis store start.
+# With `dev`, as root and where apt is, it adds redis-server, chromium and bubblewrap, which tests start.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -60,11 +60,16 @@ fi
 
 has_dev() { case ",$extras," in *,dev,*) ;; *) false ;; esac; }
 apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "$@" >/dev/null 2>&1; }
-if has_dev && ! command -v redis-server >/dev/null 2>&1; then
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-        say "installing redis-server"
-        apt_install redis-server || { apt-get update -qq >/dev/null 2>&1 && apt_install redis-server; } || true
-    fi
-    command -v redis-server >/dev/null 2>&1 || say "no redis-server here: the tests that need it are skipped"
+# Real parts that tests start: a Redis server, a browser, the sandbox of model-written code.
+if has_dev; then
+    for pair in redis-server:redis-server chromium:chromium bwrap:bubblewrap; do
+        program=${pair%%:*} package=${pair##*:}
+        command -v "$program" >/dev/null 2>&1 && continue
+        if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+            say "installing $package"
+            apt_install "$package" || { apt-get update -qq >/dev/null 2>&1 && apt_install "$package"; } || true
+        fi
+        command -v "$program" >/dev/null 2>&1 || say "no $program here: the tests that need it are skipped"
+    done
 fi
 touch "$stamp"
