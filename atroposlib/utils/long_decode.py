@@ -40,5 +40,6 @@ async def decode_long(tokenizer: Any, ids: Sequence[int], **options: Any) -> str
             return str(tokenizer.decode(ids, **options))
         pieces.append(text[len(before) :])
         start = end
-        await asyncio.sleep(0)
+        if start < len(ids):
+            await asyncio.sleep(0)
     return "".join(pieces)

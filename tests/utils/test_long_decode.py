@@ -75,7 +75,7 @@ async def test_decode_long_lets_others_run_between_pieces() -> None:
 
     running = asyncio.create_task(others())
 
-    await decode_long(CharTokenizer(), [97] * (10 * long_decode.PIECE_TOKENS))
+    await decode_long(CharTokenizer(), [97] * (11 * long_decode.PIECE_TOKENS))
 
     running.cancel()
     assert turns >= 10

@@ -33,6 +33,7 @@ from atroposlib.envs.server_handling.sequence_tracker import (
 )
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.vllm_payloads import drop_double_bos
+from atroposlib.utils.long_decode import decode_long
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -171,7 +172,10 @@ class ManagedServer:
         answers = []
         nodes = []
         for ids, values, reason in zip(completions, logprobs, finish_reasons, strict=True):
-            text = self._text_of(ids) if translator is None else self._marked_text(ids, translator)
+            if translator is None:
+                text = await self._completion_text(ids)
+            else:
+                text = self._marked_text(ids, translator)
             finish_reason = as_finish_reason(reason)
             node = make_node(
                 full_text=prompt + text,
@@ -216,6 +220,12 @@ class ManagedServer:
         """Whether a token is left out of texts; one that decodes to nothing anyway is not."""
         shown = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return bool(shown) and not self._text_of([token_id])
+
+    async def _completion_text(self, ids: Sequence[int]) -> str:
+        """Return what `_text_of` does; other sessions go on while a long completion is decoded."""
+        if self.tokenizer is None:
+            return self._text_of(ids)
+        return await decode_long(self.tokenizer, ids, skip_special_tokens=True)
 
     def _text_of(self, ids: Sequence[int]) -> str:
         if self.tokenizer is None:
