@@ -1,0 +1,1 @@
+"""Protocols besides OpenAI's chat that agents speak to the proxy."""

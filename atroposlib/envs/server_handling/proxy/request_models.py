@@ -1,0 +1,165 @@
+"""Bodies of the proxy's requests and replies, in OpenAI's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from atroposlib.envs.server_handling.proxy.refusals import invalid_body
+
+__all__ = [
+    "ChatCompletionProxyRequest",
+    "ChatMessage",
+    "CompletionProxyRequest",
+    "RenderResponse",
+    "SamplingRequest",
+    "ServerEntry",
+    "SessionCreateRequest",
+    "SessionCreateResponse",
+    "SetupRequest",
+    "read_body",
+]
+
+_LARGEST_LIMIT = 2**31 - 1
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+
+class ProxyModel(BaseModel):
+    """A body whose unknown fields are ignored."""
+
+    model_config = ConfigDict(protected_namespaces=())  # `model_name` is a field of the contract
+
+
+class ChatMessage(ProxyModel):
+    """One message of a chat."""
+
+    role: str
+    content: str | None = None
+    """Text; a list of text parts is joined, other parts are refused."""
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_text_parts(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for i, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            text = part.get("text") if kind in ("text", "refusal") else None
+            if kind == "refusal":
+                text = part.get("refusal")
+            if not isinstance(text, str):
+                raise ValueError(f"part {i} is not text; only text can be tracked")
+            texts.append(text)
+        return "".join(texts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message without its null fields, as chat templates expect it."""
+        return self.model_dump(exclude_none=True)
+
+
+class SamplingRequest(ProxyModel):
+    """What chat and text requests share. Fields it does not name are kept in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    temperature: float | None = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    n: int = Field(default=1, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = Field(default=None, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, allow_inf_nan=False)
+    logit_bias: dict[str, float] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+
+    @field_validator("n", "stream", mode="before")
+    @classmethod
+    def _null_is_default(cls, value: Any, info: Any) -> Any:
+        return cls.model_fields[info.field_name].default if value is None else value
+
+
+class ChatCompletionProxyRequest(SamplingRequest):
+    """A chat request. `max_tokens: null` lets the reply fill the context."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = Field(default=1024, ge=-1, le=_LARGEST_LIMIT)
+    max_completion_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST_LIMIT)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+
+
+class CompletionProxyRequest(SamplingRequest):
+    """A text request."""
+
+    prompt: str | list[str]
+    max_tokens: int | None = Field(default=16, ge=-1, le=_LARGEST_LIMIT)
+    logprobs: int | None = Field(default=None, ge=0)
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class SessionCreateRequest(ProxyModel):
+    """What a session is opened with."""
+
+    tool_parser: str = "hermes"
+    track_tree: bool = False
+    base_url: str | None = None
+    """Inference server to use; None chooses the least loaded one."""
+
+
+class SessionCreateResponse(ProxyModel):
+    """A session, with the key that only its creator is told."""
+
+    uuid: str
+    model_name: str
+    tool_parser: str
+    base_url: str | None
+    created_at: float
+    api_key: str
+
+
+class RenderResponse(ProxyModel):
+    """The prompt of a chat request."""
+
+    prompt_text: str
+    token_ids: list[int]
+    num_tokens: int
+
+
+class ServerEntry(ProxyModel):
+    """One inference server of `POST /setup` or of the configuration file."""
+
+    base_url: str = Field(min_length=1)
+    api_key: str = Field(default="", repr=False)
+    server_type: str = "vllm"
+    num_max_requests_at_once: int = Field(default=512, ge=1)
+    num_requests_for_eval: int = Field(default=64, ge=1)
+    timeout: int = Field(default=1200, gt=0)
+
+
+class SetupRequest(ProxyModel):
+    """Inference servers to use from now on."""
+
+    model_name: str | None = None
+    tokenizer_name: str | None = None
+    servers: list[ServerEntry] = Field(default_factory=list)
+
+
+def read_body(model: type[AnyModel], body: Mapping[str, Any]) -> AnyModel:
+    """Return the body as a model; raises the 422 that names every wrong field."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False, include_context=False)
+        raise invalid_body([dict(entry) for entry in details]) from None
