@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.control import Control
 from rich.live_render import LiveRender
 
-from atroposlib.envs.inert_text import inert_block
 from atroposlib.envs.run_snapshot import RunSnapshot
 from atroposlib.envs.terminal_view import RunView
+from atroposlib.utils.inert_text import inert_block
 
 __all__ = ["LineStream", "TerminalDisplay", "can_show"]
 

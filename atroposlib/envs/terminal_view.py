@@ -13,9 +13,9 @@ from rich.box import ROUNDED
 from rich.panel import Panel
 from rich.text import Text
 
-from atroposlib.envs.inert_text import inert_line
 from atroposlib.envs.run_snapshot import ErrorLine, RunSnapshot
 from atroposlib.envs.score_histogram import score_bars
+from atroposlib.utils.inert_text import inert_line
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from atroposlib.envs.inert_text import inert_block, inert_line
 from atroposlib.envs.recent_errors import RecentErrors
 from atroposlib.envs.run_figures import RunFigures
 from atroposlib.envs.score_histogram import score_bars
+from atroposlib.utils.inert_text import inert_block, inert_line
 
 
 class Clock:

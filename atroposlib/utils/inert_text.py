@@ -1,4 +1,4 @@
-"""Text from anywhere, made harmless for a terminal: pure.
+"""Text from anywhere, made harmless for a terminal or a page: pure.
 
 A model may write anything, and errors quote it: codes that clear the screen, move the cursor or set
 the window's title, characters that turn the writing direction, half a surrogate pair.
@@ -6,9 +6,10 @@ the window's title, characters that turn the writing direction, half a surrogate
 
 from __future__ import annotations
 
+import html
 import unicodedata
 
-__all__ = ["inert_block", "inert_line"]
+__all__ = ["inert_block", "inert_line", "inert_markup"]
 
 CONTROL_PICTURES = 0x2400  # U+2400 + n is the visible sign of control character n
 REPLACEMENT = "\ufffd"
@@ -33,6 +34,11 @@ def inert_block(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(c if c in "\n\t" or c.isprintable() else _visible(c) for c in text)
+
+
+def inert_markup(text: str) -> str:
+    """Return text as HTML that shows it and does nothing: fit for content and for attributes."""
+    return html.escape(inert_block(text), quote=True)
 
 
 def _visible(character: str) -> str:
