@@ -13,6 +13,7 @@ __all__ = [
     "GroupError",
     "InferenceError",
     "MissingExtraError",
+    "NoDataError",
     "RunStoreError",
     "TrajectoryApiError",
     "UnknownRewardError",
@@ -29,6 +30,10 @@ class ConfigError(AtroposError, ValueError):
 
 class UnknownRewardError(ConfigError, ImportError):
     """No reward function has that name; the message names the nearest."""
+
+
+class NoDataError(AtroposError, RuntimeError):
+    """An environment keeps giving no data; the message says what its log says of it."""
 
 
 class GroupError(AtroposError, ValueError):

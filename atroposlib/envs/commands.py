@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from atroposlib.envs.config_layers import COMMANDS
 from atroposlib.envs.flag_help import help_text
 from atroposlib.envs.flags import HELP_WORDS, Flag, flags_of, read_flags
 from atroposlib.envs.settings_text import shown_default
-from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.errors import ConfigError, MissingExtraError, NoDataError
 from atroposlib.utils.cli import UsageError, near_name, refused_values
 
 __all__ = ["check_command", "evaluate_command", "process_command", "run_cli", "serve_command"]
@@ -33,9 +34,9 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     """Run the command that this process's command line asks for; never returns.
 
     Raises:
-        SystemExit: 0 when the command ended, 2 with a message on a usage error or a setting that
-            cannot be used, 128 + the signal number after a signal. Other exceptions of the command
-            pass through.
+        SystemExit: 0 when the command ended, 1 when the environment gave no data, 2 with a message
+            on a usage error or a setting that cannot be used, 128 + the signal number after a
+            signal. Other exceptions of the command pass through.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -46,6 +47,9 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     except (ConfigError, MissingExtraError) as error:
         sys.stderr.write(f"{program}: error: {error}\n")
         sys.exit(2)
+    except NoDataError as error:
+        sys.stderr.write(f"{program}: error: {error}\n")
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     sys.exit(0)
@@ -114,7 +118,8 @@ def _differences(serve: Sequence[Flag], other: Sequence[Flag]) -> list[str]:
 
 
 def _show_progress_messages() -> None:
-    """Let INFO messages through, except one per HTTP request."""
+    """Let INFO messages through, except one per HTTP request, and warnings without their code."""
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

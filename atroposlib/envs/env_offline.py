@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AsyncExitStack
+from numbers import Real
 from typing import Any
 
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_serving import ServingEnv
 from atroposlib.envs.group_assembly import as_pair
+from atroposlib.envs.recent_errors import RecentErrors
+from atroposlib.errors import NoDataError
 
 __all__ = ["OfflineEnv"]
 
@@ -41,19 +44,24 @@ class OfflineEnv(ServingEnv):
         An exception of a hook ends the run; what was made until then is on disk.
 
         Raises:
-            RuntimeError: `collect_trajectories` keeps giving nothing.
+            NoDataError: `collect_trajectories` keeps giving nothing.
         """
+        reasons = RecentErrors()
         async with AsyncExitStack() as ending:  # runs from the last line to the first
+            logging.getLogger().addHandler(reasons)
+            ending.callback(logging.getLogger().removeHandler, reasons)
             ending.callback(self._write_group_page)
             ending.callback(self._close_records)
             ending.push_async_callback(self._run_close_hook)
             await settle(self.setup())
             self._start_local_run()
             self.curr_step = 0
+            self._processed_scores: list[list[Any]] = []
             self.run_figures.begin()
-            await self._process_all_groups()
+            await self._process_all_groups(reasons)
+            self._report_scores()
 
-    async def _process_all_groups(self) -> None:
+    async def _process_all_groups(self, reasons: RecentErrors) -> None:
         num_empty = 0
         while self.curr_step < self.n_groups_to_process:
             item = await settle(self.get_next_item())
@@ -69,9 +77,8 @@ class OfflineEnv(ServingEnv):
             if not collected:
                 num_empty += 1
                 if num_empty >= MAX_EMPTY_GROUPS_IN_A_ROW:
-                    raise RuntimeError(
-                        f"{num_empty} items in a row gave no data; look at what "
-                        f"{type(self).__name__}.collect_trajectories returns"
+                    raise NoDataError(
+                        f"{num_empty} items in a row gave no data; {self._why_no_data(reasons)}"
                     )
                 continue
             num_empty = 0
@@ -84,9 +91,16 @@ class OfflineEnv(ServingEnv):
             self.curr_step += 1
             self._report_processed_groups(collected, duration_s=time.monotonic() - started_at)
 
+    def _why_no_data(self, reasons: RecentErrors) -> str:
+        if not reasons.lines:
+            return f"look at what {type(self).__name__}.collect_trajectories returns"
+        commonest = max(reasons.lines, key=lambda line: line.count)
+        return f"most of them with: {commonest.text}"
+
     def _report_processed_groups(self, collected: Any, *, duration_s: float) -> None:
         groups = collected if isinstance(collected, list) else [collected]
         scores = [s for group in groups if group is not None for s in group.get("scores") or []]
+        self._processed_scores.append(scores)
         logger.info(
             "group %d of %d: %d trajectories, scores %s, %.1f s",
             self.curr_step,
@@ -94,6 +108,20 @@ class OfflineEnv(ServingEnv):
             len(scores),
             scores,
             duration_s,
+        )
+
+    def _report_scores(self) -> None:
+        """Log the mean score, and how many groups give a trainer nothing to compare."""
+        numbers = [s for scores in self._processed_scores for s in scores if isinstance(s, Real)]
+        if not numbers:
+            return
+        num_equal = sum(all(s == scores[0] for s in scores) for scores in self._processed_scores)
+        logger.info(
+            "mean score %.3g of %d trajectories; all scores are equal in %d of %d groups",
+            sum(map(float, numbers)) / len(numbers),
+            len(numbers),
+            num_equal,
+            len(self._processed_scores),
         )
 
     def _write_group_page(self) -> None:

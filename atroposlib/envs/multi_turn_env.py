@@ -97,7 +97,10 @@ class MultiTurnEnv(BaseEnv):
             trajectories: [G] from `collect_trajectory`, fewer when stragglers were left out.
         """
         if not all(rollout.sequences for rollout in trajectories):
-            logger.warning("an item leaves no room in max_token_length; skipped")
+            logger.warning(
+                "item skipped: its first prompt leaves no room in max_token_length (%d)",
+                self.config.max_token_length,
+            )
             return None
         self.rollouts_since_log += trajectories
         # In a thread: long groups hold a million tokens.

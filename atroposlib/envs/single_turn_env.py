@@ -74,7 +74,13 @@ class SingleTurnEnv(BaseEnv):
         messages = self.prompt(item)
         budget = self._budget(messages)
         if budget < 1:
-            logger.warning("an item leaves no room in max_token_length; skipped")
+            limit = self.config.max_token_length
+            logger.warning(
+                "item skipped: its prompt leaves no room in max_token_length (%d); raise the limit "
+                "by %d or more",
+                limit,
+                1 - budget,
+            )
             return None, []
         trajectories = await sample_trajectories(
             self.server,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from atroposlib.envs import base, env_offline
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, NoDataError
 from tests.envs.small_environment import SmallEnv, small_config
 
 MakeEnv = Callable[..., Any]
@@ -100,6 +101,21 @@ async def test_process_nothing_but_empty_groups_stops_with_a_message(
         await process(env, groups=1)
 
     assert env.events == ["setup", "close"]
+
+
+class CrampedEnv(SmallEnv):
+    async def collect_trajectories(self, item: Any) -> Any:
+        logging.getLogger("an.environment").warning("the prompt is too long")
+        return None, []
+
+
+async def test_process_without_data_names_the_commonest_warning(
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_offline, "MAX_EMPTY_GROUPS_IN_A_ROW", 3)
+
+    with pytest.raises(NoDataError, match=r"3 items .* most of them with: the prompt is too long"):
+        await process(make_env(CrampedEnv), groups=1)
 
 
 async def test_process_exception_ends_the_run_but_keeps_what_is_done(
