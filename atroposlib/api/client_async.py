@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -24,6 +23,7 @@ from atroposlib.api.client_rules import (
 )
 from atroposlib.api.client_transport import AsyncTransport
 from atroposlib.errors import TrajectoryApiError
+from atroposlib.utils.side_thread import SideThread
 from atroposlib.wire import encode_group, encode_groups
 
 __all__ = ["TrajectoryApiClient"]
@@ -55,6 +55,7 @@ class TrajectoryApiClient:
         token: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
+        self._side_thread = SideThread()
         self._compresses = not is_on_this_machine(self.base_url)
         self._transport = AsyncTransport(
             self.base_url,
@@ -82,6 +83,7 @@ class TrajectoryApiClient:
 
     async def close(self) -> None:
         """Close the connections; the client may be used again and then opens new ones."""
+        self._side_thread.close()
         await self._transport.close()
 
     async def register_trainer(self, **registration: Any) -> int:
@@ -179,7 +181,9 @@ class TrajectoryApiClient:
         traits = self._transport.traits
         for form in traits.formats():
             # In a thread: a long group must not hold up the rollouts that share this event loop.
-            body = await asyncio.to_thread(encode_body, encode, value, form, zstd=self._compresses)
+            body = await self._side_thread.run(
+                encode_body, encode, value, form, zstd=self._compresses
+            )
             try:
                 answer = dict(
                     await self._transport.send("POST", path, body, headers=headers, is_post=True)

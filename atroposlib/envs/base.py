@@ -46,6 +46,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
 from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.side_thread import SideThread
 
 if TYPE_CHECKING:
     import aiohttp
@@ -211,6 +212,7 @@ class BaseEnv(OfflineEnv):
             use_tensorboard=self.config.use_tensorboard,
         )
         self.run_figures = RunFigures()
+        self._side_thread = SideThread()
         self.drop_counts = Counter()
         self.failure_counts = Counter()
         self.straggler_counts = Counter()

@@ -5,7 +5,6 @@ groups -> signal and size -> lengths -> messages -> table of rollouts -> JSONL -
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import MutableMapping
 from typing import Any
@@ -26,6 +25,7 @@ from atroposlib.scored_data import GROUP_FIELDS, ScoredDataGroup
 from atroposlib.type_definitions import Item
 from atroposlib.utils.long_decode import decode_long
 from atroposlib.utils.plain_json import to_plain
+from atroposlib.utils.side_thread import SideThread
 
 __all__ = ["DeliveringEnv", "stamp_policy_version"]
 
@@ -53,6 +53,7 @@ class DeliveringEnv(ReportingEnv):
     service_session: EnvSession | None
     jsonl_writer: GroupWriter | None
     items_sent_this_step: int
+    _side_thread: SideThread
 
     async def handle_send_to_api(
         self,
@@ -96,8 +97,8 @@ class DeliveringEnv(ReportingEnv):
     async def _admit_group(self, group: Any, *, limit_length: bool) -> bool:
         """Check one group; tell whether it goes on."""
         _make_plain(group)
-        # In threads, here and below: reading a long group takes longer than others can wait.
-        admission = await asyncio.to_thread(
+        # In a thread, here and below: reading a long group takes longer than others can wait.
+        admission = await self._side_thread.run(
             check_signal,
             group,
             group_size=self.config.group_size,
@@ -106,7 +107,9 @@ class DeliveringEnv(ReportingEnv):
         )
         is_well_formed = admission.reason in (None, "scores_equal")
         lengths = (
-            await asyncio.to_thread(completion_lengths, group["masks"]) if is_well_formed else []
+            await self._side_thread.run(completion_lengths, group["masks"])
+            if is_well_formed
+            else []
         )
         self.run_figures.add_group(group, num_tokens=sum(lengths))
         if admission.is_accepted:
@@ -138,7 +141,7 @@ class DeliveringEnv(ReportingEnv):
         if self.jsonl_writer is None:
             return True
         try:
-            await asyncio.to_thread(self.jsonl_writer.write, group)
+            await self._side_thread.run(self.jsonl_writer.write, group)
         except GroupError as error:
             self._drop_group(Admission("not_encodable", str(error)))
             return False

@@ -129,6 +129,7 @@ class ServingEnv(RegisteredEnv):
         self.run_log.finish()
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()
+        self._side_thread.close()
         logger.info(
             "environment closed at step %d; groups dropped: %s; failures: %s",
             self.curr_step,

@@ -6,7 +6,6 @@ sides: floats are written so that the same float64 is read back, opaque fields k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,14 +18,13 @@ from atroposlib.wire.binary_writing import write_group
 from atroposlib.wire.columns import Numbers, split_rows
 from atroposlib.wire.json_lane import find_fields, splice
 from atroposlib.wire.packing import gather, gather_rows
+from atroposlib.wire.row_text import write_row
 from atroposlib.wire.rows import ROW_FIELDS, JsonText, decode_value, read_integer, read_scores
 from atroposlib.wire.walk import RowTexts
 
 __all__ = ["binary_of_json", "json_of_binary", "read_blob"]
 
 _any_decoder = msgspec.json.Decoder()
-_CALL_NUMBERS = 16 * 1024
-"""Longer rows are written in several calls, so that other threads get their turn in between."""
 
 
 def binary_of_json(payload: bytes) -> bytes:
@@ -110,11 +108,4 @@ def _text(numbers: Numbers) -> bytes:
 def _row_text(row: NDArray[Any] | list[NDArray[Any]]) -> bytes:
     if isinstance(row, list):
         return b"[%b]" % b",".join(msgspec.json.encode(position.tolist()) for position in row)
-    if len(row) <= _CALL_NUMBERS:
-        return msgspec.json.encode(row.tolist())
-    return b"[%b]" % b",".join(msgspec.json.encode(part.tolist())[1:-1] for part in _parts(row))
-
-
-def _parts(row: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    for start in range(0, len(row), _CALL_NUMBERS):
-        yield row[start : start + _CALL_NUMBERS]
+    return write_row(row, lambda part: msgspec.json.encode(part.tolist()))

@@ -21,6 +21,7 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, GroupField, check_group
 from atroposlib.utils.plain_json import to_plain
 from atroposlib.wire.checks import Lengths, check_layout, is_loose
+from atroposlib.wire.row_text import write_row
 from atroposlib.wire.rows import (
     ROW_FIELDS,
     JsonText,
@@ -114,9 +115,15 @@ def write_field(name: str, value: Any) -> bytes:
         GroupError: it holds something JSON cannot express; the message names the field.
     """
     try:
-        return msgspec.json.encode(value, enc_hook=_encodable)
+        if name in ROW_FIELDS and isinstance(value, list):
+            return b"[%b]" % b",".join(write_row(row, _encode) for row in value)
+        return _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise GroupError(f"{name}: cannot be sent: {error}") from error
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.json.encode(value, enc_hook=_encodable)
 
 
 def find_fields(body: bytes) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-from atroposlib.envs.foreground import SWITCH_INTERVAL_S
+from atroposlib.envs.foreground import favour_event_loop
 from scheduler_parts.environments import BenchmarkEnv, NaiveEnv, replace_rollouts
 from scheduler_parts.loop_watch import LoopWatch
 
@@ -38,6 +38,7 @@ async def run(settings: dict[str, Any]) -> dict[str, Any]:
     env = KINDS[settings["kind"]](config, [server])
     if settings["local_length"]:
         replace_rollouts(env, length=settings["local_length"], seconds=settings["local_s"])
+    favour_event_loop()  # as the commands of an environment do
     watch, figures = LoopWatch(), dict[str, Any]()
 
     def begin() -> None:
@@ -66,5 +67,4 @@ async def run(settings: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.ERROR)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the commands of an environment do
     print(json.dumps(asyncio.run(run(json.loads(sys.argv[1])))))

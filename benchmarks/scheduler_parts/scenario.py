@@ -24,7 +24,7 @@ __all__ = ["Outcome", "Scenario", "run_scenario"]
 
 _HERE = Path(__file__).parent
 _START_S = 60.0
-_STALLS = ("stall_p50_ms", "stall_p99_ms", "stall_max_ms")
+_STALLS = ("stall_p50_ms", "stall_p99_ms", "stall_max_ms", "own_stall_p99_ms")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,8 @@ class Outcome:
     stall_p50_ms: float
     stall_p99_ms: float
     stall_max_ms: float
+    own_stall_p99_ms: float
+    """Delay during which the environment itself computed, the loop or a thread beside it."""
     idle_p99_ms: float
     """The same of a process beside it that does nothing: what the machine itself adds."""
     failures: dict[str, int]

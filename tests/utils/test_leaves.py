@@ -92,6 +92,17 @@ def test_length_factor_is_flat_then_linear(num_tokens: int, factor: float) -> No
     assert length_factor(num_tokens, max_tokens=100, free_fraction=0.5) == factor
 
 
+def test_encode_mapping_writes_long_rows_as_one_call_would() -> None:
+    mapping = {
+        "rows": [list(range(10_000)), [], [0.5] * 5_000],
+        "long": list(range(9_000)),
+        "mixed": [[1], {"a": [2]}, None],
+        "text": "é",
+    }
+
+    assert encode_mapping(mapping) == json.dumps(mapping)
+
+
 def test_encode_mapping_converts_numpy() -> None:
     mapping = {"a": np.float32(0.5), "b": np.arange(3), "c": [np.int64(1), {"d": np.bool_(True)}]}
 
