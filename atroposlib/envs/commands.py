@@ -22,7 +22,7 @@ from atroposlib.envs.config_layers import COMMANDS
 from atroposlib.envs.flag_help import help_text
 from atroposlib.envs.flags import HELP_WORDS, Flag, flags_of, read_flags
 from atroposlib.envs.settings_text import shown_default
-from atroposlib.errors import ConfigError, MissingExtraError, NoDataError
+from atroposlib.errors import ConfigError, InferenceError, MissingExtraError, NoDataError
 from atroposlib.utils.cli import UsageError, near_name, refused_values
 
 __all__ = ["check_command", "evaluate_command", "process_command", "run_cli", "serve_command"]
@@ -34,8 +34,8 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     """Run the command that this process's command line asks for; never returns.
 
     Raises:
-        SystemExit: 0 when the command ended, 1 when the environment gave no data, 2 with a message
-            on a usage error or a setting that cannot be used, 128 + the signal number after a
+        SystemExit: 0 when the command ended, 1 when it got no data or no
+            completions, 2 with a message on a usage error or a setting that cannot be used, 128 + the signal number after a
             signal. Other exceptions of the command pass through.
     """
     program = Path(sys.argv[0]).name
@@ -47,7 +47,7 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     except (ConfigError, MissingExtraError) as error:
         sys.stderr.write(f"{program}: error: {error}\n")
         sys.exit(2)
-    except NoDataError as error:
+    except (InferenceError, NoDataError) as error:
         sys.stderr.write(f"{program}: error: {error}\n")
         sys.exit(1)
     except KeyboardInterrupt:
