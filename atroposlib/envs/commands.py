@@ -34,9 +34,9 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     """Run the command that this process's command line asks for; never returns.
 
     Raises:
-        SystemExit: 0 when the command ended, 1 when it got no data or no
-            completions, 2 with a message on a usage error or a setting that cannot be used, 128 + the signal number after a
-            signal. Other exceptions of the command pass through.
+        SystemExit: 0 when the command ended, 1 when it got no data or no completions, 2 with a
+            message on a usage error or a setting that cannot be used, 128 + the signal number after
+            a signal. Other exceptions of the command pass through.
     """
     program = Path(sys.argv[0]).name
     try:
