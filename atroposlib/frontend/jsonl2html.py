@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.frontend.group_page import create_html_for_group, get_score_class, render_page
+from atroposlib.utils.loose_json import decode_line
 
 __all__ = ["create_html_for_group", "generate_html", "get_score_class", "main"]
 
@@ -64,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _read_groups(source: Path) -> Iterator[dict[str, Any]]:
-    with source.open(encoding="utf-8", errors="replace") as lines:
+    with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                group = json.loads(line)
-            except ValueError as error:
+                group = decode_line(line)
+            except (ValueError, RecursionError) as error:
                 _warn(f"line {number} skipped: not JSON ({error})")
                 continue
             problem = _problem(group)

@@ -6,6 +6,8 @@
   var order = document.getElementById("order");
   var toggle = document.getElementById("toggle");
   var active = null;
+  var waiting = null;
+  var texts = new Map();
 
   function visibleItems() {
     return Array.from(container.querySelectorAll(".item")).filter(function (item) {
@@ -30,12 +32,17 @@
     if (next >= 0 && next < items.length) { activate(items[next]); }
   }
 
+  function textOf(item) {
+    if (!texts.has(item)) { texts.set(item, item.textContent.toLowerCase()); }
+    return texts.get(item);
+  }
+
   function filter() {
     var wanted = search.value.trim().toLowerCase();
     groups.forEach(function (group) {
       var shown = 0;
       group.querySelectorAll(".item").forEach(function (item) {
-        item.hidden = wanted !== "" && item.textContent.toLowerCase().indexOf(wanted) < 0;
+        item.hidden = wanted !== "" && textOf(item).indexOf(wanted) < 0;
         if (!item.hidden) { shown += 1; }
       });
       group.hidden = shown === 0;
@@ -82,7 +89,10 @@
     event.preventDefault();
     move(event.key === "ArrowDown" ? 1 : -1);
   });
-  search.addEventListener("input", filter);
+  search.addEventListener("input", function () {
+    clearTimeout(waiting);
+    waiting = setTimeout(filter, 120);
+  });
   order.addEventListener("change", sort);
   toggle.addEventListener("click", function () {
     var open = groups.some(function (group) { return !group.open; });

@@ -31,7 +31,7 @@ def inert_line(text: str, *, max_characters: int) -> str:
 
 def inert_block(text: str) -> str:
     """Return text with its lines and tabs kept and all else that is no glyph made visible."""
-    if text.isascii() and text.isprintable():
+    if text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(c if c in "\n\t" or c.isprintable() else _visible(c) for c in text)
 
