@@ -86,7 +86,9 @@ async def complete_text(session: SessionState, body: Mapping[str, Any]) -> dict[
 
 
 def render(session: SessionState, body: Mapping[str, Any]) -> RenderedPrompt:
-    """Return the prompt that a chat request makes; nothing is generated or recorded.
+    """Return the prompt of a chat's next reply; nothing is generated or recorded.
+
+    A reply is opened behind an assistant's message too, which `complete_chat` would continue.
 
     Raises:
         ProxyRefusal: the request is malformed, the template refuses the messages, or the
@@ -99,6 +101,8 @@ def render(session: SessionState, body: Mapping[str, Any]) -> RenderedPrompt:
         raise bad_request("this session has no tokenizer to render a prompt with")
     try:
         text = managed._convert_messages_to_prompt(kwargs["messages"], kwargs.get("tools"))
+        if kwargs["messages"][-1]["role"] == "assistant":
+            text += _reply_opening(managed.tokenizer)
     except Exception as error:  # templates are code that raises anything
         raise bad_request(
             f"the chat template refused the messages: {error}", code="render_failed"
@@ -120,6 +124,18 @@ async def _run_all(
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _reply_opening(tokenizer: Any) -> str:
+    """Return what the chat template writes in front of a reply."""
+    if not hasattr(tokenizer, "apply_chat_template"):
+        return ""
+    messages = [{"role": "user", "content": "x"}]
+    closed, opened = (
+        str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open))
+        for is_open in (False, True)
+    )
+    return opened.removeprefix(closed)
 
 
 def _text_of(session: SessionState) -> TextOf | None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from atroposlib.envs.server_handling.config import ServerType
 from atroposlib.envs.server_handling.proxy.refusals import invalid_body
 
 __all__ = [
@@ -142,7 +143,7 @@ class ServerEntry(ProxyModel):
 
     base_url: str = Field(min_length=1)
     api_key: str = Field(default="", repr=False)
-    server_type: str = "vllm"
+    server_type: ServerType = "vllm"
     num_max_requests_at_once: int = Field(default=512, ge=1)
     num_requests_for_eval: int = Field(default=64, ge=1)
     timeout: int = Field(default=1200, gt=0)

@@ -6,6 +6,7 @@ engine's answer would break the tokens recorded for the session.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from atroposlib.envs.server_handling.proxy.refusals import bad_request
@@ -129,9 +130,10 @@ def check_num_choices(num_choices: int, max_choices: int) -> None:
         )
 
 
-def ignored_fields(request: SamplingRequest) -> list[str]:
-    """Return the names of fields nobody here knows, sorted."""
-    return sorted(set(request.model_extra or ()) - _ENGINE_OPTIONS - _WITHOUT_EFFECT)
+def ignored_fields(body: Mapping[str, Any], model: type[SamplingRequest]) -> list[str]:
+    """Return the names of a body's fields that nobody here knows, sorted."""
+    known = model.model_fields.keys() | _ENGINE_OPTIONS | _WITHOUT_EFFECT | _REFUSED.keys()
+    return sorted(set(body) - known - {"modalities"})
 
 
 def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> None:
@@ -147,7 +149,12 @@ def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> N
 
 
 def _options(request: SamplingRequest) -> dict[str, Any]:
-    """Return the sampling options that are set, under the engine's names."""
+    """Return the sampling options that are set; those of engines alone in `extra_body`."""
     named = {name: getattr(request, name) for name in _NAMED_OPTIONS}
-    extra = {k: v for k, v in (request.model_extra or {}).items() if k in _ENGINE_OPTIONS}
-    return {name: value for name, value in {**named, **extra}.items() if value is not None}
+    options = {name: value for name, value in named.items() if value is not None}
+    extra = {
+        name: value
+        for name, value in (request.model_extra or {}).items()
+        if name in _ENGINE_OPTIONS and value is not None
+    }
+    return {**options, "extra_body": extra} if extra else options

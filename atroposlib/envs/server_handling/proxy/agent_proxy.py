@@ -1,0 +1,136 @@
+"""The proxy inside of an environment: an address and a key per rollout, exact tokens afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from atroposlib.envs.server_handling.managed_server import SequenceNode
+from atroposlib.envs.server_handling.proxy.app import app_of_state
+from atroposlib.envs.server_handling.proxy.backends import HasServers
+from atroposlib.envs.server_handling.proxy.http_server import serving
+from atroposlib.envs.server_handling.proxy.proxy_state import ProxyState
+from atroposlib.envs.server_handling.proxy.request_models import SessionCreateRequest
+from atroposlib.envs.server_handling.proxy.session import SessionState
+from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+
+__all__ = ["AgentProxy", "AgentSession"]
+
+
+class AgentSession:
+    """What one agent is told, and what it left behind.
+
+    Attributes:
+        base_url: For OpenAI clients, ends in `/v1`.
+        anthropic_base_url: For Anthropic clients, which add `/v1` themselves.
+        api_key: For either; identifies the session.
+        model: Name agents may give; any other is answered as well.
+    """
+
+    def __init__(self, root_url: str, session: SessionState) -> None:
+        self._session = session
+        self.base_url = f"{root_url}/v1"
+        self.anthropic_base_url = root_url
+        self.api_key = session.api_key
+        self.model = session.model_name
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that tell the clients of a subprocess the same."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+    def nodes(self) -> list[SequenceNode]:
+        """Return the sequences recorded so far; empty once the session has ended."""
+        return self._session.nodes
+
+
+class AgentProxy:
+    """A proxy on a local port, `async with` it; one serves any number of rollouts.
+
+    Every route asks for a key: agents know that of their session, nobody knows the
+    administrator's.
+
+    Args:
+        server_manager: The environment's `self.server`.
+        tokenizer: The environment's `self.tokenizer`; None takes the servers' own.
+        model_name: Name in answers.
+        host: Address to bind; agents in containers may need another than the local one.
+        port: Port to bind; 0 takes a free one.
+        settings: Limits; keys are required whatever it says.
+        clock: Seconds since the epoch, for the expiry of sessions.
+    """
+
+    def __init__(
+        self,
+        server_manager: HasServers,
+        tokenizer: Any = None,
+        *,
+        model_name: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        settings: ProxySettings | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        keys = {"require_keys": True, "admin_key": secrets.token_urlsafe(32)}
+        locked = (settings or ProxySettings()).model_copy(update=keys)
+        self._state = ProxyState(server_manager, tokenizer, model_name, locked, clock)
+        self._host = host
+        self._port = port
+        self._stack = contextlib.AsyncExitStack()
+        self._root_url: str | None = None
+
+    @property
+    def root_url(self) -> str:
+        """Where the proxy listens; RuntimeError before it does."""
+        if self._root_url is None:
+            raise RuntimeError("the proxy does not run; use `async with`")
+        return self._root_url
+
+    async def __aenter__(self) -> AgentProxy:
+        """Start listening."""
+        app = app_of_state(self._state)
+        port = await self._stack.enter_async_context(serving(app, host=self._host, port=self._port))
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._root_url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End every session and close the port."""
+        self._root_url = None
+        self._state.sessions.close()
+        await self._stack.aclose()
+
+    @contextlib.asynccontextmanager
+    async def session(
+        self,
+        *,
+        tool_parser: str = "hermes",
+        track_tree: bool = False,
+        base_url: str | None = None,
+    ) -> AsyncIterator[AgentSession]:
+        """Yield a session for one rollout, and delete it at the end.
+
+        Args:
+            tool_parser: Tool-call format of the model.
+            track_tree: Keep every sequence instead of replacing the one that is continued.
+            base_url: Inference server to use; None chooses the least loaded one.
+
+        Raises:
+            ProxyRefusal: too many sessions are open, or there is no such server.
+        """
+        wanted = SessionCreateRequest(
+            tool_parser=tool_parser, track_tree=track_tree, base_url=base_url
+        )
+        session = self._state.open_session(wanted)
+        try:
+            yield AgentSession(self.root_url, session)
+        finally:
+            self._state.sessions.delete(session)
