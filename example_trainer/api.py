@@ -6,9 +6,9 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from atroposlib.api.client import TrainerClient
+from atroposlib.api.client import LeasedBatch, TrainerClient
 from atroposlib.errors import TrajectoryApiError
 from example_trainer.config import TrainingConfig
 
@@ -29,6 +29,9 @@ _SHORTEST_POLL_S = 0.05
 _LONGEST_POLL_S = 1.0
 _LONGEST_RETRY_S = 10.0
 _SECONDS_BETWEEN_NOTES = 30.0
+_LET_GO = (404, 409)
+
+Result = TypeVar("Result")
 
 
 class BatchClient(Protocol):
@@ -37,8 +40,11 @@ class BatchClient(Protocol):
     def register(self, **registration: Any) -> int:
         """Register the trainer and return its uuid."""
 
-    def batch(self, *, wait_s: float) -> list[dict[str, Any]] | None:
+    def batch(self, *, lease_s: float, wait_s: float) -> LeasedBatch | None:
         """Take the next batch, waiting so long for one; None when there is none yet."""
+
+    def ack(self, batch_id: str | None) -> None:
+        """Acknowledge a leased batch."""
 
     def set_policy_version(self, version: int) -> bool:
         """Report which weights the engine serves; False when the service does not ask for it."""
@@ -141,8 +147,8 @@ class TrajectoryFeed:
         else:
             self._is_policy_told = True
 
-    def next_groups(self, step: int) -> list[dict[str, Any]]:
-        """Wait for the next batch and return its groups.
+    def next_batch(self, step: int) -> LeasedBatch:
+        """Wait for the next batch and lease it.
 
         The service is asked to answer once there is one; a service that answers at once is asked
         again after growing pauses.
@@ -158,9 +164,9 @@ class TrajectoryFeed:
         while True:
             self._tell_policy()
             asked_at = self._clock()
-            groups = self._take(step)
-            if groups:
-                return groups
+            batch = self._take(step)
+            if batch is not None and batch.groups:
+                return batch
             if self._clock() >= next_note_s:
                 logger.info("step %d: no full batch yet; are environments running?", step + 1)
                 next_note_s = self._clock() + _SECONDS_BETWEEN_NOTES
@@ -168,20 +174,48 @@ class TrajectoryFeed:
                 self._sleep(poll_s)
                 poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
-    def _take(self, step: int) -> list[dict[str, Any]] | None:
+    def acknowledge(self, batch_id: str | None) -> None:
+        """Tell the service that a batch is trained; may be repeated.
+
+        A service that has let the batch go meanwhile is told nothing: that it is trained stands in
+        the checkpoints, and a batch that comes twice is recognised.
+
+        Args:
+            batch_id: Its hand-out token; None, from a service without leases, is passed over.
+
+        Raises:
+            TrajectoryApiError: the service stayed away for `service_timeout_s`.
+        """
+        try:
+            self._outlasting(lambda: self._client.ack(batch_id))
+        except TrajectoryApiError as error:
+            if error.status not in _LET_GO:
+                raise
+            logger.warning("batch %s is trained, its lease was over: %s", batch_id, error)
+
+    def _take(self, step: int) -> LeasedBatch | None:
         """Ask once; outlast an outage."""
+        try:
+            return self._outlasting(
+                lambda: self._client.batch(lease_s=self._config.lease_s, wait_s=_LONG_POLL_S)
+            )
+        except TrajectoryApiError as error:
+            if not _is_unregistered(error):
+                raise
+            logger.warning("the service does not know this run; registering again")
+            self.register(step)
+            self._is_policy_told = False
+            return None
+
+    def _outlasting(self, request: Callable[[], Result]) -> Result:
+        """Repeat a request while the service is away."""
         retry_s = _SHORTEST_POLL_S
         gone_since: float | None = None
         while True:
             try:
-                return self._client.batch(wait_s=_LONG_POLL_S)
+                return request()
             except TrajectoryApiError as error:
-                if _is_unregistered(error):
-                    logger.warning("the service does not know this run; registering again")
-                    self.register(step)
-                    self._is_policy_told = False
-                    return None
-                if not _is_outage(error):
+                if _is_unregistered(error) or not _is_outage(error):
                     raise
                 now = self._clock()
                 if gone_since is None:

@@ -1,7 +1,8 @@
 """Checkpoints: a model directory anything can load, plus what a killed run needs to go on.
 
     step_<n>/ config.json, model.safetensors, tokenizer ...      loadable by transformers and vLLM
-              trainer_state.safetensors, trainer_state.json      optimiser, random state, step
+              trainer_state.safetensors, trainer_state.json      optimiser, random state, step,
+                                                                 and which batches are trained
 
 A directory appears complete or not at all: it is written beside its place and renamed.
 """
@@ -13,18 +14,21 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
 
 __all__ = [
+    "drop_old_checkpoints",
     "find_latest_checkpoint",
+    "load_feed_state",
     "load_training_state",
     "replace_directory",
     "save_checkpoint",
     "save_training_state",
+    "write_file",
 ]
 
 _STATE = "trainer_state.json"
@@ -67,6 +71,7 @@ def save_checkpoint(
     is_final: bool = False,
     *,
     optimizer: Any = None,
+    feed_state: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save model and tokenizer as `step_<step>`, or `final_model`, replacing what stood there.
 
@@ -77,6 +82,7 @@ def save_checkpoint(
         step: Optimiser steps done.
         is_final: Name the directory `final_model`.
         optimizer: With it the directory can be resumed from.
+        feed_state: Which batches are trained, as JSON; kept for the feed of the resumed run.
 
     Returns:
         The directory.
@@ -86,14 +92,24 @@ def save_checkpoint(
         model.save_pretrained(directory, safe_serialization=True)
         tokenizer.save_pretrained(directory)
         if optimizer is not None:
-            save_training_state(directory, optimizer, step)
+            save_training_state(directory, optimizer, step, feed_state)
 
     name = "final_model" if is_final else f"step_{step}"
     return replace_directory(Path(save_path) / name, write)
 
 
-def save_training_state(directory: Path, optimizer: Any, step: int) -> None:
-    """Write optimiser, random generators and step beside a saved model, without pickling."""
+def save_training_state(
+    directory: Path,
+    optimizer: Any,
+    step: int,
+    feed_state: Mapping[str, Any] | None = None,
+) -> None:
+    """Write all but the model, without pickling.
+
+    Optimiser, the random generators of Python, numpy and torch, the step, what the feed wants to
+    know again. The learning rate needs no state of its own: it is a function of the step.
+    """
+    import numpy as np
     import torch
     from safetensors.torch import save_file
 
@@ -115,6 +131,8 @@ def save_training_state(directory: Path, optimizer: Any, step: int) -> None:
         "param_groups": state["param_groups"],
         "plain_state": plain,
         "rng_python": random.getstate(),
+        "rng_numpy": _numpy_state(np.random.get_state(legacy=False)),
+        "feed": feed_state or {},
     }
     (directory / _STATE).write_text(json.dumps(record), encoding="utf-8")
 
@@ -128,6 +146,7 @@ def load_training_state(directory: Path, optimizer: Any) -> int:
     Raises:
         ConfigError: the checkpoint belongs to another kind of optimiser.
     """
+    import numpy as np
     import torch
     from safetensors.torch import load_file
 
@@ -148,21 +167,70 @@ def load_training_state(directory: Path, optimizer: Any) -> int:
     optimizer.load_state_dict({"state": slots, "param_groups": record["param_groups"]})
     version, internal, gauss = record["rng_python"]
     random.setstate((version, tuple(internal), gauss))
+    if "rng_numpy" in record:
+        np.random.set_state(record["rng_numpy"])
     torch.set_rng_state(tensors["rng.torch"])
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng.cuda"])
     return int(record["step"])
 
 
-def find_latest_checkpoint(save_path: str | Path) -> Path | None:
-    """Return the resumable `step_<n>` directory with the largest n, None when there is none."""
+def load_feed_state(directory: Path) -> dict[str, Any]:
+    """Return the `feed_state` a checkpoint was saved with, empty without one."""
+    record = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+    state: dict[str, Any] = record.get("feed", {})
+    return state
+
+
+def find_latest_checkpoint(save_path: str | Path, *, run_id: str | None = None) -> Path | None:
+    """Return the resumable `step_<n>` directory with the largest n, None when there is none.
+
+    Args:
+        save_path: Where the checkpoints are.
+        run_id: Passes over those that name another run; None takes every one.
+    """
+    checkpoints = _resumable_checkpoints(save_path, run_id)
+    return checkpoints[-1] if checkpoints else None
+
+
+def drop_old_checkpoints(save_path: str | Path, *, keep: int, run_id: str | None = None) -> None:
+    """Delete all but the newest `keep` resumable checkpoints of a run."""
+    for leftover in Path(save_path).glob(".step_*.old"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for path in _resumable_checkpoints(save_path, run_id)[:-keep]:
+        # Renamed first, so that no half of a checkpoint stands under its name.
+        retired = path.with_name(f".{path.name}.old")
+        path.rename(retired)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def _resumable_checkpoints(save_path: str | Path, run_id: str | None) -> list[Path]:
+    """Return the `step_<n>` directories that hold a training state, by rising n."""
     steps: dict[int, Path] = {}
     root = Path(save_path)
     for path in root.iterdir() if root.is_dir() else ():
         match = _STEP_DIRECTORY.fullmatch(path.name)
-        if match and (path / _STATE).is_file():
+        if not match or not (path / _STATE).is_file():
+            continue
+        if run_id is None or load_feed_state(path).get("run_id", run_id) == run_id:
             steps[int(match.group(1))] = path
-    return steps[max(steps)] if steps else None
+    return [steps[step] for step in sorted(steps)]
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Put a file in place whole, on disk when this returns: written beside it and renamed."""
+    fresh = path.with_name(f"{path.name}.new")
+    with fresh.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)
+    _flush_to_disk(path.parent)
+
+
+def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {**state["state"], "key": state["state"]["key"].tolist()}
+    return {**state, "state": inner}
 
 
 def _flush_to_disk(path: Path) -> None:

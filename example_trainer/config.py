@@ -15,7 +15,7 @@ from example_trainer.loss_fields import ExtraLossFields, GrpoFields
 
 __all__ = ["BUILT_MODES", "ExtraLossFields", "GrpoFields", "TrainingConfig", "default_device"]
 
-BUILT_MODES = ("none", "in_place")
+BUILT_MODES = ("none", "in_place", "off")
 """Weight bridge modes this version has; the others of the contract refuse at start."""
 
 
@@ -88,8 +88,15 @@ class TrainingFields(BaseModel):
     checkpoint_interval: int = Field(
         default=3, ge=0, description="Steps between resumable checkpoints; 0: only the final model."
     )
+    keep_checkpoints: int | None = Field(
+        default=None,
+        ge=1,
+        description="Resumable checkpoints of this run to keep, the newest; none: all.",
+    )
     resume: bool = Field(
-        default=False, description="Continue from the newest step_<n> checkpoint under save_path."
+        default=False,
+        description="Continue the run under save_path: from its newest step_<n> checkpoint and the "
+        "batches trained after it.",
     )
 
 
@@ -138,6 +145,12 @@ class AtroposFields(BaseModel):
         gt=0,
         description="Seconds to wait for an unreachable service before giving up.",
     )
+    lease_s: float = Field(
+        default=600.0,
+        ge=1,
+        le=86400,
+        description="Seconds a batch is this trainer's before the service may hand it out again.",
+    )
 
 
 class WandbFields(BaseModel):
@@ -161,12 +174,13 @@ class WandbFields(BaseModel):
 class ModeFields(BaseModel):
     """How new weights reach the engine."""
 
-    weight_bridge_mode: Literal["shared_vllm", "lora_only", "lora_restart", "none", "in_place"] = (
-        Field(
-            default="none",
-            description="none: restart an engine the trainer owns; in_place: the engine reloads "
-            "weights while it runs (the engine at vllm_port, else one is launched).",
-        )
+    weight_bridge_mode: Literal[
+        "shared_vllm", "lora_only", "lora_restart", "none", "in_place", "off"
+    ] = Field(
+        default="none",
+        description="none: restart an engine the trainer owns; in_place: the engine reloads "
+        "weights while it runs (the engine at vllm_port, else one is launched); off: no engine, "
+        "for groups that are there already.",
     )
     vllm_config_path: str | None = Field(
         default=None, description="Bridge file of shared_vllm (mode not built yet)."

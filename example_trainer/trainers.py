@@ -9,11 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from example_trainer.api import TrajectoryFeed, open_client
-from example_trainer.checkpointing import find_latest_checkpoint, load_training_state
+from example_trainer.batch_journal import BatchJournal
+from example_trainer.checkpointing import (
+    find_latest_checkpoint,
+    load_feed_state,
+    load_training_state,
+)
 from example_trainer.config import TrainingConfig
+from example_trainer.durable_feed import DurableFeed
 from example_trainer.metrics import open_run_log, with_wandb_names
 from example_trainer.model import load_model_and_tokenizer
 from example_trainer.optimizer import create_optimizer
@@ -40,7 +47,8 @@ def train(config: TrainingConfig) -> Path:
         weight_sync = make_weight_sync(config)
         stack.callback(weight_sync.close)
         weight_sync.check_before_load()
-        checkpoint = find_latest_checkpoint(config.save_path) if config.resume else None
+        journal = BatchJournal.open(config.save_path, resume=config.resume)
+        checkpoint = _checkpoint_to_continue(config, journal)
         source = str(checkpoint or config.model_name)
         model, tokenizer = load_model_and_tokenizer(config, source=source)
         optimizer = create_optimizer(model, config)
@@ -49,9 +57,11 @@ def train(config: TrainingConfig) -> Path:
         run_log = open_run_log(config)
         stack.callback(run_log.finish)
         client = stack.enter_context(open_client(config.atropos_url))
-        feed = TrajectoryFeed(client, config)
-        feed.connect()
-        feed.register(steps_done)
+        service = TrajectoryFeed(client, config)
+        service.connect()
+        service.register(steps_done + journal.count_after(steps_done))
+        feed = DurableFeed(service, journal, load_feed_state(checkpoint) if checkpoint else None)
+        feed.settle()
         weight_sync.start(model, tokenizer, source=source)
         feed.report_policy(steps_done)
         trainer = Trainer(
@@ -80,6 +90,12 @@ def train_legacy(config: TrainingConfig) -> Path:
     return train(config.model_copy(update={"weight_bridge_mode": "none"}))
 
 
+def _checkpoint_to_continue(config: TrainingConfig, journal: BatchJournal) -> Path | None:
+    if not config.resume:
+        return None
+    return find_latest_checkpoint(config.save_path, run_id=journal.run_id)
+
+
 def _divides_by_temperature(config: TrainingConfig, weight_sync: WeightSync) -> bool:
     if config.logprobs_mode == "auto":
         return weight_sync.returns_processed_logprobs()
@@ -88,6 +104,7 @@ def _divides_by_temperature(config: TrainingConfig, weight_sync: WeightSync) -> 
 
 def _seed(seed: int) -> None:
     random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

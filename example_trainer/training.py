@@ -1,6 +1,8 @@
-"""The training loop: fetch a batch, take one optimiser step, let the engine have the weights.
+"""The training loop: lease a batch, take one optimiser step, let the engine have the weights.
 
-service --groups--> feed --> batch --> loss --> optimiser --> checkpoint, weight sync --> engine
+service --lease--> feed --> batch --> loss --> optimiser --> checkpoint, weight sync --> engine
+   ^                                                                |
+   +------------------------- acknowledge --------------------------+
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from typing import Any, Protocol
 
 import torch
 
+from atroposlib.api.client import LeasedBatch
+from atroposlib.errors import GroupError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import Batch, Microbatch, build_batch
-from example_trainer.checkpointing import save_checkpoint
+from example_trainer.checkpointing import drop_old_checkpoints, save_checkpoint
 from example_trainer.config import TrainingConfig
 from example_trainer.grpo_loss import compute_grpo_loss
 from example_trainer.loss import (
@@ -44,11 +48,23 @@ _SUSPICIOUS_GAP = 2.0
 class GroupFeed(Protocol):
     """Where batches come from."""
 
-    def next_groups(self, step: int) -> list[dict[str, Any]]:
+    def next_batch(self, step: int) -> LeasedBatch:
         """Wait for the batch of the optimiser step that follows `step` finished ones."""
+
+    def refuse(self, step: int, batch_id: str | None) -> None:
+        """Take that batch back: it cannot be honoured."""
+
+    def acknowledge(self, batch_id: str | None) -> None:
+        """Tell whoever sent the batch that it is trained."""
 
     def report_policy(self, version: int) -> None:
         """Take note that the engine serves the weights of so many optimiser steps."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint made after training the latest batch has to hold, as JSON."""
+
+    def saved(self, step: int) -> None:
+        """Take note that a checkpoint of so many optimiser steps is on disk."""
 
 
 def row_rules(config: TrainingConfig) -> RowRules:
@@ -124,24 +140,32 @@ class Trainer:
 
     def _run_step(self) -> None:
         started = self._clock()
-        groups = self._feed.next_groups(self.steps_done)
+        leased = self._feed.next_batch(self.steps_done)
         fetched = self._clock()
-        batch = build_batch(
-            groups,
-            self._rules,
-            microbatch_size=self.config.batch_size,
-            pad_multiple=self.config.pad_multiple,
-        )
+        batch = self._build(leased)
         self._weight_sync.before_step(sync_follows=self._is_sync_due(self.steps_done + 1))
         metrics = self.train_on(batch)
         self.steps_done += 1
         computed = self._clock()
         self._save_and_publish()
+        self._feed.acknowledge(leased.batch_id)
         times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
         self._run_log.log(metrics, step=self.steps_done)
         logger.info("%s", step_line(self.steps_done, self.config.training_steps, metrics))
         _warn_about(batch, metrics)
+
+    def _build(self, leased: LeasedBatch) -> Batch:
+        try:
+            return build_batch(
+                leased.groups,
+                self._rules,
+                microbatch_size=self.config.batch_size,
+                pad_multiple=self.config.pad_multiple,
+            )
+        except GroupError:
+            self._feed.refuse(self.steps_done, leased.batch_id)
+            raise
 
     def train_on(self, batch: Batch) -> dict[str, float]:
         """Take one optimiser step on a batch; returns its metrics.
@@ -226,6 +250,7 @@ class Trainer:
         saves = config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0
         publishes = self._is_sync_due(step) and not is_last
         checkpoint: Path | None = None
+        feed_state = self._feed.state()
         if saves or (publishes and self._weight_sync.needs_checkpoint):
             checkpoint = save_checkpoint(
                 self.model,
@@ -233,7 +258,14 @@ class Trainer:
                 config.save_path,
                 step,
                 optimizer=self._optimizer if saves else None,
+                feed_state=feed_state,
             )
+        if saves:
+            self._feed.saved(step)
+            if config.keep_checkpoints is not None:
+                drop_old_checkpoints(
+                    config.save_path, keep=config.keep_checkpoints, run_id=feed_state.get("run_id")
+                )
         if publishes:
             self._publish(checkpoint)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_
 
 __all__ = [
     "InPlaceSync",
+    "NoSync",
     "RestartSync",
     "WeightSync",
     "is_sync_due",
@@ -102,7 +104,44 @@ def make_weight_sync(config: TrainingConfig) -> WeightSync:
         ConfigError: that mode is not built yet.
     """
     require_built_mode(config)
-    return InPlaceSync(config) if config.weight_bridge_mode == "in_place" else RestartSync(config)
+    strategies: dict[str, Callable[[TrainingConfig], WeightSync]] = {
+        "in_place": InPlaceSync,
+        "none": RestartSync,
+        "off": NoSync,
+    }
+    return strategies[config.weight_bridge_mode](config)
+
+
+class NoSync:
+    """No engine: groups come from elsewhere, the weights go into checkpoints only."""
+
+    publishes_final = False
+    needs_checkpoint = False
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+
+    def check_before_load(self) -> None:
+        """Nothing to check."""
+
+    def start(self, model: Any, tokenizer: Any, *, source: str) -> None:
+        """Nothing to start."""
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Nothing holds memory that could be freed."""
+
+    def publish(self, model: Any, *, checkpoint: Path | None) -> None:
+        """Nobody to publish to."""
+
+    def check_alive(self) -> None:
+        """Nothing can die."""
+
+    def returns_processed_logprobs(self) -> bool:
+        """Say what the settings say."""
+        return self._config.logprobs_mode == "processed"
+
+    def close(self) -> None:
+        """Nothing to stop."""
 
 
 class RestartSync:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import TrajectoryApiError
 from example_trainer.api import (
     TrajectoryFeed,
@@ -16,7 +17,7 @@ from example_trainer.api import (
 from example_trainer.processes import find_free_port
 from tests.trainer.tiny import tiny_config
 
-BATCH = [{"tokens": [[1]]}]
+BATCH = LeasedBatch([{"tokens": [[1]]}], "7-1")
 UNREGISTERED = TrajectoryApiError("GET /batch: Trainer not registered", status=200)
 AWAY = TrajectoryApiError("connection refused")
 
@@ -47,6 +48,14 @@ class ScriptedClient:
         self.registrations = []
         self.policy_versions = []
         self.policy_error = None
+        self.leases_s = []
+        self.acknowledged = []
+        self.ack_errors = []
+
+    def ack(self, batch_id):
+        self.acknowledged.append(batch_id)
+        if self.ack_errors:
+            raise self.ack_errors.pop(0)
 
     def register(self, **registration):
         self.registrations.append(registration)
@@ -58,7 +67,8 @@ class ScriptedClient:
         self.policy_versions.append(version)
         return True
 
-    def batch(self, *, wait_s):
+    def batch(self, *, lease_s, wait_s):
+        self.leases_s.append(lease_s)
         self._on_wait(wait_s)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, Exception):
@@ -92,7 +102,7 @@ def test_registration_sends_the_eight_fields_without_nulls(tmp_path):
 def test_feed_polls_with_growing_pauses_until_a_batch_is_there(tmp_path):
     feed, clock = make_feed(ScriptedClient(*[None] * 7, BATCH), tmp_path)
 
-    assert feed.next_groups(0) == BATCH
+    assert feed.next_batch(0) == BATCH
     assert clock.pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
@@ -105,8 +115,47 @@ def test_feed_asks_again_at_once_where_the_service_waits(tmp_path):
     client = ScriptedClient(*[None] * 3, BATCH, on_wait=wait)
     feed = TrajectoryFeed(client, tiny_config(tmp_path), sleep=clock.sleep, clock=clock)
 
-    assert feed.next_groups(0) == BATCH
+    assert feed.next_batch(0) == BATCH
     assert clock.pauses == []
+
+
+def test_feed_leases_for_the_time_the_settings_name(tmp_path):
+    client = ScriptedClient(BATCH)
+    feed, _ = make_feed(client, tmp_path, lease_s=33.0)
+
+    feed.next_batch(0)
+
+    assert client.leases_s == [33.0]
+
+
+def test_feed_repeats_an_acknowledgement_until_the_service_is_back(tmp_path):
+    client = ScriptedClient(BATCH)
+    feed, _ = make_feed(client, tmp_path)
+    client.ack_errors = [AWAY, AWAY]
+
+    feed.acknowledge("7-1")
+
+    assert client.acknowledged == ["7-1"] * 3
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_feed_goes_on_when_the_service_has_let_the_batch_go(tmp_path, caplog, status):
+    client = ScriptedClient(BATCH)
+    feed, _ = make_feed(client, tmp_path)
+    client.ack_errors = [TrajectoryApiError("moved on", status=status)]
+
+    feed.acknowledge("7-1")
+
+    assert "7-1 is trained, its lease was over" in caplog.text
+
+
+def test_feed_passes_on_a_refused_acknowledgement(tmp_path):
+    client = ScriptedClient(BATCH)
+    feed, _ = make_feed(client, tmp_path)
+    client.ack_errors = [TrajectoryApiError("for trainers only", status=403)]
+
+    with pytest.raises(TrajectoryApiError, match="for trainers only"):
+        feed.acknowledge("7-1")
 
 
 def test_feed_reports_the_policy_once(tmp_path):
@@ -114,7 +163,7 @@ def test_feed_reports_the_policy_once(tmp_path):
     feed, _ = make_feed(client, tmp_path)
 
     feed.report_policy(4)
-    feed.next_groups(4)
+    feed.next_batch(4)
 
     assert client.policy_versions == [4]
 
@@ -126,7 +175,7 @@ def test_feed_reports_the_policy_later_to_a_service_that_was_away(tmp_path, capl
     client.policy_error = AWAY
     feed.report_policy(4)
     client.policy_error = None
-    feed.next_groups(4)
+    feed.next_batch(4)
 
     assert client.policy_versions == [4]
     assert "does not know the policy version yet" in caplog.text
@@ -137,7 +186,7 @@ def test_feed_reports_the_policy_again_to_a_service_that_forgot_the_run(tmp_path
     feed, _ = make_feed(client, tmp_path)
 
     feed.report_policy(3)
-    feed.next_groups(3)
+    feed.next_batch(3)
 
     assert client.policy_versions == [3, 3]
 
@@ -163,7 +212,7 @@ def test_open_client_shows_the_token_of_the_environment_variable(monkeypatch):
 def test_feed_outlasts_an_outage(tmp_path, caplog):
     feed, clock = make_feed(ScriptedClient(AWAY, AWAY, BATCH), tmp_path)
 
-    assert feed.next_groups(0) == BATCH
+    assert feed.next_batch(0) == BATCH
     assert [record.message for record in caplog.records if "is away" in record.message]
     assert len(clock.pauses) == 2
 
@@ -172,7 +221,7 @@ def test_feed_gives_up_after_the_time_limit_and_says_why(tmp_path):
     feed, clock = make_feed(ScriptedClient(AWAY), tmp_path, service_timeout_s=60.0)
 
     with pytest.raises(TrajectoryApiError, match="stayed away for 60 s: connection refused"):
-        feed.next_groups(0)
+        feed.next_batch(0)
 
     assert 60.0 <= clock.now_s < 75.0
 
@@ -181,7 +230,7 @@ def test_feed_waits_as_long_as_a_busy_service_asks(tmp_path):
     busy = TrajectoryApiError("busy", status=503, retry_after_s=7.0)
     feed, clock = make_feed(ScriptedClient(busy, BATCH), tmp_path)
 
-    feed.next_groups(0)
+    feed.next_batch(0)
 
     assert clock.pauses == [7.0]
 
@@ -190,7 +239,7 @@ def test_feed_registers_again_with_a_service_that_forgot_the_run(tmp_path):
     client = ScriptedClient(UNREGISTERED, BATCH)
     feed, _ = make_feed(client, tmp_path)
 
-    assert feed.next_groups(3) == BATCH
+    assert feed.next_batch(3) == BATCH
     assert [r["starting_step"] for r in client.registrations] == [3]
 
 
@@ -199,7 +248,7 @@ def test_feed_passes_a_refusal_on(tmp_path):
     feed, _ = make_feed(ScriptedClient(refusal), tmp_path)
 
     with pytest.raises(TrajectoryApiError, match="unprocessable"):
-        feed.next_groups(0)
+        feed.next_batch(0)
 
 
 def test_contract_doors_reach_a_real_service(tmp_path, service):

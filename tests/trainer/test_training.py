@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from atroposlib.api.client import LeasedBatch
+from atroposlib.errors import GroupError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import build_batch
 from example_trainer.loss import token_logprobs_BT
@@ -25,10 +27,25 @@ class ScriptedFeed:
         self._groups = groups
         self.steps = []
         self.policy_versions = []
+        self.acknowledged = []
+        self.checkpoints = []
+        self.refused = []
 
-    def next_groups(self, step):
+    def next_batch(self, step):
         self.steps.append(step)
-        return self._groups
+        return LeasedBatch(self._groups, f"{step}-1")
+
+    def refuse(self, step, batch_id):
+        self.refused.append((step, batch_id))
+
+    def acknowledge(self, batch_id):
+        self.acknowledged.append(batch_id)
+
+    def state(self):
+        return {"run_id": "scripted"}
+
+    def saved(self, step):
+        self.checkpoints.append(step)
 
     def report_policy(self, version):
         self.policy_versions.append(version)
@@ -128,6 +145,26 @@ def test_run_saves_resumable_checkpoints_and_hands_them_to_the_sync(tmp_path):
 
     assert trainer._weight_sync.published == ["step_2", "final_model"]
     assert (tmp_path / "saves" / "step_2" / "trainer_state.json").is_file()
+    assert trainer._feed.checkpoints == [2]
+
+
+def test_run_acknowledges_each_batch_once_and_keeps_the_newest_checkpoints(tmp_path):
+    trainer = make_trainer(tmp_path, training_steps=4, checkpoint_interval=1, keep_checkpoints=2)
+
+    trainer.run()
+
+    assert trainer._feed.acknowledged == ["0-1", "1-1", "2-1", "3-1"]
+    kept = sorted(path.name for path in (tmp_path / "saves").iterdir())
+    assert kept == ["final_model", "step_3", "step_4"]
+
+
+def test_run_hands_a_batch_back_that_it_cannot_honour(tmp_path):
+    trainer = make_trainer(tmp_path, groups=[group([[7]], [1.0], images=["x"])])
+
+    with pytest.raises(GroupError, match="images"):
+        trainer.run()
+
+    assert trainer._feed.refused == [(0, "0-1")]
 
 
 def gradient_of(tmp_path, groups, *, batch_size, seed=0):

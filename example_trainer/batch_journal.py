@@ -1,0 +1,115 @@
+"""The batches trained since the last checkpoint, on disk, so that a killed run can repeat them.
+
+    journal/ run.json          which run writes here
+             step_<n>.batch    the batch of optimiser step n, whole: groups and hand-out token
+             refused_<k>.batch a batch that could not be honoured; never read again
+
+A record is written, flushed and renamed into place before its batch is trained. It is deleted once
+a checkpoint of step n or later is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atroposlib.api.client import LeasedBatch
+from atroposlib.errors import ConfigError
+from example_trainer.checkpointing import write_file
+
+__all__ = ["JOURNAL_DIRECTORY", "BatchJournal"]
+
+JOURNAL_DIRECTORY = "journal"
+_RECORD = re.compile(r"step_(\d+)\.batch")
+
+
+class _Record(msgspec.Struct, frozen=True):
+    run_id: str
+    step: int
+    batch_id: str | None
+    groups: list[dict[str, Any]]
+
+
+class BatchJournal:
+    """Reads and writes the records of one run.
+
+    Args:
+        directory: Where the records are.
+        run_id: Records of other runs that used the same directory are passed over.
+    """
+
+    def __init__(self, directory: Path, run_id: str) -> None:
+        self.directory = directory
+        self.run_id = run_id
+
+    @classmethod
+    def open(cls, save_path: str | Path, *, resume: bool) -> BatchJournal:
+        """Continue the run whose journal is there, or start a new run and drop what was there.
+
+        Args:
+            save_path: Parent of the journal, where the checkpoints are.
+            resume: Whether to continue; without a journal a new run starts.
+        """
+        directory = Path(save_path) / JOURNAL_DIRECTORY
+        marker = directory / "run.json"
+        if resume and marker.is_file():
+            return cls(directory, json.loads(marker.read_text(encoding="utf-8"))["run_id"])
+        directory.mkdir(parents=True, exist_ok=True)
+        journal = cls(directory, uuid.uuid4().hex)
+        # From here on the records that are left belong to no run.
+        write_file(marker, json.dumps({"run_id": journal.run_id}).encode())
+        for path in directory.glob("*.batch*"):
+            path.unlink()
+        return journal
+
+    def path_of(self, step: int) -> Path:
+        """Return where the batch of an optimiser step is kept."""
+        return self.directory / f"step_{step}.batch"
+
+    def write(self, step: int, batch: LeasedBatch) -> None:
+        """Keep the batch of an optimiser step; it is on disk when this returns."""
+        record = _Record(self.run_id, step, batch.batch_id, batch.groups)
+        write_file(self.path_of(step), msgspec.msgpack.encode(record))
+
+    def read(self, step: int) -> LeasedBatch | None:
+        """Return the batch that an earlier life of this run took for a step, None if there is none.
+
+        Raises:
+            ConfigError: the record cannot be read.
+        """
+        path = self.path_of(step)
+        if not path.is_file():
+            return None
+        try:
+            record = msgspec.msgpack.decode(path.read_bytes(), type=_Record)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{path} is not a batch record: {error}; restore it, or start without --resume"
+            ) from error
+        if record.run_id != self.run_id:
+            return None
+        return LeasedBatch(record.groups, record.batch_id)
+
+    def set_aside(self, step: int) -> Path:
+        """Take the batch of a step out of the run; returns where it is kept."""
+        number = len(list(self.directory.glob("refused_*.batch"))) + 1
+        return self.path_of(step).rename(self.directory / f"refused_{number}.batch")
+
+    def count_after(self, step: int) -> int:
+        """Return how many steps after `step` have their batch here without a gap."""
+        last = step
+        while self.read(last + 1) is not None:
+            last += 1
+        return last - step
+
+    def forget_through(self, step: int) -> None:
+        """Delete the records of steps up to `step`: a checkpoint holds what they taught."""
+        for path in list(self.directory.iterdir()):
+            match = _RECORD.fullmatch(path.name)
+            if match and int(match.group(1)) <= step:
+                path.unlink()

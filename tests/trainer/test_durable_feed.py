@@ -1,0 +1,204 @@
+"""Whatever point a run dies at, each batch is trained once, and the service learns of it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from atroposlib.api.client import LeasedBatch
+from atroposlib.errors import ConfigError
+from atroposlib.utils.run_log import RunLog
+from example_trainer import checkpointing, training
+from example_trainer.batch_journal import BatchJournal
+from example_trainer.checkpointing import (
+    find_latest_checkpoint,
+    load_feed_state,
+    load_training_state,
+)
+from example_trainer.durable_feed import DurableFeed
+from example_trainer.optimizer import create_optimizer
+from example_trainer.training import Trainer
+from example_trainer.weight_sync import NoSync
+from tests.trainer.kill_supervisor import seeded_groups
+from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama
+
+STEPS = 5
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+class LeasingService:
+    """Hands out batches under leases; a lease is over when the trainer was killed."""
+
+    def __init__(self):
+        self.waiting = [(number, [g]) for number, g in enumerate(seeded_groups(STEPS))]
+        self.leased = {}
+        self.attempts = {}
+        self.acknowledged = []
+
+    def next_batch(self, step):
+        number, groups = self.waiting.pop(0)
+        self.attempts[number] = self.attempts.get(number, 0) + 1
+        token = f"{number}-{self.attempts[number]}"
+        self.leased[token] = groups
+        return LeasedBatch(groups, token)
+
+    def acknowledge(self, batch_id):
+        if batch_id in self.leased:
+            del self.leased[batch_id]
+            self.acknowledged.append(batch_id)
+
+    def report_policy(self, version):
+        pass
+
+    def let_leases_run_out(self):
+        back = [(int(token.partition("-")[0]), groups) for token, groups in self.leased.items()]
+        self.leased = {}
+        self.waiting = sorted([*back, *self.waiting], key=lambda batch: batch[0])
+
+
+def live(tmp_path, service, *, resume):
+    """One life of a trainer, put together as `trainers.train` does."""
+    random.seed(5)
+    np.random.seed(5)
+    config = tiny_config(
+        tmp_path,
+        training_steps=STEPS,
+        checkpoint_interval=2,
+        weight_bridge_mode="off",
+        warmup_steps=3,
+        keep_checkpoints=1,
+    )
+    journal = BatchJournal.open(config.save_path, resume=resume)
+    checkpoint = find_latest_checkpoint(config.save_path, run_id=journal.run_id) if resume else None
+    model = tiny_llama(seed=5)
+    if checkpoint is not None:
+        model = type(model).from_pretrained(checkpoint).train()
+    optimizer = create_optimizer(model, config)
+    steps_done = load_training_state(checkpoint, optimizer) if checkpoint else 0
+    feed = DurableFeed(service, journal, load_feed_state(checkpoint) if checkpoint else None)
+    feed.settle()
+    trainer = Trainer(
+        config,
+        model=model,
+        tokenizer=SavedTokenizer(),
+        optimizer=optimizer,
+        feed=feed,
+        weight_sync=NoSync(config),
+        run_log=RunLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
+        steps_done=steps_done,
+    )
+    return (trainer.run() / "model.safetensors").read_bytes()
+
+
+def kill_at(monkeypatch, owner, name, *, call, after=False):
+    """Let the given call of a function be the last thing that happens, or nearly happens."""
+    real = getattr(owner, name)
+    calls = []
+
+    def dying(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call and not after:
+            raise Killed(name)
+        result = real(*args, **kwargs)
+        if len(calls) == call:
+            raise Killed(name)
+        return result
+
+    monkeypatch.setattr(owner, name, dying)
+
+
+MOMENTS = {
+    "leased, not in the journal": (BatchJournal, "write", 3, False),
+    "in the journal, not trained": (BatchJournal, "write", 3, True),
+    "trained, not acknowledged": (Trainer, "train_on", 3, True),
+    "acknowledged, no checkpoint yet": (LeasingService, "acknowledge", 4, True),
+    "checkpoint half written": (checkpointing, "save_training_state", 2, False),
+    "checkpoint written, not in place": (checkpointing, "_flush_to_disk", 2, False),
+    "checkpoint in place, journal not cut": (BatchJournal, "forget_through", 1, False),
+    "checkpoint in place, old one not dropped": (training, "drop_old_checkpoints", 2, False),
+    "checkpoint in place, not acknowledged": (training, "drop_old_checkpoints", 2, True),
+    "before the final model": (LeasingService, "acknowledge", STEPS + 1, True),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The final weights of a run nobody kills."""
+    return live(tmp_path_factory.mktemp("undisturbed"), LeasingService(), resume=False)
+
+
+@pytest.mark.parametrize("leases_run_out", [False, True])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_run_killed_at_a_named_moment_ends_as_if_undisturbed(
+    tmp_path, monkeypatch, undisturbed, moment, leases_run_out
+):
+    service = LeasingService()
+    with monkeypatch.context() as patch:
+        owner, name, call, after = MOMENTS[moment]
+        kill_at(patch, owner, name, call=call, after=after)
+        with pytest.raises(Killed):
+            live(tmp_path, service, resume=False)
+    if leases_run_out or moment.startswith("leased"):
+        service.let_leases_run_out()
+
+    final = live(tmp_path, service, resume=True)
+
+    assert final == undisturbed
+    assert service.waiting == []
+    assert service.leased == {}
+    assert sorted({token.partition("-")[0] for token in service.acknowledged}) == list("01234")
+
+
+def test_new_run_in_the_same_directory_repeats_nothing_of_the_old_one(tmp_path, undisturbed):
+    live(tmp_path, LeasingService(), resume=False)
+    service = LeasingService()
+
+    final = live(tmp_path, service, resume=False)
+
+    assert final == undisturbed
+    assert len(service.acknowledged) == STEPS
+
+
+def test_refused_batch_is_set_aside_and_acknowledged(tmp_path, caplog):
+    service = LeasingService()
+    feed = DurableFeed(service, BatchJournal.open(tmp_path, resume=False))
+    batch = feed.next_batch(0)
+
+    feed.refuse(0, batch.batch_id)
+
+    assert service.acknowledged == ["0-1"]
+    assert [path.name for path in (tmp_path / "journal").glob("*.batch")] == ["refused_1.batch"]
+    assert "batch 0-1 is refused and kept as" in caplog.text
+    assert feed.next_batch(0).batch_id == "1-1"
+
+
+def test_same_number_from_a_service_that_was_reset_is_another_batch(tmp_path):
+    service = LeasingService()
+    feed = DurableFeed(service, BatchJournal.open(tmp_path, resume=False))
+    feed.next_batch(0)
+    service.waiting = [(0, seeded_groups(1, seed=9))]
+
+    assert feed.next_batch(1).groups == seeded_groups(1, seed=9)
+
+
+def test_broken_record_is_refused_with_its_path(tmp_path):
+    journal = BatchJournal.open(tmp_path, resume=False)
+    journal.path_of(1).write_bytes(b"half")
+
+    with pytest.raises(ConfigError, match=r"step_1\.batch is not a batch record"):
+        journal.read(1)
+
+
+def test_services_without_leases_are_journalled_too(tmp_path):
+    journal = BatchJournal.open(tmp_path, resume=False)
+    journal.write(1, LeasedBatch([{"tokens": [[1]]}], None))
+
+    again = BatchJournal.open(tmp_path, resume=True)
+
+    assert again.read(1) == LeasedBatch([{"tokens": [[1]]}], None)
+    assert again.count_after(0) == 1
