@@ -1,14 +1,17 @@
-"""Turning a conversation into the exact text of a prompt."""
+"""Turning a conversation into the exact text of a prompt, or of what follows a sampled reply."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["render_messages"]
+__all__ = ["render_added", "render_messages", "tail_behind"]
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 # Private-use characters: no template looks for them and no tokenizer ever sees them.
 _PLACEHOLDERS = {"<think>": "\ue000think\ue001", "</think>": "\ue000/think\ue001"}
+_REPLY = "\ue002reply\ue003"
 
 
 def render_messages(
@@ -31,7 +34,9 @@ def render_messages(
             templates drop earlier thinking and a continued sequence would no longer match.
     """
     if not hasattr(tokenizer, "apply_chat_template"):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return "\n".join(
+            f"{message['role']}: {message.get('content') or ''}" for message in messages
+        )
     rendered_messages = [_hide_thinking(message) for message in messages]
     text = tokenizer.apply_chat_template(
         rendered_messages if keep_thinking else list(messages),
@@ -40,6 +45,50 @@ def render_messages(
         **({"tools": tools} if tools is not None else {}),
     )
     return _show_thinking(str(text)) if keep_thinking else str(text)
+
+
+def render_added(
+    render: Render, history: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Return the text a template writes behind a reply: its end, the added messages, the opening.
+
+    What stands before the reply does not enter, so it does not matter how the template would
+    write it today. The reply stands behind one short question, so that a template which puts
+    the system text or the tools in front of the *last* question does not repeat them; a template
+    that refuses this is given the whole history instead.
+
+    Args:
+        render: Messages to prompt text.
+        history: [M] messages before the reply.
+        added: Messages behind it.
+
+    Returns:
+        The text, or None if the template refuses both.
+    """
+    question = {"role": "user", "content": "?"}
+    for before in ([question], list(history)):
+        text = tail_behind(render, before, added)
+        if text is not None:
+            return text
+    return None
+
+
+def tail_behind(
+    render: Render, before: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Return what a template writes behind a reply to `before`; None if it refuses."""
+    from jinja2 import TemplateError
+
+    marker = _REPLY
+    while any(marker in str(message.get("content")) for message in before):
+        marker += _REPLY
+    reply = {"role": "assistant", "content": marker}
+    try:
+        text = render([*before, reply, *added])
+    except (TemplateError, TypeError):  # templates add None to text, too
+        return None
+    _, found, tail = text.partition(marker)
+    return tail if found else None
 
 
 def _hide_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:

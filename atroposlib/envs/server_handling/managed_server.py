@@ -2,6 +2,14 @@
 
 messages -> prompt text -> ids (those of the node it continues + what is new)
          -> engine -> ids and logprobs -> node, and an OpenAI answer for the caller
+
+A chat continues the recorded conversation whose turns its messages begin with. Turns are compared
+by what they mean, not by their text (`turn_matching` has the rules), so it does not matter how a
+caller wrote an answer back: calls with other spacing, no ids, null content, or left-out thinking
+are the same turn. The engine is then sent the recorded ids and the encoding of what follows the
+reply. Where the chat template would write the recorded turns differently from how they were
+sampled, or their text has other ids, the node says so in `metadata["extended_by_tokens"]`.
+A changed turn, changed tools, or a changed system text start a new sequence.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.chat_rendering import render_messages
@@ -21,19 +29,24 @@ from atroposlib.envs.server_handling.completion_objects import (
     build_chat,
     build_completion,
 )
+from atroposlib.envs.server_handling.continuation import (
+    ChatRequest,
+    continue_chat,
+    plain_messages,
+)
 from atroposlib.envs.server_handling.dummy_managed_server import (
     DummyManagedServer,
     ManagedServerAdapter,
 )
-from atroposlib.envs.server_handling.sequence_tracker import (
-    SequenceNode,
-    continue_ids,
-    longest_prefix,
-    make_node,
-)
+from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord, NodeRecords
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
-from atroposlib.envs.server_handling.vllm_payloads import drop_double_bos
-from atroposlib.utils.long_decode import decode_long
+from atroposlib.envs.server_handling.turn_recording import Sampled, Turn
+from atroposlib.envs.server_handling.weight_versions import (
+    note_sampled,
+    policy_version_of,
+    versions_in,
+)
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -49,9 +62,10 @@ _LIMIT_NAMES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens
 class ManagedServer:
     """Chat and completion requests whose sequences are kept with tokens, masks and logprobs.
 
-    A request whose prompt starts with the text of a recorded sequence continues that sequence:
-    the engine is sent the recorded tokens, never a new tokenisation of their text, and every turn
-    sampled so far stays trainable. Any other request starts a new sequence.
+    A chat that goes on with a recorded conversation, or a prompt that starts with a recorded
+    text, continues that sequence: the engine is sent the recorded tokens, never a new
+    tokenisation of their text, and every turn sampled so far stays trainable. Any other request
+    starts a new sequence.
 
     Args:
         server: Anything with `tokens_and_logprobs_completion`.
@@ -63,6 +77,8 @@ class ManagedServer:
         preserve_think_blocks: Kept for callers; thinking is preserved either way.
         strip_think_blocks: Let the chat template drop earlier thinking. Such a turn then starts
             a new sequence, as its prompt differs from what was sampled.
+        policy_version: Called before each request; what the service calls the policy, for
+            engines that do not name their weights.
 
     Attributes:
         current_nodes: The sequences in list mode.
@@ -78,6 +94,7 @@ class ManagedServer:
         preserve_think_blocks: bool = False,
         *,
         strip_think_blocks: bool = False,
+        policy_version: Callable[[], int | None] | None = None,
     ) -> None:
         self.server = server
         self.tokenizer = tokenizer
@@ -86,6 +103,8 @@ class ManagedServer:
         self.sequences: dict[str, SequenceNode] = {}
         self._tool_parser_name = tool_parser
         self._strip_think_blocks = strip_think_blocks
+        self._reported_version = policy_version or (lambda: None)
+        self._records = NodeRecords()
         self._translator: ToolCallTranslator | None = None
         if tokenizer is None:
             self._initialize_tokenizer()
@@ -104,20 +123,24 @@ class ManagedServer:
             kwargs["max_tokens"] = None
         tools, tool_choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
         translator = self._get_translator() if tools else None
-        if translator is None:
-            prompt = self._convert_messages_to_prompt(messages)
-            return build_chat(await self._sample(prompt, kwargs), **self._answer_head())
-        prompt = self._convert_messages_to_prompt(messages, tools)
-        answers = await self._sample(prompt, kwargs, translator)
-        return build_chat(
-            [_with_tool_calls(answer, translator, tools, tool_choice) for answer in answers],
-            **self._answer_head(),
+        shown_tools = tools if translator is not None else None
+        chat = ChatRequest.of(messages, shown_tools, self._convert_messages_to_prompt)
+        turn = Turn(
+            self.tokenizer,
+            chat.prompt,
+            self._find_conversation(chat),
+            chat,
+            translator,
+            tool_choice,
+            self._strip_think_blocks,
         )
+        return build_chat(await self._sample(turn, kwargs), **self._answer_head())
 
     async def completion(self, **kwargs: Any) -> Completion:
         """Return the model's continuations of `prompt` and record their sequences."""
         prompt = kwargs.pop("prompt")
-        answers = await self._sample(prompt, kwargs)
+        turn = Turn(self.tokenizer, prompt, self._records.find_text(self._nodes(), prompt))
+        answers = [a for a in await self._sample(turn, kwargs) if isinstance(a, Answer)]
         return build_completion(answers, **self._answer_head())
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
@@ -132,7 +155,7 @@ class ManagedServer:
             )
         messages = kwargs.pop("messages", None)
         if messages is not None:
-            kwargs["prompt"] = self._convert_messages_to_prompt(messages)
+            kwargs["prompt"] = self._convert_messages_to_prompt(plain_messages(messages))
         rows: dict[str, Any] = await self.server.get_logprobs(**kwargs)
         return rows
 
@@ -149,105 +172,67 @@ class ManagedServer:
         """Forget every sequence."""
         self.current_nodes = []
         self.sequences = {}
+        self._records = NodeRecords()
 
-    async def _sample(
-        self, prompt: str, kwargs: dict[str, Any], translator: ToolCallTranslator | None = None
-    ) -> list[Answer]:
-        """Send one request, record its sequences, return the texts.
-
-        With a translator the texts keep the special tokens that may mark tool calls.
-        """
-        parent = self._find_extending_node(prompt)
-        request = {"model": self.server.config.model_name, **kwargs, "prompt": prompt}
+    async def _sample(self, turn: Turn, kwargs: dict[str, Any]) -> list[Answer | ToolAnswer]:
+        """Send one request, record its sequences, return the answers."""
+        request = {"model": self.server.config.model_name, **kwargs, "prompt": turn.prompt}
         if self.tokenizer is not None:
-            request["input_ids"] = self._compute_input_ids(prompt, parent)
+            request["input_ids"] = turn.input_ids()
         if self._debug_requests_enabled():
             logger.info("request to %s: %s", request["model"], request)
-        (
-            prompt_ids,
-            completions,
-            logprobs,
-            finish_reasons,
-        ) = await self.server.tokens_and_logprobs_completion(**request)
-        answers = []
-        nodes = []
-        for ids, values, reason in zip(completions, logprobs, finish_reasons, strict=True):
-            if translator is None:
-                text = await self._completion_text(ids)
-            else:
-                text = self._marked_text(ids, translator)
-            finish_reason = as_finish_reason(reason)
-            node = make_node(
-                full_text=prompt + text,
-                prompt_ids=prompt_ids,
-                completion_ids=ids,
-                completion_logprobs=values,
-                finish_reason=finish_reason,
-                parent=parent,
+        reported = self._reported_version()
+        answer = await self.server.tokens_and_logprobs_completion(**request)
+        prompt_ids, completions, logprobs, reasons = answer
+        versions = versions_in(answer, len(completions))
+        recorded = []
+        for ids, values, reason, version in zip(
+            completions, logprobs, reasons, versions, strict=True
+        ):
+            policy_version = policy_version_of(version, reported)
+            note_sampled(policy_version)
+            sampled = Sampled(
+                prompt_ids, ids, values, as_finish_reason(reason), version, policy_version
             )
-            nodes.append(node)
-            answers.append(Answer(text, finish_reason))
-        self._record(nodes, parent)
-        return answers
+            recorded.append(turn.record(sampled))
+        self._keep([record for _, record in recorded], turn.parent)
+        return [given for given, _ in recorded]
 
-    def _record(self, nodes: Sequence[SequenceNode], parent: SequenceNode | None) -> None:
+    def _keep(self, records: Sequence[NodeRecord], parent: Continuation | None) -> None:
         """Keep new sequences; in list mode the first takes the place of the one it continues."""
+        for record in records:
+            self._records.add(record)
+        fresh = [record.node for record in records]
         if self.track_tree:
-            self.sequences.update({node.full_text: node for node in nodes})
-            return
-        fresh = list(nodes)
-        for i, known in enumerate(self.current_nodes):
-            if fresh and known is parent:
-                self.current_nodes[i] = fresh.pop(0)
-        self.current_nodes.extend(fresh)
+            self.sequences.update({node.full_text: node for node in fresh})
+        else:
+            continued = parent.record.node if parent is not None else None
+            for i, known in enumerate(self.current_nodes):
+                if fresh and known is continued:
+                    self.current_nodes[i] = fresh.pop(0)
+            self.current_nodes.extend(fresh)
+        self._records.forget_others(self._nodes())
 
-    def _find_extending_node(self, input_text: str) -> SequenceNode | None:
-        known = list(self.sequences.values()) if self.track_tree else self.current_nodes
-        return longest_prefix(known, input_text)
+    def _nodes(self) -> list[SequenceNode]:
+        return list(self.sequences.values()) if self.track_tree else self.current_nodes
 
-    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None) -> list[int]:
-        """Return the ids of a prompt, those of the sequence it continues taken as they were."""
-        if extending_node is None:
-            ids = self.tokenizer.encode(input_text, add_special_tokens=True)
-            return drop_double_bos(ids, getattr(self.tokenizer, "bos_token_id", None))
-        added_text = input_text[len(extending_node.full_text) :]
-        added_ids = (
-            self.tokenizer.encode(added_text, add_special_tokens=False) if added_text else []
+    def _find_conversation(self, chat: ChatRequest) -> Continuation | None:
+        if self.tokenizer is None:  # nothing can be continued by ids
+            return self._records.find_text(self._nodes(), chat.prompt)
+        return continue_chat(
+            self._records,
+            self._nodes(),
+            chat,
+            self._convert_messages_to_prompt,
+            strips_thinking=self._strip_think_blocks,
         )
-        return continue_ids(extending_node, added_ids, self._is_hidden)
-
-    def _is_hidden(self, token_id: int) -> bool:
-        """Whether a token is left out of texts; one that decodes to nothing anyway is not."""
-        shown = self.tokenizer.decode([token_id], skip_special_tokens=False)
-        return bool(shown) and not self._text_of([token_id])
-
-    async def _completion_text(self, ids: Sequence[int]) -> str:
-        """Return what `_text_of` does; other sessions go on while a long completion is decoded."""
-        if self.tokenizer is None:
-            return self._text_of(ids)
-        return await decode_long(self.tokenizer, ids, skip_special_tokens=True)
-
-    def _text_of(self, ids: Sequence[int]) -> str:
-        if self.tokenizer is None:
-            return "".join(chr(i) for i in ids if 0 <= i < 0x110000 and chr(i).isprintable())
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def _marked_text(self, ids: Sequence[int], translator: ToolCallTranslator) -> str:
-        """Return a completion with its special tokens but the one that ends it.
-
-        The template writes the end of a turn itself, as after any other completion.
-        """
-        end = len(ids)
-        while end and ids[end - 1] == ids[-1] and self._is_hidden(ids[end - 1]):
-            end -= 1
-        return translator.decode_with_tool_awareness(list(ids[:end]), has_tools=True)
 
     def _convert_messages_to_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> str:
         translator = self._get_translator()
         if translator is not None:
-            messages = translator.convert_messages_for_template(messages)
+            messages = translator.convert_messages_for_template(messages, honours_content=True)
         return render_messages(
             self.tokenizer, messages, tools=tools, keep_thinking=not self._strip_think_blocks
         )
@@ -283,12 +268,3 @@ class ManagedServer:
     @staticmethod
     def _debug_requests_enabled() -> bool:
         return os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1"
-
-
-def _with_tool_calls(
-    answer: Answer, translator: ToolCallTranslator, tools: Sequence[Any], tool_choice: Any
-) -> Answer | ToolAnswer:
-    """Return an answer with its text's tool calls; as it is, its finish reason too, without any."""
-    choice = tool_choice if isinstance(tool_choice, str) else "auto"
-    content, calls, _ = translator.parse_model_output(answer.text, choice, tools)
-    return ToolAnswer(content, [call.model_dump() for call in calls]) if calls else answer

@@ -9,7 +9,7 @@ One conversation of two turns, `p` prompt, `c` sampled, `.` masked:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -44,7 +44,16 @@ class SequenceNode(BaseModel):
     logprobs: list[float]
     """[L] the sampled id's logprob, `MASKED_LOGPROB` elsewhere."""
     metadata: dict[str, Any] | None = None
-    """`finish_reason` of the last completion."""
+    """`finish_reason` of the last completion, and where there is something to say:
+
+    `extended_by_tokens`: why the recorded ids differ from what the chat template and the
+    tokenizer would make of the conversation today: a list of `template` (earlier turns would be
+    written differently) and `tokenisation` (the text of a reply has other ids than were sampled).
+
+    `weight_versions`: what the engine called the weights of each completion, oldest first.
+
+    `policy_version`: the oldest policy version among them, from the engine or the service.
+    """
 
 
 def longest_prefix(nodes: Sequence[SequenceNode], text: str) -> SequenceNode | None:
@@ -87,6 +96,7 @@ def make_node(
     completion_logprobs: Sequence[float],
     finish_reason: str,
     parent: SequenceNode | None,
+    notes: Mapping[str, Any] | None = None,
 ) -> SequenceNode:
     """Build the node of one completion, keeping what its parent sampled trainable.
 
@@ -98,6 +108,7 @@ def make_node(
         finish_reason: Why sampling ended.
         parent: Node the prompt continues. Its masks and logprobs are carried over as far as its
             tokens are what the engine read; None masks the whole prompt.
+        notes: What else goes into `SequenceNode.metadata`.
     """
     masks = [IGNORE_INDEX] * len(prompt_ids)
     logprobs = [MASKED_LOGPROB] * len(prompt_ids)
@@ -111,7 +122,7 @@ def make_node(
         tokens=[*prompt_ids, *completion_ids],
         masked_tokens=[*masks, *completion_ids],
         logprobs=[*logprobs, *completion_logprobs[: len(completion_ids)], *padding],
-        metadata={"finish_reason": finish_reason},
+        metadata={"finish_reason": finish_reason, **(notes or {})},
     )
 
 

@@ -5,8 +5,11 @@
     messages ◄── convert_messages_for_template ── messages with tool calls
 
 A completion that called tools goes back into the prompt exactly as it was sampled, so that the
-next turn continues the same tokens. The parsers are this package's own; `VLLM_AVAILABLE` says that
-tool calls are parsed, as it does for users who know it from versions that needed vLLM for it.
+next turn continues the same tokens. It is found by the ids of its calls; spacing and order of keys
+in their arguments do not matter, but calls that ask for something else than was sampled are
+rendered as they stand: the caller changed them. The parsers are this package's own;
+`VLLM_AVAILABLE` says that tool calls are parsed, as it does for users who know it from versions
+that needed vLLM for it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from atroposlib.envs.server_handling.tool_formats import (
     FoundCall,
@@ -26,6 +29,12 @@ from atroposlib.envs.server_handling.tool_formats import (
     registry,
 )
 from atroposlib.envs.server_handling.tool_formats.json_calls import to_json
+from atroposlib.envs.server_handling.turn_matching import (
+    THINKING_END,
+    as_mapping,
+    calls_of,
+    spoken_text,
+)
 
 __all__ = ["VLLM_AVAILABLE", "FunctionCall", "ToolCall", "ToolCallTranslator", "ToolParser"]
 
@@ -39,7 +48,6 @@ ToolParserManager = None
 ChatCompletionRequest = None
 ExtractedToolCallInformation = None
 
-_THINKING_END = "</think>"
 # Mistral's chat templates refuse ids of any other length.
 _ID_LENGTH = 9
 
@@ -65,6 +73,7 @@ class ToolCallTranslator:
         self.parser_name = parser_name
         self.parser: ToolCallFormat | None = registry.find(parser_name)
         self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
+        self._answers: dict[str, _ToolAnswer] = {}
         if self.parser is None:
             near = registry.nearest(parser_name)
             logger.warning(
@@ -93,9 +102,14 @@ class ToolCallTranslator:
         found = _calls_after_thinking(self.parser, raw_text, tools)
         if not found:
             return raw_text, None, "stop"
+        text = raw_text[: found[0].start]
+        content = text if text.strip() else None
         calls = [self._remember(call, raw_text) for call in found]
-        content = raw_text[: found[0].start]
-        return (content if content.strip() else None), calls, "tool_calls"
+        answer = _ToolAnswer(content, _meaning(calls))
+        self._answers |= {call.id: answer for call in calls}
+        for call_id in self._answers.keys() - self.call_id_to_raw_text.keys():
+            del self._answers[call_id]
+        return content, calls, "tool_calls"
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
         """Return the completion that made these calls, or their rendering when it is unknown.
@@ -103,35 +117,47 @@ class ToolCallTranslator:
         Args:
             tool_calls: Calls of one assistant message, in the form of the chat APIs.
         """
-        calls = [_as_mapping(call) for call in tool_calls]
+        calls = [as_mapping(call) for call in tool_calls]
         known = self._recall(calls)
         if known is not None or not calls:
             return known or ""
-        return (self.parser or HermesFormat()).render([_function_of(call) for call in calls])
+        return self._render(calls)
 
-    def convert_messages_for_template(self, messages: Sequence[Any]) -> list[Any]:
+    def convert_messages_for_template(
+        self, messages: Sequence[Any], *, honours_content: bool = False
+    ) -> list[Any]:
         """Return the messages with every assistant message that calls tools as plain text.
 
         The completion itself where it is known; else the message's content and the rendered
         calls, on lines of their own. All other messages are the same objects.
+
+        Args:
+            messages: A conversation.
+            honours_content: Take a completion for unknown when the message's content says
+                something else than it does; otherwise the content of known calls is not looked at.
         """
-        return [self._as_text(message) for message in messages]
+        return [self._as_text(message, honours_content) for message in messages]
 
     def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
         """Return the text of ids; special tokens stay when they may mark tool calls."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools))
 
-    def _as_text(self, message: Any) -> Any:
+    def _as_text(self, message: Any, honours_content: bool) -> Any:
         if not isinstance(message, Mapping) or message.get("role") != "assistant":
             return message
         tool_calls = message.get("tool_calls")
         if not tool_calls:
             return message
-        text = self.reconstruct_raw_text_from_tool_calls(tool_calls)
-        content = message.get("content")
-        if content and self._recall([_as_mapping(tool_calls[0])]) is None:
-            text = f"{_text_of_parts(content)}\n{text}"
+        calls = [as_mapping(call) for call in tool_calls]
+        content = spoken_text(message.get("content"))
+        text = self._recall(calls, content if honours_content else "")
+        if text is None:
+            rendered = self._render(calls)
+            text = f"{content}\n{rendered}" if content else rendered
         return {"role": "assistant", "content": text}
+
+    def _render(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        return (self.parser or HermesFormat()).render([_function_of(call) for call in calls])
 
     def _remember(self, found: FoundCall, raw_text: str) -> ToolCall:
         """Give a call an id that no other call has, and keep its completion under it."""
@@ -144,14 +170,41 @@ class ToolCallTranslator:
         function = FunctionCall(name=found.name, arguments=found.arguments)
         return ToolCall(id=call_id, function=function)
 
-    def _recall(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the completion of the first call and note that its calls are in use."""
+    def _recall(self, calls: Sequence[Mapping[str, Any]], content: str = "") -> str | None:
+        """Return the completion of the first call and note that its calls are in use.
+
+        None when it is unknown, or when calls or content say something else than it does.
+        """
         remembered = self.call_id_to_raw_text
         ids = [str(call.get("id")) for call in calls]
+        if not ids or ids[0] not in remembered:
+            return None
+        answer = self._answers.get(ids[0])
+        if answer is not None and not answer.is_said_by(calls, content):
+            return None
         for call_id in ids:
             if call_id in remembered:
                 remembered.move_to_end(call_id)
-        return remembered.get(ids[0]) if ids else None
+        return remembered[ids[0]]
+
+
+class _ToolAnswer(NamedTuple):
+    """What was answered for one completion that calls tools."""
+
+    content: str | None
+    """Text before the calls."""
+    meaning: list[tuple[str, str]]
+    """Name and canonical arguments of each call."""
+
+    def is_said_by(self, calls: Sequence[Mapping[str, Any]], content: str) -> bool:
+        """Whether a message repeats this answer; it may leave out the text, or its thinking."""
+        told = (self.content or "").strip()
+        texts = {"", told, told.rpartition(THINKING_END)[2].strip()}
+        return _meaning(calls) == self.meaning and content.strip() in texts
+
+
+def _meaning(calls: Sequence[Any]) -> list[tuple[str, str]]:
+    return [(name, arguments) for _, name, arguments in calls_of(calls)]
 
 
 def _calls_after_thinking(
@@ -163,39 +216,23 @@ def _calls_after_thinking(
     such as in the text of an argument, the tag means nothing.
     """
     starts = [0]
-    if _THINKING_END in text:
+    if THINKING_END in text:
         # Of many ends only the outer ones: a search behind each would cost their square.
-        ends = (text.index(_THINKING_END), text.rindex(_THINKING_END))
-        starts += [end + len(_THINKING_END) for end in ends]
+        ends = (text.index(THINKING_END), text.rindex(THINKING_END))
+        starts += [end + len(THINKING_END) for end in ends]
     calls: list[FoundCall] = []
     for start in starts:
         calls = parser.find_calls(text, start, tools)
-        thinking_end = text.find(_THINKING_END, start)
+        thinking_end = text.find(THINKING_END, start)
         is_inside_call = any(call.start <= thinking_end < call.end for call in calls)
         if thinking_end < 0 or is_inside_call or (calls and calls[0].start > thinking_end):
             break
     return calls
 
 
-def _as_mapping(call: Any) -> Mapping[str, Any]:
-    """Return a call as a mapping; agents also pass on the objects of their client."""
-    if isinstance(call, Mapping):
-        return call
-    dump = getattr(call, "model_dump", None)
-    dumped = dump() if callable(dump) else None
-    return dumped if isinstance(dumped, Mapping) else {}
-
-
 def _function_of(call: Mapping[str, Any]) -> FunctionCall:
-    function = _as_mapping(call.get("function"))
+    function = as_mapping(call.get("function"))
     arguments = function.get("arguments", "")
     if not isinstance(arguments, str):
         arguments = to_json(arguments) or ""
     return FunctionCall(name=str(function.get("name", "")), arguments=arguments)
-
-
-def _text_of_parts(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else ()
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))

@@ -1,11 +1,27 @@
-"""Token answers that also tell which weights sampled them."""
+"""Which weights sampled which tokens, as far as engines and the service say.
+
+    engine's answer ── VersionedTokens.weight_versions ─┐
+    service's report of the policy ─────────────────────┴─ policy_version_of ─► node, group
+
+Names of weights are free text. One that is a whole number is taken for the policy version the
+trainer reports to the service, so whoever loads weights should name them by that number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["VersionedTokens"]
+__all__ = [
+    "SampledVersions",
+    "VersionedTokens",
+    "note_sampled",
+    "policy_version_of",
+    "sampled_versions",
+    "versions_in",
+]
 
 
 class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[Any]]):
@@ -27,3 +43,57 @@ class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[
         self = super().__new__(cls, tokens)
         self.weight_versions = list(weight_versions)
         return self
+
+
+def versions_in(answer: Any, num_completions: int) -> list[str | None]:
+    """Return what an answer says of each completion's weights; Nones if it says nothing."""
+    if isinstance(answer, VersionedTokens):
+        return list(answer.weight_versions)
+    return [None] * num_completions
+
+
+def policy_version_of(weight_version: Any, reported: int | None) -> int | None:
+    """Return the policy version of a completion.
+
+    Args:
+        weight_version: The engine's own name of the weights; counts if it is a whole number.
+        reported: What the service called the policy when the completion was asked for.
+    """
+    text = str(weight_version)
+    return int(text) if text.isascii() and text.isdigit() else reported
+
+
+class SampledVersions:
+    """The policy versions of what was sampled since this was opened.
+
+    Attributes:
+        oldest: The smallest one; None while none is known.
+    """
+
+    def __init__(self) -> None:
+        self.oldest: int | None = None
+
+    def add(self, version: int) -> None:
+        """Take note of one more."""
+        self.oldest = version if self.oldest is None else min(self.oldest, version)
+
+
+_OPEN: ContextVar[tuple[SampledVersions, ...]] = ContextVar("sampled_versions", default=())
+
+
+@contextmanager
+def sampled_versions() -> Iterator[SampledVersions]:
+    """Collect the versions of everything sampled inside, in tasks started there too."""
+    versions = SampledVersions()
+    token = _OPEN.set((*_OPEN.get(), versions))
+    try:
+        yield versions
+    finally:
+        _OPEN.reset(token)
+
+
+def note_sampled(version: int | None) -> None:
+    """Tell every open collection of this task under which version a completion was sampled."""
+    if version is not None:
+        for versions in _OPEN.get():
+            versions.add(version)

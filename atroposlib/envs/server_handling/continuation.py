@@ -1,0 +1,127 @@
+"""Which recorded sequence a chat continues, and with what text.
+
+recorded text + rest of the prompt   when the prompt begins with the text, and the rest with
+                                     the end of the turn
+recorded text + what the template    when it would write the recorded turns differently
+  writes behind a reply
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atroposlib.envs.server_handling.chat_rendering import render_added, tail_behind
+from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord, NodeRecords
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.turn_matching import (
+    as_mapping,
+    digest,
+    message_key,
+)
+
+__all__ = ["ChatRequest", "continue_chat", "plain_messages"]
+
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
+"""From messages and the tools to show, to a prompt text."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A chat as it is compared with recorded ones."""
+
+    messages: list[Mapping[str, Any]]
+    """[M] the conversation."""
+    keys: list[str]
+    """[M] `message_key` of each message."""
+    tools: Sequence[Any] | None
+    """What the prompt shows of tools."""
+    tools_key: str
+    """Equal for equal tools."""
+    prompt: str
+    """The text of the messages."""
+
+    @classmethod
+    def of(
+        cls, messages: Sequence[Any], tools: Sequence[Any] | None, render: Render
+    ) -> ChatRequest:
+        """Render a chat and make its keys."""
+        plain = plain_messages(messages)
+        keys = [message_key(message) for message in plain]
+        return cls(plain, keys, tools, digest(tools or []), render(plain, tools))
+
+
+def continue_chat(
+    records: NodeRecords,
+    nodes: Sequence[SequenceNode],
+    request: ChatRequest,
+    render: Render,
+    *,
+    strips_thinking: bool,
+) -> Continuation | None:
+    """Return the sequence that a chat continues; None for a new one.
+
+    Args:
+        records: What is known of the nodes.
+        nodes: Candidates.
+        request: The chat.
+        render: Writes prompts.
+        strips_thinking: Whether a template that drops earlier thinking is to be obeyed.
+    """
+    record = records.find_conversation(nodes, request.messages, request.keys, request.prompt)
+    if record is None or record.conversation is None:
+        return records.find_text(records.bare_texts(nodes), request.prompt)
+    num_turns = len(record.conversation.turns)
+    history, added = request.messages[: num_turns - 1], request.messages[num_turns:]
+    rest = _rest_of_prompt(record, request, history, added, render)
+    if rest is not None:
+        return Continuation(record, rest, is_rerendered=False)
+    is_dropped = strips_thinking and record.conversation.has_thinking
+    if is_dropped or record.conversation.tools_key != request.tools_key:
+        return None
+    tail = render_added(lambda messages: render(messages, None), history, added)
+    return None if tail is None else Continuation(record, tail, is_rerendered=True)
+
+
+def _rest_of_prompt(
+    record: NodeRecord,
+    request: ChatRequest,
+    history: Sequence[Mapping[str, Any]],
+    added: Sequence[Mapping[str, Any]],
+    render: Render,
+) -> str | None:
+    """Return the prompt behind the recorded text, None unless the turn ends just there.
+
+    A prompt may begin with the text and yet go on inside of the turn: `1` begins `10`, and an
+    empty reply begins everything a template writes in front of one.
+    """
+    if not request.prompt.startswith(record.node.full_text):
+        return None
+    rest = request.prompt[len(record.node.full_text) :]
+    if record.end_text and rest.startswith(record.end_text):
+        return rest
+    tail = tail_behind(lambda messages: render(messages, request.tools), history, added)
+    return rest if tail == rest else None
+
+
+def plain_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """Return messages as mappings whose text is text, as chat templates want them.
+
+    Objects of a client lose their unset fields; a content of text parts only becomes one text.
+    Anything else is the same object.
+    """
+    return [_plain_message(message) for message in messages]
+
+
+def _plain_message(message: Any) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = message
+    if not isinstance(message, Mapping):
+        fields = {name: v for name, v in as_mapping(message).items() if v is not None}
+    content = fields.get("content")
+    if not isinstance(content, list) or not content:
+        return fields
+    texts = [as_mapping(part).get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        return fields
+    return {**fields, "content": "".join(map(str, texts))}
