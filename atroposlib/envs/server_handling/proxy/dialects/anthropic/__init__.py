@@ -1,0 +1,1 @@
+"""Anthropic's Messages protocol in front of a session."""

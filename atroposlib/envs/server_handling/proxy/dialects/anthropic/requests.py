@@ -1,0 +1,113 @@
+"""A Messages request as the options of a chat request; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from atroposlib.envs.server_handling.proxy.dialects.chat_options import shared_options
+from atroposlib.envs.server_handling.proxy.dialects.reading import (
+    object_at,
+    read_fields,
+    refuse,
+    text_at,
+)
+
+__all__ = ["CountFields", "MessagesFields", "chat_options", "read_count", "read_request"]
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_THINKING_KINDS = frozenset({"enabled", "adaptive", "between_tools"})
+
+
+class CountFields(BaseModel):
+    """What of a request decides the prompt."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    messages: list[Any] = Field(min_length=1)
+    system: str | list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    @property
+    def splits_thinking(self) -> bool:
+        """Whether thinking is wanted in blocks of its own."""
+        return (self.thinking or {}).get("type") in _THINKING_KINDS
+
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether the blocks shall carry their signature only."""
+        return (self.thinking or {}).get("display") == "omitted"
+
+
+class MessagesFields(CountFields):
+    """What of a Messages request matters here; other fields are ignored."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+
+def read_request(body: Mapping[str, Any]) -> MessagesFields:
+    """Return the fields of a request; refuses malformed ones."""
+    return read_fields(MessagesFields, body)
+
+
+def read_count(body: Mapping[str, Any]) -> CountFields:
+    """Return the fields of a request to count tokens; refuses malformed ones."""
+    return read_fields(CountFields, body)
+
+
+def chat_options(fields: CountFields, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat request without its messages."""
+    options = shared_options(body)
+    if isinstance(fields, MessagesFields):
+        options["max_tokens"] = fields.max_tokens
+        if fields.stop_sequences:
+            options["stop"] = fields.stop_sequences
+    if fields.tools:
+        options["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
+    if fields.tool_choice is not None:
+        options["tool_choice"] = _tool_choice(fields.tool_choice)
+    response_format = _response_format((fields.output_config or {}).get("format"))
+    if response_format is not None:
+        options["response_format"] = response_format
+    return options
+
+
+def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        refuse(path, f"tools of type {kind!r} are not supported: only tools of the agent's own")
+    function: dict[str, Any] = {"name": text_at(tool.get("name"), f"{path}.name")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    function["parameters"] = dict(object_at(tool.get("input_schema"), f"{path}.input_schema"))
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        name = text_at(choice.get("name"), "tool_choice.name")
+        return {"type": "function", "function": {"name": name}}
+    if kind not in _TOOL_CHOICES:
+        refuse(
+            "tool_choice.type",
+            f"expected one of {', '.join([*_TOOL_CHOICES, 'tool'])}; got {kind!r}",
+        )
+    return _TOOL_CHOICES[kind]
+
+
+def _response_format(output_format: Any) -> dict[str, Any] | None:
+    if output_format is None:
+        return None
+    wanted = object_at(output_format, "output_config.format")
+    if wanted.get("type") != "json_schema":
+        refuse("output_config.format", f"type {wanted.get('type')!r} is not supported")
+    schema = object_at(wanted.get("schema"), "output_config.format.schema")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}

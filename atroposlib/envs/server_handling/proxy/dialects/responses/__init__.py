@@ -1,0 +1,1 @@
+"""OpenAI's Responses protocol in front of a session."""

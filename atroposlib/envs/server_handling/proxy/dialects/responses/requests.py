@@ -1,0 +1,119 @@
+"""A Responses request as the options of a chat request; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from atroposlib.envs.server_handling.proxy.dialects.chat_options import shared_options
+from atroposlib.envs.server_handling.proxy.dialects.reading import (
+    object_at,
+    read_fields,
+    refuse,
+    text_at,
+)
+
+__all__ = ["ResponsesFields", "chat_options", "read_request"]
+
+_UNSUPPORTED = {
+    "background": "a response is answered on its own connection",
+    "conversation": "use previous_response_id, or send the history",
+    "prompt": "prompt templates are kept by their provider",
+}
+_TOOL_MODES = ("none", "auto", "required")
+
+
+class ResponsesFields(BaseModel):
+    """What of a Responses request matters here; other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    input: str | list[Any] = Field(default_factory=list)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def read_request(body: Mapping[str, Any]) -> ResponsesFields:
+    """Return the fields of a request.
+
+    Raises:
+        ProxyRefusal: a field is malformed, or asks for what a session does not have.
+    """
+    for name, remedy in _UNSUPPORTED.items():
+        if body.get(name):
+            refuse(name, f"not supported: {remedy}")
+    return read_fields(ResponsesFields, body)
+
+
+def chat_options(fields: ResponsesFields, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat request without its messages.
+
+    Without `max_output_tokens` a reply may fill the model's context.
+    """
+    options: dict[str, Any] = {**shared_options(body), "max_tokens": fields.max_output_tokens}
+    if body.get("stop") is not None:
+        options["stop"] = body["stop"]
+    if fields.tools:
+        options["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
+    if fields.tool_choice is not None:
+        options["tool_choice"] = _tool_choice(fields.tool_choice)
+    response_format = _response_format((fields.text or {}).get("format"))
+    if response_format is not None:
+        options["response_format"] = response_format
+    return options
+
+
+def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        refuse(path, f"tools of type {kind!r} are not supported: only functions of the agent's own")
+    function = {"name": text_at(tool.get("name"), f"{path}.name")}
+    for name in ("description", "parameters", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | Mapping[str, Any]) -> Any:
+    if isinstance(choice, str):
+        if choice not in _TOOL_MODES:
+            refuse("tool_choice", f"expected one of {', '.join(_TOOL_MODES)}; got {choice!r}")
+        return choice
+    if choice.get("type") == "allowed_tools":
+        return _tool_choice(text_at(choice.get("mode"), "tool_choice.mode"))
+    if choice.get("type") != "function":
+        refuse("tool_choice", f"type {choice.get('type')!r} is not supported")
+    name = text_at(choice.get("name"), "tool_choice.name")
+    return {"type": "function", "function": {"name": name}}
+
+
+def _response_format(text_format: Any) -> dict[str, Any] | None:
+    if text_format is None:
+        return None
+    wanted = object_at(text_format, "text.format")
+    kind = wanted.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind != "json_schema":
+        refuse("text.format", f"type {kind!r} is not supported")
+    schema = {"schema": object_at(wanted.get("schema"), "text.format.schema")}
+    for name in ("name", "description", "strict"):
+        if wanted.get(name) is not None:
+            schema[name] = wanted[name]
+    return {"type": "json_schema", "json_schema": schema}
