@@ -90,4 +90,9 @@ def check_lengths(tokens: Sequence[Sequence[int]], *, max_token_len: int) -> Adm
 
 def completion_lengths(masks: Sequence[Sequence[int]]) -> list[int]:
     """Return [G] how many tokens of each trajectory are trained on."""
-    return [sum(1 for label in mask if label != IGNORE_INDEX) for mask in masks]
+    return [
+        len(mask) - mask.count(IGNORE_INDEX)
+        if isinstance(mask, list | tuple)
+        else sum(1 for label in mask if label != IGNORE_INDEX)
+        for mask in masks
+    ]

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["decode_long"]
 
-PIECE_TOKENS = 2048
+PIECE_TOKENS = 512
 CONTEXT_TOKENS = 8
 """Tokens decoded again in front of a piece, so that spaces and letters join as in the whole."""
 
