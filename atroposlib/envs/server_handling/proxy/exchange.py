@@ -24,6 +24,7 @@ from atroposlib.envs.server_handling.proxy.request_models import (
 from atroposlib.envs.server_handling.proxy.sampling import chat_kwargs, text_kwargs
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.session_server import Sample
+from atroposlib.errors import AtroposError
 
 __all__ = ["RenderedPrompt", "complete_chat", "complete_text", "render"]
 
@@ -55,7 +56,13 @@ async def complete_chat(session: SessionState, body: Mapping[str, Any]) -> dict[
     """
     request = read_body(ChatCompletionProxyRequest, body)
     kwargs = chat_kwargs(request, max_choices=session.max_choices)
-    answer, samples = await session.run(lambda managed: managed.chat_completion(**kwargs))
+    try:
+        answer, samples = await session.run(lambda managed: managed.chat_completion(**kwargs))
+    except (AtroposError, OSError):
+        raise
+    except Exception:
+        _prompt_of(session, kwargs)  # tells when it was the template's doing
+        raise
     text_of = _text_of(session) if request.logprobs else None
     return chat_answer(answer, samples, model=session.model_name, text_of=text_of)
 
@@ -96,18 +103,30 @@ def render(session: SessionState, body: Mapping[str, Any]) -> RenderedPrompt:
     """
     request = read_body(ChatCompletionProxyRequest, body)
     kwargs = chat_kwargs(request, max_choices=session.max_choices)
+    text = _prompt_of(session, kwargs)
     managed = session.managed_server
-    if not isinstance(managed, ManagedServer) or managed.tokenizer is None:
+    if text is None or managed.tokenizer is None:
         raise bad_request("this session has no tokenizer to render a prompt with")
+    if kwargs["messages"][-1]["role"] == "assistant":
+        text += _reply_opening(managed.tokenizer)
+    return RenderedPrompt(text, list(managed.tokenizer.encode(text, add_special_tokens=False)))
+
+
+def _prompt_of(session: SessionState, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the prompt text of a chat; None when the engine renders it.
+
+    Raises:
+        ProxyRefusal: the chat template refuses the messages.
+    """
+    managed = session.managed_server
+    if not isinstance(managed, ManagedServer):
+        return None
     try:
-        text = managed._convert_messages_to_prompt(kwargs["messages"], kwargs.get("tools"))
-        if kwargs["messages"][-1]["role"] == "assistant":
-            text += _reply_opening(managed.tokenizer)
+        return managed._convert_messages_to_prompt(kwargs["messages"], kwargs.get("tools"))
     except Exception as error:  # templates are code that raises anything
         raise bad_request(
             f"the chat template refused the messages: {error}", code="render_failed"
         ) from error
-    return RenderedPrompt(text, list(managed.tokenizer.encode(text, add_special_tokens=False)))
 
 
 async def _run_all(
