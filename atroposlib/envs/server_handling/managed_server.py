@@ -194,7 +194,7 @@ class ManagedServer:
             sampled = Sampled(
                 prompt_ids, ids, values, as_finish_reason(reason), version, policy_version
             )
-            recorded.append(turn.record(sampled))
+            recorded.append(await turn.record(sampled))
         self._keep([record for _, record in recorded], turn.parent)
         return [given for given, _ in recorded]
 
