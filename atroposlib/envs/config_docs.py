@@ -75,6 +75,8 @@ ENVIRONMENT_VARIABLES = {
     "ATROPOS_API_TOKEN": "Token shown to a trajectory service that asks for one, by environments "
     "and by the trainer.",
     "ATROPOS_PROXY_URL": "Managed-server proxy, when `proxy_url` is not given.",
+    # pragma: allowlist nextline secret
+    "ATROPOS_PROXY_KEY": "Administrator's key of that proxy, where it asks for one.",
     "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "`1` lets a server that reports no tokens stand in for "
     "a managed server, with placeholder tokens: for tests of environments, not for training.",
     "ATROPOS_DEBUG_REQUESTS": "`1` logs every request to an inference server.",

@@ -304,7 +304,7 @@ async def test_openai_session_needs_the_switch(
         assert isinstance(session, DummyManagedServer)
 
 
-async def test_session_through_a_proxy_is_refused_clearly() -> None:
+async def test_session_through_a_proxy_without_address_is_refused_clearly() -> None:
     manager = ServerManager(
         [APIServerConfig(base_url="http://a/v1", server_type="vllm")], use_proxy=True
     )

@@ -20,6 +20,7 @@ from atroposlib.envs.server_handling.engines import find_configs, make_server
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_compatible import append_choices
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
 from atroposlib.envs.server_handling.retry import ServerDownError
 from atroposlib.envs.server_handling.routing import free_slots, least_loaded, parts_of
 from atroposlib.envs.server_handling.server_baseline import (
@@ -63,6 +64,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DUMMY_SWITCH = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+_PROXY_KEY = "ATROPOS_PROXY_KEY"  # pragma: allowlist secret
 
 
 class ServerManager:
@@ -188,7 +190,7 @@ class ServerManager:
         tokenizer: Any = None,
         base_url: str | None = None,
         preserve_think_blocks: bool = False,
-    ) -> AsyncIterator[ManagedServer | DummyManagedServer]:
+    ) -> AsyncIterator[ManagedServer | DummyManagedServer | ProxyManagedServer]:
         """Yield a session at one server that records the exact tokens of its requests.
 
         Args:
@@ -197,14 +199,14 @@ class ServerManager:
             preserve_think_blocks: Kept for callers; thinking is preserved either way.
 
         Raises:
+            RuntimeError: the managed-server proxy that is configured refused the session.
             NotImplementedError: the server gives no token ids, and dummy tokens are not allowed
                 by the environment variable ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.
         """
         if self.use_proxy:
-            raise ConfigError(
-                "a managed-server proxy is configured (proxy_url or ATROPOS_PROXY_URL) but this "
-                "version has no proxy client; unset it to use the servers directly"
-            )
+            async with await self._open_proxy_session(base_url) as remote_session:
+                yield remote_session
+            return
         open_sessions: Counter[int] = self.__dict__.setdefault("_open_sessions", Counter())
         server = self._session_server(base_url, open_sessions)
         session = self._open_session(server, tokenizer, preserve_think_blocks)
@@ -214,6 +216,19 @@ class ServerManager:
         finally:
             open_sessions[id(server)] -= 1
             session.reset()
+
+    async def _open_proxy_session(self, base_url: str | None) -> ProxyManagedServer:
+        if self.proxy_url is None:
+            raise ConfigError(
+                "use_proxy is set but no proxy is known; set proxy_url or ATROPOS_PROXY_URL"
+            )
+        return await create_proxy_session(
+            self.proxy_url,
+            base_url,
+            tool_parser=self.tool_parser or "hermes",
+            model_name=self.servers[0].config.model_name if self.servers else "unknown",
+            admin_key=os.environ.get(_PROXY_KEY),
+        )
 
     def _session_server(self, base_url: str | None, open_sessions: Counter[int]) -> Any:
         if base_url is None:
