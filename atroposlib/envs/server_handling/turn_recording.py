@@ -12,7 +12,7 @@ from typing import Any
 
 from atroposlib.envs.server_handling.completion_objects import Answer, FinishReason, ToolAnswer
 from atroposlib.envs.server_handling.continuation import ChatRequest
-from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord, TurnEnd
+from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord
 from atroposlib.envs.server_handling.sequence_tracker import continue_ids, make_node
 from atroposlib.envs.server_handling.token_texts import (
     encode_added,
@@ -88,34 +88,25 @@ class Turn:
         reply_ids = list(sampled.ids[: len(sampled.ids) - len(end_ids)])
         text = await self._text_of(sampled.ids, reply_ids)
         given = self._answer_of(Answer(text, sampled.finish_reason))
+        parent = self.parent.record if self.parent is not None else None
+        versions = (*(parent.weight_versions if parent else ()), sampled.weight_version)
         node = make_node(
             full_text=self._full_prompt + text,
             prompt_ids=sampled.prompt_ids,
             completion_ids=sampled.ids,
             completion_logprobs=sampled.logprobs,
             finish_reason=sampled.finish_reason,
-            parent=self.parent.record.node if self.parent is not None else None,
-            notes=self._reasons | self._version_notes(sampled),
+            parent=parent.node if parent else None,
+            notes=self._reasons | _version_notes(versions, sampled.policy_version, parent),
         )
-        end = TurnEnd(
-            num_tokens=len(node.tokens),
-            text_length=len(node.full_text),
-            reply_ids=reply_ids,
-            reply_text=text,
-            end_text=self.tokenizer.decode(end_ids, skip_special_tokens=False) if end_ids else "",
+        return given, NodeRecord(
+            node=node,
             conversation=self._conversation_of(text, given),
-            weight_version=sampled.weight_version,
-            metadata=node.metadata or {},
+            reply_text=text,
+            reply_ids=reply_ids,
+            end_text=self.tokenizer.decode(end_ids, skip_special_tokens=False) if end_ids else "",
+            weight_versions=versions,
         )
-        return given, NodeRecord(node, (*self._earlier_ends(sampled.prompt_ids), end))
-
-    def _earlier_ends(self, prompt_ids: Sequence[int]) -> tuple[TurnEnd, ...]:
-        """Return the ends of the sequence that goes on, none if the engine read other tokens."""
-        if self.parent is None:
-            return ()
-        record = self.parent.record
-        known = record.node.tokens
-        return record.ends if known == list(prompt_ids[: len(known)]) else ()
 
     @property
     def _full_prompt(self) -> str:
@@ -133,8 +124,7 @@ class Turn:
         reasons = set((record.node.metadata or {}).get("extended_by_tokens", ()))
         if self.parent.is_rerendered:
             reasons.add("template")
-        last = record.last
-        if last and encode_added(self.tokenizer, last.reply_text) != last.reply_ids:
+        if encode_added(self.tokenizer, record.reply_text) != record.reply_ids:
             reasons.add("tokenisation")
         return {"extended_by_tokens": sorted(reasons)} if reasons else {}
 
@@ -171,8 +161,7 @@ class Turn:
             return None
         calls = given.tool_calls if isinstance(given, ToolAnswer) else None
         content = given.content if isinstance(given, ToolAnswer) else given.text
-        last = self.parent.record.last if self.parent is not None else None
-        known = last.conversation if last is not None else None
+        known = self.parent.record.conversation if self.parent is not None else None
         return Conversation(
             turns=continued_turns(
                 known,
@@ -184,14 +173,16 @@ class Turn:
             has_thinking=THINKING_END in text or (known is not None and known.has_thinking),
         )
 
-    def _version_notes(self, sampled: Sampled) -> dict[str, Any]:
-        """Return what metadata says of the weights; nothing where nothing is known."""
-        record = self.parent.record if self.parent is not None else None
-        ends = record.ends if record is not None else ()
-        versions = [*(end.weight_version for end in ends), sampled.weight_version]
-        notes: dict[str, Any] = {}
-        if any(version is not None for version in versions):
-            notes["weight_versions"] = versions
-        earlier = (record.node.metadata or {}).get("policy_version") if record else None
-        known = [v for v in (earlier, sampled.policy_version) if v is not None]
-        return notes | ({"policy_version": min(known)} if known else {})
+
+def _version_notes(
+    versions: Sequence[str | None], policy_version: int | None, parent: NodeRecord | None
+) -> dict[str, Any]:
+    """Return what metadata says of the weights; nothing where nothing is known."""
+    notes: dict[str, Any] = {}
+    if any(version is not None for version in versions):
+        notes["weight_versions"] = list(versions)
+    earlier = (parent.node.metadata or {}).get("policy_version") if parent else None
+    known = [version for version in (earlier, policy_version) if version is not None]
+    if known:
+        notes["policy_version"] = min(known)
+    return notes
