@@ -6,9 +6,10 @@ must hold the turn as it was sampled, so the session keeps the chat message behi
 
     chat message given --> items or blocks with ids --> client --> the same ids --> chat message
 
-A turn is known by an id it carries. One without ids, such as a plain text, is known by its place:
-the same text after the same messages. What the client changed is not recognised and is taken as
-the client sent it.
+A turn is known by an id it carries: of a call, an item, a signature. One without ids, such as a
+plain text, is known by its place: the same text after the same messages. Spacing and the order of
+keys in arguments make no difference, nor does thinking or text left out in front of calls. A turn
+the client changed otherwise, or took calls out of, is not recognised: it is taken as it was sent.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from atroposlib.envs.server_handling.proxy.dialects.thinking import with_thinking
+from atroposlib.envs.server_handling.turn_matching import calls_of
 
 __all__ = ["ChatMessage", "GivenTurn", "GivenTurns", "SentTurn", "leading_systems_joined"]
 
 ChatMessage = Mapping[str, Any]
+Call = tuple[str, str, str]
 
 _MAX_REMEMBERED = 8192
 
@@ -60,10 +64,16 @@ class GivenTurn:
     text: str
     """What of it the client was shown as text."""
 
-    @property
-    def call_ids(self) -> frozenset[str]:
-        """Ids of the tool calls."""
-        return frozenset(str(call["id"]) for call in self.message.get("tool_calls") or ())
+    @cached_property
+    def calls(self) -> frozenset[Call]:
+        """Id, name and canonical arguments of each tool call."""
+        return frozenset(calls_of(self.message.get("tool_calls")))
+
+    def is_meant_by(self, sent: SentTurn) -> bool:
+        """Whether a client that names this turn sent it, or some of its calls, unchanged."""
+        if not self.calls or not sent.calls:
+            return not self.calls and not sent.calls and sent.text == self.text
+        return self.calls.issuperset(calls_of(sent.calls)) and sent.text in ("", self.text)
 
 
 class GivenTurns:
@@ -88,9 +98,9 @@ class GivenTurns:
             ids: Ids its items or blocks carry.
             conversation: Chat messages in front of it.
         """
-        for turn_id in [*ids, *turn.call_ids]:
+        for turn_id in [*ids, *(call_id for call_id, _, _ in turn.calls)]:
             _keep(self._by_id, turn_id, turn, self.max_remembered)
-        if not turn.call_ids and turn.text != turn.message.get("content"):
+        if not turn.calls and turn.text != turn.message.get("content"):
             place = _Conversation()
             place.extend(conversation)
             _keep(self._by_place, place.key(turn.text), turn, self.max_remembered)
@@ -109,33 +119,63 @@ class GivenTurns:
         """
         messages = list(before)
         conversation = _Conversation()
-        num_read = 0
-        last_turn: GivenTurn | None = None
-        for entry in entries:
+        num_read = index = 0
+        while index < len(entries):
+            entry = entries[index]
+            index += 1
             if not isinstance(entry, SentTurn):
                 messages.append(entry)
-                last_turn = last_turn if entry["role"] == "tool" else None
+                continue
+            if entry.calls:
+                found = self._with_results(entries, index - 1)
+                messages.extend(found.messages)
+                index = found.end
                 continue
             turn = self._turn_with_id_of(entry)
-            if turn is None and self._by_place and not entry.calls:
+            if turn is None and self._by_place:
                 conversation.extend(messages[num_read:])
                 num_read = len(messages)
                 turn = _recall(self._by_place, conversation.key(entry.text))
-            if turn is None:
-                messages.append(entry.as_message())
-            elif turn is not last_turn:
-                messages.append(turn.message)
-            last_turn = turn
+            messages.append(entry.as_message() if turn is None else turn.message)
         return messages
+
+    def _with_results(self, entries: Sequence[ChatMessage | SentTurn], start: int) -> _Restored:
+        """Return the turn that calls tools at `start`, with results found between its calls."""
+        first = entries[start]
+        assert isinstance(first, SentTurn)
+        alone = _Restored([first.as_message()], start + 1)
+        turn = self._turn_with_id_of(first)
+        if turn is None:
+            return alone
+        calls = set(calls_of(first.calls))
+        results: list[ChatMessage] = []
+        for index in range(start + 1, len(entries) + 1):
+            if calls == turn.calls:
+                return _Restored([turn.message, *results], index)
+            entry = entries[index] if index < len(entries) else None
+            if isinstance(entry, SentTurn) and self._turn_with_id_of(entry) is turn:
+                calls.update(calls_of(entry.calls))
+            elif isinstance(entry, Mapping) and entry["role"] == "tool":
+                results.append(entry)
+            else:
+                break
+        return alone
 
     def _turn_with_id_of(self, sent: SentTurn) -> GivenTurn | None:
         """Return the turn one of the ids belongs to, unless the client made another of it."""
-        sent_call_ids = [str(call["id"]) for call in sent.calls]
-        for turn_id in [*sent_call_ids, *sent.ids]:
+        for turn_id in [*(str(call["id"]) for call in sent.calls), *sent.ids]:
             turn = _recall(self._by_id, turn_id)
-            if turn is not None and _is_same(turn, sent, sent_call_ids):
+            if turn is not None and turn.is_meant_by(sent):
                 return turn
         return None
+
+
+class _Restored(NamedTuple):
+    """Chat messages made of some entries."""
+
+    messages: list[ChatMessage]
+    end: int
+    """Index behind the entries."""
 
 
 def leading_systems_joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -163,12 +203,6 @@ class _Conversation:
         digest = self._digest.copy()
         digest.update(json.dumps(text).encode())
         return digest.digest()
-
-
-def _is_same(turn: GivenTurn, sent: SentTurn, sent_call_ids: Sequence[str]) -> bool:
-    if turn.call_ids or sent_call_ids:
-        return not turn.call_ids.isdisjoint(sent_call_ids)
-    return turn.text == sent.text
 
 
 def _keep(known: OrderedDict[Any, GivenTurn], key: Any, turn: GivenTurn, limit: int) -> None:

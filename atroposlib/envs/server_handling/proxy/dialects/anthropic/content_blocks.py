@@ -28,9 +28,7 @@ _TEXT = ("text",)
 _ROLES = ("user", "assistant", "system")
 
 
-def read_messages(
-    messages: list[Any], system: str | list[Any] | None
-) -> list[ChatMessage | SentTurn]:
+def read_messages(messages: list[Any], system: Any) -> list[ChatMessage | SentTurn]:
     """Return the entries of a request's `system` and `messages`.
 
     Raises:

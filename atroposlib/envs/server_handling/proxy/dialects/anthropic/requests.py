@@ -27,7 +27,8 @@ class CountFields(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     messages: list[Any] = Field(min_length=1)
-    system: str | list[Any] | None = None
+    system: Any = None
+    """Text or text blocks; read by `content_blocks`."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None

@@ -30,7 +30,8 @@ class ResponsesFields(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    input: str | list[Any] = Field(default_factory=list)
+    input: Any = Field(default_factory=list)
+    """Text or items; read by `input_items`."""
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -39,7 +40,7 @@ class ResponsesFields(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
@@ -88,16 +89,17 @@ def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: str | Mapping[str, Any]) -> Any:
+def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, str):
         if choice not in _TOOL_MODES:
             refuse("tool_choice", f"expected one of {', '.join(_TOOL_MODES)}; got {choice!r}")
         return choice
-    if choice.get("type") == "allowed_tools":
-        return _tool_choice(text_at(choice.get("mode"), "tool_choice.mode"))
-    if choice.get("type") != "function":
-        refuse("tool_choice", f"type {choice.get('type')!r} is not supported")
-    name = text_at(choice.get("name"), "tool_choice.name")
+    wanted = object_at(choice, "tool_choice")
+    if wanted.get("type") == "allowed_tools":
+        return _tool_choice(text_at(wanted.get("mode"), "tool_choice.mode"))
+    if wanted.get("type") != "function":
+        refuse("tool_choice", f"type {wanted.get('type')!r} is not supported")
+    name = text_at(wanted.get("name"), "tool_choice.name")
     return {"type": "function", "function": {"name": name}}
 
 
