@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from atroposlib.envs.server_handling.loop_turns import LoopTurns, answer_cost_s
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.utils.io import retry_after_s
+from atroposlib.utils.long_json import STEP_BYTES, decode_in_steps
 
-__all__ = ["EngineHttp", "decode_answer", "root_of"]
+__all__ = ["EngineHttp", "decode_answer", "decode_raw", "root_of"]
 
 _PROBE_TIMEOUT_S = 10.0
 _ERROR_TEXT_LIMIT = 2000
@@ -30,19 +33,35 @@ class EngineHttp:
         base_url: Address of the engine, with or without a trailing `/v1`.
         api_key: Sent as a bearer token when not empty.
         timeout_s: Longest time for a whole request.
+
+    Attributes:
+        turns: Where answers wait for their turn to be decoded; shared by servers on one loop.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
         self.root_url = root_of(base_url)
+        self.turns = LoopTurns()
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post_json(
-        self, path: str, body: dict[str, Any], *, timeout_s: float | None = None
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        timeout_s: float | None = None,
+        decoder: msgspec.json.Decoder[Any] | None = None,
     ) -> Any:
         """Return the decoded JSON answer of a POST.
+
+        Args:
+            path: Route, from the root of the server.
+            body: What is sent.
+            timeout_s: Longest time for the request; default: the server's.
+            decoder: Reads only what is of use in answers of the expected form; others, and very
+                long ones, are read whole.
 
         Raises:
             EngineStatusError: the engine answered an error status; its own text is quoted.
@@ -51,7 +70,20 @@ class EngineHttp:
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         url = f"{self.root_url}{path}"
         async with self._open().post(url, json=body, timeout=timeout) as response:
-            return await decode_answer(response)
+            raw = await response.read()
+        if len(raw) > STEP_BYTES and response.status < 400:
+            return await self._decode_long(raw)
+        await self.turns.turn(answer_cost_s(len(raw)))
+        if decoder is not None and response.status < 400:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                return decoder.decode(raw)
+        return decode_raw(response, raw)
+
+    async def _decode_long(self, raw: bytes) -> Any:
+        try:
+            return await decode_in_steps(raw, lambda n: self.turns.turn(answer_cost_s(n)))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return _loads(raw)
 
     async def get_json(self, path: str) -> Any:
         """Return the decoded JSON answer of a GET; raises as `post_json`."""
@@ -100,7 +132,11 @@ def _loads(raw: bytes) -> Any:
 
 async def decode_answer(response: aiohttp.ClientResponse) -> Any:
     """Return the JSON of an answer; an error status raises `EngineStatusError` with its text."""
-    raw = await response.read()
+    return decode_raw(response, await response.read())
+
+
+def decode_raw(response: aiohttp.ClientResponse, raw: bytes) -> Any:
+    """Return the JSON of an answer whose body was read; raises as `decode_answer`."""
     if response.status < 400:
         return _loads(raw)
     text = raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT]

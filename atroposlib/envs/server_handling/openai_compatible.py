@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.engine_http import EngineHttp
+from atroposlib.envs.server_handling.loop_turns import LoopTurns
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.errors import ConfigError, InferenceError
@@ -65,6 +66,7 @@ class OpenAICompatibleServer(APIServer):
         self.http = EngineHttp(
             str(self.openai.base_url), api_key=config.api_key, timeout_s=config.timeout
         )
+        self.share_turns(self._turns)
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Probe until the server answers, then end; failures start it again."""
@@ -76,6 +78,11 @@ class OpenAICompatibleServer(APIServer):
         await super().close()
         await self.http.close()
         await self.openai.close()
+
+    def share_turns(self, turns: LoopTurns) -> None:
+        """Take turns on the event loop together with the other servers that were given `turns`."""
+        super().share_turns(turns)
+        self.http.turns = turns
 
     async def _probe(self) -> bool:
         return await self.http.answers("/health")

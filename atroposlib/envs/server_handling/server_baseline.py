@@ -26,6 +26,7 @@ from atroposlib.envs.server_handling.config import (
     ServerBaseline,
 )
 from atroposlib.envs.server_handling.health import ServerHealth
+from atroposlib.envs.server_handling.loop_turns import SEND_COST_S, LoopTurns
 from atroposlib.envs.server_handling.reasoning import (
     VALID_REASONING_EFFORTS,
     ReasoningConfig,
@@ -112,6 +113,11 @@ class APIServer(ABC):
         self.eval_request_timings = self.eval_stats.timings_s
         self.eval_attempts_list = self.eval_stats.attempts
         self.initialized = False
+        self._turns = LoopTurns()
+
+    def share_turns(self, turns: LoopTurns) -> None:
+        """Take turns on the event loop together with the other servers that were given `turns`."""
+        self._turns = turns
 
     @property
     def server_healthy(self) -> bool:
@@ -257,6 +263,7 @@ class APIServer(ABC):
             await self._wait_until_healthy()
             try:
                 async with sem:
+                    await self._turns.turn(SEND_COST_S)
                     started = time.monotonic() if started is None else started
                     answer = await call(**kwargs)
             except Exception as error:  # noqa: BLE001 - one request: judged, counted, re-raised

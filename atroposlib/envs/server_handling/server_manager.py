@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.config import ServerManagerConfig
 from atroposlib.envs.server_handling.engines import find_configs, make_server
+from atroposlib.envs.server_handling.loop_turns import SEND_COST_S, LoopTurns
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_compatible import append_choices
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
@@ -95,6 +96,7 @@ class ServerManager:
     use_proxy = False
     tool_parser: str | None = None
     reasoning_config: ReasoningConfig | None = None
+    _turns: LoopTurns | None = None
 
     def __init__(
         self,
@@ -124,6 +126,10 @@ class ServerManager:
                 for config in find_configs(configs, slurm=slurm)
             ]
         )
+        self._turns = LoopTurns()
+        for server in self.servers:
+            if isinstance(server, APIServer):
+                server.share_turns(self._turns)
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the answer of the least loaded server to a chat; see `APIServer`."""
@@ -207,6 +213,8 @@ class ServerManager:
             async with await self._open_proxy_session(base_url) as remote_session:
                 yield remote_session
             return
+        if self._turns is not None:
+            await self._turns.turn(SEND_COST_S)
         open_sessions: Counter[int] = self.__dict__.setdefault("_open_sessions", Counter())
         server = self._session_server(base_url, open_sessions)
         session = self._open_session(server, tokenizer, preserve_think_blocks)

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+from typing_extensions import TypedDict
+
 from atroposlib.envs.server_handling.engine_payloads import (
     check_count,
     check_sequences,
@@ -22,6 +25,7 @@ from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
 from atroposlib.errors import InferenceError
 
 __all__ = [
+    "COMPLETIONS_DECODER",
     "completions_body",
     "drop_double_bos",
     "generate_body",
@@ -30,6 +34,28 @@ __all__ = [
     "parse_generate",
     "prompt_rows",
 ]
+
+
+class _Logprobs(TypedDict, total=False):
+    token_logprobs: list[float | None] | None
+
+
+class _Choice(TypedDict, total=False):
+    index: int
+    finish_reason: str | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    logprobs: _Logprobs | None
+    prompt_logprobs: Any
+
+
+class _CompletionsAnswer(TypedDict, total=False):
+    choices: list[_Choice]
+
+
+COMPLETIONS_DECODER = msgspec.json.Decoder(_CompletionsAnswer)
+"""Reads what is of use in an answer of `/v1/completions`, and passes over the texts and the
+candidates of every position, which are most of it."""
 
 
 def completions_body(

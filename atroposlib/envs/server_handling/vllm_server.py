@@ -15,6 +15,7 @@ from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
 from atroposlib.envs.server_handling.shared_search import SharedSearch
 from atroposlib.envs.server_handling.token_server import TokenServer, top_k_of
 from atroposlib.envs.server_handling.vllm_payloads import (
+    COMPLETIONS_DECODER,
     completions_body,
     generate_body,
     normalize_topk_entry,
@@ -98,10 +99,12 @@ class VLLMServer(TokenServer):
             self._token_route = await search.result(lambda: self._find_route(prompt_ids[:1]))
         if self._token_route == "/generate":
             body = generate_body(prompt_ids, options)
-        else:
-            options = await self._with_limit(options, num_prompt_ids=len(prompt_ids))
-            body = completions_body(self.config.model_name, prompt_ids, options)
-        return await self.http.post_json(self._token_route, body, timeout_s=timeout_s)
+            return await self.http.post_json("/generate", body, timeout_s=timeout_s)
+        options = await self._with_limit(options, num_prompt_ids=len(prompt_ids))
+        body = completions_body(self.config.model_name, prompt_ids, options)
+        return await self.http.post_json(
+            "/v1/completions", body, timeout_s=timeout_s, decoder=COMPLETIONS_DECODER
+        )
 
     async def _with_limit(self, options: dict[str, Any], *, num_prompt_ids: int) -> dict[str, Any]:
         """Write "as long as the context allows" as a number: the engine reads null as 16."""
