@@ -1,0 +1,294 @@
+"""What `atropos-sft-gen` and `atropos-dpo-gen` share: flags, progress bar, messages, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
+from atroposlib.exporting.output import Mode, kind_of
+from atroposlib.exporting.report import ExportReport, report_text
+from atroposlib.exporting.run import (
+    ExportRequest,
+    ExportStoppedError,
+    SourceRequest,
+    run_export,
+)
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+__all__ = [
+    "DEFAULT_TOKENIZER",
+    "ProgressBar",
+    "add_shared_flags",
+    "export_and_report",
+    "format_of",
+    "mode_of",
+    "request_of",
+    "source_of",
+    "tell",
+]
+
+DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+_INTERRUPTED = 130
+_RUNS_DIR = "atropos_runs"
+
+
+def add_shared_flags(
+    parser: argparse.ArgumentParser, formats: Mapping[str, Any], *, min_score_diff: float
+) -> None:
+    """Add the flags that both commands have."""
+    parser.add_argument("filepath", help="file, or folder with --output dataset, to write")
+    source = parser.add_argument_group("where groups come from (default: look at --api-url)")
+    source.add_argument("--api-url", default="http://localhost:8000", help="(%(default)s)")
+    chosen = source.add_mutually_exclusive_group()
+    chosen.add_argument("--file", metavar="JSONL", help="a file of groups, as process writes them")
+    chosen.add_argument("--run", metavar="NAME", help="a stored run, by name or .sqlite3 file")
+    chosen.add_argument(
+        "--consume",
+        action="store_true",
+        help="be the trainer: RESETS the run at --api-url, registers, takes its batches for good",
+    )
+    source.add_argument("--data-dir", default=_RUNS_DIR, help="of --run (%(default)s)")
+    source.add_argument(
+        "--no-wait", action="store_true", help="end when all groups of the service were seen"
+    )
+    source.add_argument("--group-size", type=int, default=2, help="of --consume (%(default)s)")
+    source.add_argument(
+        "--max-token-len", type=int, default=2048, help="of --consume (%(default)s)"
+    )
+    _add_choice_flags(parser, min_score_diff=min_score_diff)
+    _add_output_flags(parser, formats)
+
+
+def _add_choice_flags(parser: argparse.ArgumentParser, *, min_score_diff: float) -> None:
+    choice = parser.add_argument_group("what is taken")
+    choice.add_argument(
+        "--num-seqs-to-save", type=int, default=100, help="records to write (%(default)s)"
+    )
+    choice.add_argument("--all", action="store_true", help="as many as there are")
+    choice.add_argument("--allow-negative-scores", action="store_true", help="also 0 and below")
+    choice.add_argument(
+        "--minimum-score-diff-max-min", type=float, default=min_score_diff, help="(%(default)s)"
+    )
+    choice.add_argument(
+        "--drop-truncated", action="store_true", help="leave completions out that were cut"
+    )
+    choice.add_argument(
+        "--keep-duplicates", action="store_true", help="write what was written before, too"
+    )
+
+
+def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, Any]) -> None:
+    output = parser.add_argument_group("what is written")
+    output.add_argument(
+        "--format",
+        choices=formats,
+        help="; ".join(f"{name}: {form.about}" for name, form in formats.items()),
+    )
+    output.add_argument(
+        "--save-messages", action="store_true", help="the same as --format atropos-messages"
+    )
+    output.add_argument("--keep-scores", action="store_true", help="a field score in every format")
+    output.add_argument(
+        "--output",
+        choices=("auto", "jsonl", "parquet", "dataset"),
+        default="auto",
+        help="dataset: a folder; auto: Parquet for a name in .parquet, else JSONL",
+    )
+    again = output.add_mutually_exclusive_group()
+    again.add_argument(
+        "--append-to-previous", action="store_true", help="write more records to the output"
+    )
+    again.add_argument(
+        "--resume", action="store_true", help="go on until the output has --num-seqs-to-save"
+    )
+    output.add_argument("--push-to-hub", metavar="OWNER/NAME", help="then upload it")
+    output.add_argument("--public", action="store_true", help="of a repository made by that")
+    output.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, help="(%(default)s)")
+    output.add_argument(
+        "--any-tokenizer", action="store_true", help="also one that does not fit the groups"
+    )
+
+
+def format_of(args: argparse.Namespace, formats: Mapping[str, Any]) -> Any:
+    """Return the format asked for; ConfigError when two different ones are."""
+    if args.save_messages and args.format not in (None, "atropos-messages"):
+        raise ConfigError(f"--save-messages and --format {args.format} are different formats")
+    return formats["atropos-messages" if args.save_messages else args.format or "atropos"]
+
+
+def mode_of(args: argparse.Namespace) -> Mode:
+    """Return what happens to an output that exists."""
+    if args.resume:
+        return "resume"
+    return "append" if args.append_to_previous else "new"
+
+
+def source_of(args: argparse.Namespace, register: Callable[[], None]) -> SourceRequest:
+    """Return where groups come from.
+
+    Args:
+        args: parsed flags.
+        register: resets the run and registers, for `--consume`.
+    """
+    token = os.environ.get("ATROPOS_API_TOKEN")
+    api_url = args.api_url.rstrip("/")
+    if args.file is not None:
+        return SourceRequest("file", file=Path(args.file))
+    if args.run is not None:
+        return SourceRequest("run", run=args.run, data_dir=Path(args.data_dir))
+    if args.consume:
+        return SourceRequest("consume", api_url=api_url, token=token, register=register)
+    return SourceRequest("live", api_url=api_url, token=token, waits=not args.no_wait)
+
+
+class ProgressBar:
+    """Records written, their rate, and what was left out so far; on standard error.
+
+    Args:
+        total: records to write; None when all there are.
+        unit: what a record is, in the plural.
+    """
+
+    def __init__(self, *, total: int | None, unit: str) -> None:
+        self._total = total
+        self._unit = unit
+        self._bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def begin(self) -> None:
+        """Show the bar; its clock starts here, not when the tokenizer began to load."""
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=self._total, unit=f" {self._unit}", file=sys.stderr)
+
+    def advance(self, num_records: int, report: ExportReport) -> None:
+        """Move the bar, and say the three commonest reasons for leaving trajectories out."""
+        if self._bar is None:
+            return
+        commonest = report.refused.most_common(3)
+        left_out = ", ".join(f"{count} {reason}" for reason, count in commonest)
+        self._bar.set_postfix_str(left_out, refresh=False)
+        self._bar.update(num_records)
+
+
+def export_and_report(
+    command: str, request: ExportRequest, args: argparse.Namespace, *, unit: str
+) -> None:
+    """Export, print the report, push; ends the process with a message when that fails.
+
+    Exit codes: 2 nothing was done, 1 the export ended early, 130 somebody stopped it.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        if args.push_to_hub:
+            from atroposlib.exporting.hub import check_repository
+
+            check_repository(args.push_to_hub)
+        report = _with_bar(request, unit)
+    except ExportStoppedError as stop:
+        print(report_text(stop.report, unit=unit))
+        _end(command, str(stop), code=_INTERRUPTED if stop.is_interrupt else 1)
+    except (ConfigError, MissingExtraError, TrajectoryApiError) as error:
+        _end(command, str(error), code=2)
+    except KeyboardInterrupt:
+        _end(command, "stopped before anything was written", code=_INTERRUPTED)
+    print(report_text(report, unit=unit))
+    print(_shortfall(request, report))
+    if args.push_to_hub and report.num_records:
+        _push(command, request.path, args)
+
+
+def tell(line: str) -> None:
+    """Print a line where the progress bar is, without breaking it."""
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr)
+
+
+def _with_bar(request: ExportRequest, unit: str) -> ExportReport:
+    with ProgressBar(total=request.max_records, unit=unit) as progress:
+        return run_export(request, tell=tell, progress=progress)
+
+
+def _shortfall(request: ExportRequest, report: ExportReport) -> str:
+    if report.num_records:
+        return f"written to {request.path}"
+    if report.refused.get("no messages") == report.num_sequences and report.num_sequences:
+        return (
+            "nothing was written: the groups have no messages; run the environment with "
+            "--env.include_messages true, or choose a --format made of text"
+        )
+    return "nothing was written: no trajectory passed, the reasons are above"
+
+
+def _push(command: str, path: Path, args: argparse.Namespace) -> None:
+    from atroposlib.exporting.hub import push_to_hub
+
+    try:
+        push_to_hub(path, args.push_to_hub, is_public=args.public)
+    except ConfigError as error:
+        _end(command, str(error), code=1)
+    print(f"pushed to {args.push_to_hub}")
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _end(command: str, message: str, *, code: int) -> NoReturn:
+    print(f"{command}: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def request_of(
+    args: argparse.Namespace,
+    formats: Mapping[str, Any],
+    recipe: Callable[..., Any],
+    source: SourceRequest,
+) -> ExportRequest:
+    """Put the flags together.
+
+    Args:
+        args: parsed flags.
+        formats: of the command.
+        recipe: makes the recipe from a format, a decoder and a rule about truncation.
+        source: where groups come from.
+
+    Raises:
+        ConfigError: flags contradict each other.
+    """
+    form = format_of(args, formats)
+    path = Path(args.filepath)
+    if args.drop_truncated and not form.needs_tokenizer:
+        raise ConfigError(
+            "--drop-truncated needs a format made of text: whether a completion was cut is seen "
+            "by its last token, which only its tokenizer knows"
+        )
+    return ExportRequest(
+        path=path,
+        kind=kind_of(path, args.output),
+        mode=mode_of(args),
+        source=source,
+        recipe=lambda decode, truncation: recipe(form, decode, truncation),
+        has_score=form.has_score or args.keep_scores,
+        needs_tokenizer=form.needs_tokenizer,
+        tokenizer=args.tokenizer,
+        max_records=None if args.all else max(0, args.num_seqs_to_save),
+        drops_truncated=args.drop_truncated,
+        keeps_duplicates=args.keep_duplicates,
+        checks_tokenizer=not args.any_tokenizer,
+    )

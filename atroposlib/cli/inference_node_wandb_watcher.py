@@ -1,0 +1,176 @@
+"""`inference-node-wandb-watcher`: log to wandb which engines of a node are healthy, step by step.
+
+wait for the run's project ─► probe engines ─► log what was found when the step grew ─► every minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atroposlib.errors import MissingExtraError
+
+__all__ = ["main", "run", "update_wandb"]
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 10.0
+_ASK_S = 1.0
+_PROBE_S = 60.0
+_FIRST_PORT = 9000
+_GPUS_PER_NODE = 8
+
+
+def main() -> None:
+    """Watch until stopped."""
+    parser = argparse.ArgumentParser(
+        prog="inference-node-wandb-watcher",
+        description="Log to wandb which inference servers of this node are healthy.",
+    )
+    parser.add_argument("--api_addr", required=True, help="trajectory service, http://HOST:8000")
+    parser.add_argument("--tp", type=int, required=True, help="tensor-parallel size of an engine")
+    parser.add_argument("--node_num", type=int, required=True, help="index of this node")
+    args = parser.parse_args()
+    if args.tp < 1:
+        parser.error(f"argument --tp: {args.tp} is no size; expected 1 or more")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        run(args.api_addr, args.tp, args.node_num)
+    except MissingExtraError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        logger.info("stopped")
+
+
+def run(api_addr: str, tp: int, node_num: int) -> None:
+    """Watch for ever.
+
+    Args:
+        api_addr: address of the trajectory service.
+        tp: GPUs of one engine; a node has eight.
+        node_num: index of this node, part of the metrics' names.
+    """
+    Watcher(api_addr, tp, node_num).watch()
+
+
+def update_wandb(health_statuses: Mapping[str, float], step: int | None = None) -> None:
+    """Log health by metric name to the wandb run of this process.
+
+    Args:
+        health_statuses: 1.0 for healthy, 0.0 otherwise.
+        step: of the trainer; None leaves it to wandb.
+    """
+    import wandb
+
+    wandb.log(dict(health_statuses), step=step)
+
+
+class Watcher:
+    """Asks service and engines; an outage of either is no reason to stop.
+
+    Args:
+        api_addr: address of the trajectory service.
+        tp: GPUs of one engine.
+        node_num: index of this node.
+        engine_url: address of engine i, without a slash at the end.
+        sleep: waits; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        api_addr: str,
+        tp: int,
+        node_num: int,
+        *,
+        engine_url: Callable[[int], str] = lambda i: f"http://localhost:{_FIRST_PORT + i}",
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._api_addr = api_addr.rstrip("/")
+        self._engines = [engine_url(i) for i in range(_GPUS_PER_NODE // tp)]
+        self._node_num = node_num
+        self._sleep = sleep
+        self._last_step = 0
+        self._is_away = False
+
+    def watch(self) -> None:
+        """Wait for the trainer to register, then log until stopped."""
+        project, group = self._wait_for_project()
+        wandb = _wandb()
+        wandb.init(project=project, group=group, name=f"inf_node_{self._node_num}")
+        while True:
+            self.log_once()
+            self._sleep(_PROBE_S)
+
+    def log_once(self) -> bool:
+        """Probe the engines and log what was found if the step grew; tell whether it did."""
+        healthy = self.probe()
+        step = self._step()
+        if step is None or step <= self._last_step:
+            return False
+        self._last_step = step
+        update_wandb(healthy, step)
+        return True
+
+    def probe(self) -> dict[str, float]:
+        """Return the health of each engine by the name of its metric."""
+        return {
+            f"server/server_health_{self._node_num}_{i}": float(
+                _get(f"{url}/health_generate") is not None
+            )
+            for i, url in enumerate(self._engines)
+        }
+
+    def _wait_for_project(self) -> tuple[str, str | None]:
+        while True:
+            answer = self._ask("/wandb_info")
+            if answer.get("project") is not None:
+                return str(answer["project"]), answer.get("group")
+            self._sleep(_ASK_S)
+
+    def _step(self) -> int | None:
+        step = self._ask("/status").get("current_step")
+        return step if isinstance(step, int) else None
+
+    def _ask(self, path: str) -> dict[str, Any]:
+        """Return an answer of the service, empty when there is none; say so once per outage."""
+        reply = _get(self._api_addr + path)
+        try:
+            answer = None if reply is None else reply.json()
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict):
+            if self._is_away:
+                logger.info("the trajectory service answers again")
+            self._is_away = False
+            return answer
+        if not self._is_away:
+            logger.warning("no usable answer of %s%s; asking on", self._api_addr, path)
+        self._is_away = True
+        return {}
+
+
+def _get(url: str) -> Any:
+    """Return a reply of status 200, None for any other or none within ten seconds."""
+    import httpx
+
+    try:
+        reply = httpx.get(url, timeout=_TIMEOUT_S)
+    except httpx.HTTPError:
+        return None
+    return reply if reply.status_code == 200 else None
+
+
+def _wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise MissingExtraError("wandb", extra="all") from error
+    return wandb
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""`atropos-replay`: score recorded groups anew, post them to a service, compare two runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+from atroposlib.cli.export_flags import tell
+from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
+from atroposlib.exporting.groups import ExportGroup, RawGroup, full_group
+from atroposlib.exporting.pipeline import read_groups
+from atroposlib.exporting.report import ExportReport
+from atroposlib.exporting.sources.jsonl import open_jsonl, read_jsonl
+from atroposlib.exporting.sources.stored_run import find_run, read_run
+
+__all__ = ["main"]
+
+_COMMAND = "atropos-replay"
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run a sub-command; exit code 2 when nothing was done, 1 when it ended early."""
+    parser = _parser()
+    args, others = parser.parse_known_args()
+    if others and args.act is not _score:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    try:
+        args.act(args, others)
+    except (ConfigError, TrajectoryApiError) as error:
+        _end(str(error), code=2)
+    except KeyboardInterrupt:
+        _end("stopped", code=_INTERRUPTED)
+
+
+def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    from atroposlib.envs.command_factory import process_command
+    from atroposlib.envs.flags import flags_of, read_flags
+    from atroposlib.exporting.replay import rescoring
+
+    if args.save is not None and Path(args.save).exists():
+        raise ConfigError(f"{args.save} exists and is left as it is; choose another name")
+    env_cls = _environment_class(args.env)
+    command = process_command(env_cls)
+    settings = command(**read_flags(flags, flags_of(command))).layered({})
+    groups = dict(_full_groups(_source(args.groups, args.data_dir)))
+    recorded = [rescoring.recorded_group(where, group) for where, group in groups.items()]
+    if not recorded:
+        raise ConfigError(f"{args.groups} holds no group that can be read")
+    logging.basicConfig(level=logging.ERROR)
+    env, model = rescoring.build_replayed(env_cls, settings, recorded)
+    results = asyncio.run(rescoring.rescore(env, model, max_items=args.max_items))
+    print(rescoring.rescoring_text(results, num_groups=len(recorded)))
+    if args.save is not None:
+        _save(Path(args.save), groups, results)
+
+
+def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any]) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        for result in results:
+            if result.new is None:
+                continue
+            pairs = zip(result.new, result.old, strict=True)
+            scores = [old if new is None else new for new, old in pairs]
+            group = {**groups[result.where], "scores": scores, "old_scores": result.old}
+            file.write(json.dumps(group) + "\n")
+    print(f"groups with their new scores: {path}")
+
+
+def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
+    from atroposlib.exporting.replay.posting import PostingStoppedError, posting_text
+
+    source = _source(args.groups, args.data_dir)
+    stop = None if args.num_groups is None else args.skip + args.num_groups
+    groups = islice(_full_groups(source), args.skip, stop)
+    try:
+        posted = asyncio.run(_post_all(args, groups))
+    except PostingStoppedError as error:
+        print(posting_text(error.posted))
+        done = args.skip + error.posted.num_groups + error.posted.num_refused
+        _end(f"{error}; to go on: the same command with --skip {done}", code=1)
+    print(posting_text(posted))
+
+
+async def _post_all(args: argparse.Namespace, groups: Iterator[tuple[str, Any]]) -> Any:
+    from atroposlib.api.client import RetryRule, TrajectoryApiClient
+    from atroposlib.exporting.replay.posting import post_groups
+
+    rule = RetryRule(attempts=None, deadline_s=args.patience_s)
+    token = os.environ.get("ATROPOS_API_TOKEN")
+    async with TrajectoryApiClient(args.api_url, token=token, post_retry=rule) as client:
+        await client.info()  # tells which formats the service takes
+        return await post_groups(
+            client, groups, groups_per_s=args.rate, max_in_flight=args.in_flight, tell=tell
+        )
+
+
+def _diff(args: argparse.Namespace, _: Sequence[str]) -> None:
+    from atroposlib.exporting.replay.comparing import comparison_text, record_run
+
+    sources = [_source(name, args.data_dir) for name in (args.first, args.second)]
+    first, second = (record_run(_export_groups(source)) for source in sources)
+    print(comparison_text(first, second, names=(args.first, args.second)))
+
+
+def _source(name: str, data_dir: str) -> Iterator[RawGroup]:
+    """Return the groups of a JSONL file, or of a stored run by its name or file."""
+    path = Path(name)
+    if path.suffix != ".sqlite3" and path.is_file():
+        return read_jsonl(open_jsonl(path))
+    if path.suffix in (".jsonl", ".json"):
+        return read_jsonl(open_jsonl(path))
+    return read_run(find_run(name, Path(data_dir)))
+
+
+def _export_groups(source: Iterator[RawGroup]) -> Iterator[tuple[str, ExportGroup]]:
+    return read_groups(source, ExportReport(), tell)
+
+
+def _full_groups(source: Iterator[RawGroup]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield groups with all their fields; say of each that cannot be read where and why."""
+    for raw in source:
+        try:
+            yield raw.where, full_group(raw)
+        except GroupError as error:
+            tell(f"{raw.where} is left out: {error}")
+
+
+def _environment_class(path: str) -> type[Any]:
+    """Return the environment of a script: `FILE.py`, or `FILE.py:CLASS` when it has several."""
+    from atroposlib.envs.base import BaseEnv
+
+    name, _, wanted = path.partition(":")
+    file = Path(name)
+    if not file.is_file():
+        raise ConfigError(f"there is no environment script {file}")
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, BaseEnv) and value.__module__ == file.stem
+    }
+    if wanted and wanted not in found:
+        raise ConfigError(
+            f"{file} has no environment {wanted}; it has {', '.join(found) or 'none'}"
+        )
+    if not wanted and len(found) != 1:
+        names = ", ".join(found) or "no environment"
+        raise ConfigError(f"{file} has {names}; name one as {file}:CLASS")
+    return found[wanted] if wanted else next(iter(found.values()))
+
+
+def _end(message: str, *, code: int) -> NoReturn:
+    print(f"{_COMMAND}: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="{score,post,diff}")
+    groups_help = "JSONL of groups, or a stored run by name or .sqlite3 file"
+
+    score = commands.add_parser(
+        "score",
+        help="score groups with an environment's code of today, without a model",
+        description="Score recorded groups again. Flags of the environment, such as "
+        "--env.tokenizer_name, may follow.",
+    )
+    score.add_argument("groups", help=groups_help)
+    score.add_argument("--env", required=True, metavar="FILE.py[:CLASS]", help="its script")
+    score.add_argument(
+        "--max-items", type=int, default=10_000, help="items to look for prompts in (%(default)s)"
+    )
+    score.add_argument("--save", metavar="JSONL", help="write the groups with their new scores")
+    score.set_defaults(act=_score)
+
+    post = commands.add_parser("post", help="post groups to a service")
+    post.add_argument("groups", help=groups_help)
+    post.add_argument("--api-url", default="http://localhost:8000", help="(%(default)s)")
+    post.add_argument("--rate", type=_pace, help="groups per second; as fast as possible without")
+    post.add_argument("--in-flight", type=int, default=8, help="open requests (%(default)s)")
+    post.add_argument("--num-groups", type=int, help="the most to post")
+    post.add_argument("--skip", type=int, default=0, help="groups to leave out at the beginning")
+    post.add_argument(
+        "--patience-s", type=float, default=60.0, help="wait for a service so long (%(default)s)"
+    )
+    post.set_defaults(act=_post)
+
+    diff = commands.add_parser("diff", help="compare two runs")
+    diff.add_argument("first", help=groups_help)
+    diff.add_argument("second", help=groups_help)
+    diff.set_defaults(act=_diff)
+    for command in (score, post, diff):
+        command.add_argument("--data-dir", default="atropos_runs", help="of runs (%(default)s)")
+    return parser
+
+
+def _pace(text: str) -> float:
+    pace = float(text)
+    if not 0 < pace < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no pace; expected groups per second, above 0")
+    return pace
+
+
+if __name__ == "__main__":
+    main()

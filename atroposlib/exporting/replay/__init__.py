@@ -1,0 +1,1 @@
+"""Groups of an earlier run used again: scored anew, posted to a service, compared."""

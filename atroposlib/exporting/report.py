@@ -1,0 +1,118 @@
+"""What an export did, counted while it runs and told at its end; pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from atroposlib.exporting.histogram import histogram_lines
+
+__all__ = ["DUPLICATE", "ExportReport", "report_text"]
+
+DUPLICATE = "said before"
+_MOST_NAMED = 10
+
+
+@dataclass
+class ExportReport:
+    """Counts of one export."""
+
+    num_groups: int = 0
+    """Groups that could be read."""
+    num_sequences: int = 0
+    """Their trajectories."""
+    num_records: int = 0
+    """Records written."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Trajectories left out, by reason."""
+    broken: list[str] = field(default_factory=list)
+    """The first groups that could not be read, with the reason."""
+    num_broken: int = 0
+    num_repaired: int = 0
+    """Records in which half characters were replaced."""
+    num_truncated: int = 0
+    """Trajectories written although they were cut before their end."""
+    truncated: list[str] = field(default_factory=list)
+    """Where the first of them are."""
+    knows_truncation: bool = False
+    scores: array[float] = field(default_factory=lambda: array("d"))
+    """Of the records written."""
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Tokens of their completions."""
+
+    def add_broken(self, where: str, reason: str) -> None:
+        """Count a group that could not be read."""
+        self.num_broken += 1
+        if len(self.broken) < _MOST_NAMED:
+            self.broken.append(f"{where}: {reason}")
+
+    def add_refused(self, refused: Mapping[str, int]) -> None:
+        """Count trajectories that were left out."""
+        for reason, count in refused.items():
+            self.refused[reason] += count
+
+    def add_record(self, *, where: str, score: float, length: int, is_truncated: bool) -> None:
+        """Count a record that was written.
+
+        Args:
+            where: group and position of the trajectory.
+            score: of the trajectory, or of the chosen side.
+            length: tokens of its completion.
+            is_truncated: whether the model was cut off.
+        """
+        self.num_records += 1
+        self.scores.append(score)
+        self.lengths.append(length)
+        if is_truncated:
+            self.num_truncated += 1
+            if len(self.truncated) < _MOST_NAMED:
+                self.truncated.append(where)
+
+
+def report_text(report: ExportReport, *, unit: str) -> str:
+    """Write the report for people.
+
+    Args:
+        report: of a finished export.
+        unit: what a record is, in the plural.
+    """
+    lines = [
+        f"{report.num_records} {unit} from {report.num_groups} groups with "
+        f"{report.num_sequences} trajectories"
+    ]
+    lines += _table("left out", dict(report.refused.most_common()))
+    if report.num_broken:
+        lines.append(f"groups that could not be read: {report.num_broken}")
+        lines += [f"  {line}" for line in report.broken]
+        if report.num_broken > len(report.broken):
+            lines.append(f"  and {report.num_broken - len(report.broken)} more")
+    if report.num_repaired:
+        lines.append(f"half characters replaced in {report.num_repaired} {unit}")
+    lines += _truncation_lines(report, unit)
+    if report.num_records:
+        lines += ["scores", *(f"  {line}" for line in histogram_lines(report.scores))]
+        lines += [
+            "tokens of completions",
+            *(f"  {line}" for line in histogram_lines(report.lengths)),
+        ]
+    return "\n".join(lines)
+
+
+def _table(title: str, counts: Mapping[str, int]) -> list[str]:
+    if not counts:
+        return []
+    widest = max(len(str(count)) for count in counts.values())
+    rows = [f"  {count:>{widest}}  {reason}" for reason, count in counts.items()]
+    return [f"{title}: {sum(counts.values())} trajectories", *rows]
+
+
+def _truncation_lines(report: ExportReport, unit: str) -> list[str]:
+    if not report.knows_truncation:
+        return []
+    if not report.num_truncated:
+        return ["none of the completions was cut before its end"]
+    more = report.num_truncated - len(report.truncated)
+    named = "; ".join(report.truncated) + (f"; and {more} more" if more else "")
+    return [f"cut before their end: {report.num_truncated} {unit} ({named})"]

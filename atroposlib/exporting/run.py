@@ -1,0 +1,210 @@
+"""A whole export: opens output and source, checks the tokenizer, runs the pipeline, ends in order.
+
+The output is checked before anything else: an export that is refused has touched nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal
+
+from atroposlib.errors import AtroposError, ConfigError, TrajectoryApiError
+from atroposlib.exporting.groups import ExportGroup, RawGroup
+from atroposlib.exporting.output import Mode, Output, OutputKind, open_output
+from atroposlib.exporting.pipeline import CHUNK_GROUPS, Progress, export_groups, read_groups
+from atroposlib.exporting.recipes import Recipe, TruncationRule
+from atroposlib.exporting.report import ExportReport
+from atroposlib.exporting.sources.consumed import consume_groups, fetch_batch
+from atroposlib.exporting.sources.jsonl import open_jsonl, read_jsonl
+from atroposlib.exporting.sources.stored_run import find_run, read_run
+from atroposlib.exporting.texts import Decoder, decoder_of, load_tokenizer
+from atroposlib.exporting.tokenizer_check import check_tokenizer
+
+__all__ = ["ExportRequest", "ExportStoppedError", "SourceRequest", "run_export"]
+
+_GROUPS_TO_JUDGE = 32
+
+
+@dataclass(frozen=True)
+class SourceRequest:
+    """Where groups come from."""
+
+    kind: Literal["live", "consume", "run", "file"]
+    api_url: str = ""
+    """Of `live` and `consume`."""
+    run: str = ""
+    data_dir: Path = Path("atropos_runs")
+    file: Path = Path()
+    token: str | None = None
+    """Shown to the service."""
+    waits: bool = True
+    """Whether `live` waits for groups to come."""
+    register: Callable[[], None] | None = None
+    """Of `consume`: resets the run and registers as its trainer."""
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether more groups may always come."""
+        return self.kind == "consume" or (self.kind == "live" and self.waits)
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """Everything one export is told."""
+
+    path: Path
+    kind: OutputKind
+    mode: Mode
+    source: SourceRequest
+    recipe: Callable[[Decoder | None, TruncationRule], Recipe]
+    """Makes the recipe once the tokenizer is there."""
+    has_score: bool
+    needs_tokenizer: bool
+    tokenizer: str
+    """Name or folder."""
+    max_records: int | None
+    """Records to write; with mode `resume`, to have in the end. None for all."""
+    drops_truncated: bool = False
+    keeps_duplicates: bool = False
+    checks_tokenizer: bool = True
+
+
+class ExportStoppedError(AtroposError, RuntimeError):
+    """An export ended before it was done; what it wrote is valid.
+
+    Attributes:
+        report: of what was done until then.
+        is_interrupt: whether a person stopped it.
+    """
+
+    def __init__(self, message: str, report: ExportReport, *, is_interrupt: bool) -> None:
+        super().__init__(message)
+        self.report = report
+        self.is_interrupt = is_interrupt
+
+
+def run_export(
+    request: ExportRequest, *, tell: Callable[[str], None], progress: Progress | None = None
+) -> ExportReport:
+    """Export; returns the report.
+
+    Args:
+        request: what to do.
+        tell: gets a line for everything a person should know meanwhile.
+        progress: is told after every chunk.
+
+    Raises:
+        ConfigError: the output exists, the source is not there, the tokenizer is the wrong one.
+        ExportStoppedError: the service went away, the disk is full, or somebody stopped it.
+    """
+    report = ExportReport()
+    with ExitStack() as ending:
+        output = open_output(request.path, request.kind, request.mode)
+        ending.callback(output.close)
+        _tell_existing(output, tell)
+        source = ending.enter_context(closing(_open_source(request.source, ending, tell)))
+        try:
+            _export(request, source, output, report, tell, progress)
+        except KeyboardInterrupt:
+            raise _stopped("stopped", output, report, is_interrupt=True) from None
+        except (TrajectoryApiError, OSError) as error:
+            raise _stopped(str(error), output, report, is_interrupt=False) from error
+    return report
+
+
+def _export(
+    request: ExportRequest,
+    source: Iterator[RawGroup],
+    output: Output,
+    report: ExportReport,
+    tell: Callable[[str], None],
+    progress: Progress | None,
+) -> None:
+    groups = read_groups(source, report, tell)
+    decode, truncation = None, TruncationRule()
+    if request.needs_tokenizer:
+        tokenizer = load_tokenizer(request.tokenizer)
+        num_judged = 1 if request.source.is_endless else _GROUPS_TO_JUDGE
+        first = list(islice(groups, num_judged))
+        groups = chain(first, groups)
+        if request.checks_tokenizer:
+            _check(request.tokenizer, tokenizer, [group for _, group in first], tell)
+        decode = decoder_of(tokenizer)
+        truncation = TruncationRule(frozenset(tokenizer.all_special_ids), request.drops_truncated)
+        report.knows_truncation = bool(truncation.end_ids)
+    room = request.max_records
+    if room is not None and request.mode == "resume":
+        room = max(0, room - output.existing.num_records)
+    export_groups(
+        groups,
+        request.recipe(decode, truncation),
+        output,
+        report,
+        has_score=request.has_score,
+        max_records=room,
+        keeps_duplicates=request.keeps_duplicates,
+        # What comes by and by is written as it comes.
+        chunk_groups=1 if request.source.is_endless else CHUNK_GROUPS,
+        progress=progress,
+    )
+
+
+def _open_source(
+    request: SourceRequest, ending: ExitStack, tell: Callable[[str], None]
+) -> Any:  # a generator of RawGroup
+    if request.kind == "file":
+        return read_jsonl(open_jsonl(request.file))
+    if request.kind == "run":
+        return read_run(find_run(request.run, request.data_dir))
+    if request.kind == "consume":
+        assert request.register is not None
+        request.register()
+        return consume_groups(
+            lambda: asyncio.run(fetch_batch(request.api_url, token=request.token))
+        )
+    from atroposlib.api.client_inspection import InspectionClient
+    from atroposlib.exporting.sources.live import check_inspectable, watch_groups
+
+    client = ending.enter_context(InspectionClient(request.api_url, token=request.token))
+    check_inspectable(client)
+    return watch_groups(client, is_endless=request.waits, tell=tell)
+
+
+def _check(
+    name: str, tokenizer: Any, groups: list[ExportGroup], tell: Callable[[str], None]
+) -> None:
+    verdict = check_tokenizer(tokenizer, groups)
+    if verdict.reason is None:
+        return
+    if verdict.is_wrong:
+        raise ConfigError(
+            f"{name} is not the tokenizer these groups were made with: {verdict.reason}; name the "
+            "right one with --tokenizer, or export anyway with --any-tokenizer"
+        )
+    tell(f"warning: {name} may not be the tokenizer of these groups: {verdict.reason}")
+
+
+def _tell_existing(output: Output, tell: Callable[[str], None]) -> None:
+    existing = output.existing
+    if existing.num_records:
+        tell(f"{output.path} holds {existing.num_records} records; they stay")
+    if existing.num_cut_bytes:
+        tell(f"half a line at its end ({existing.num_cut_bytes} bytes) was removed")
+    if existing.broken_lines:
+        named = ", ".join(map(str, existing.broken_lines[:10]))
+        tell(f"{len(existing.broken_lines)} of its lines are no records and stay: {named}")
+
+
+def _stopped(
+    reason: str, output: Output, report: ExportReport, *, is_interrupt: bool
+) -> ExportStoppedError:
+    num_records = output.existing.num_records + output.num_written
+    kept = f"{num_records} records are in {output.path}" if num_records else "nothing was written"
+    again = "--resume goes on with it: the same command with that flag"
+    message = f"{reason}; {kept}" + (f"; {again}" if num_records else "")
+    return ExportStoppedError(message, report, is_interrupt=is_interrupt)

@@ -1,0 +1,77 @@
+"""Groups of a live service, looked at without taking any; waits for more until stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from atroposlib.api.client_inspection import InspectionClient
+from atroposlib.errors import ConfigError, TrajectoryApiError
+from atroposlib.exporting.groups import RawGroup
+
+__all__ = ["check_inspectable", "watch_groups"]
+
+_STATES = ("past", "in_flight", "queued")
+_POLL_S = 1.0
+_QUIET_ROUNDS_BEFORE_HINT = 5
+
+
+def check_inspectable(client: InspectionClient) -> None:
+    """Make sure that the service is there and lets itself be looked at.
+
+    Raises:
+        ConfigError: it is a service without the inspection routes.
+        TrajectoryApiError: it is away, or the token is not enough.
+    """
+    try:
+        client.groups("queued", limit=1)
+    except TrajectoryApiError as error:
+        if error.status in (404, 405):
+            raise ConfigError(
+                f"the service at {client.base_url} has no routes to look at groups; --consume "
+                "takes its batches as a trainer would"
+            ) from error
+        raise
+
+
+def watch_groups(
+    client: InspectionClient,
+    *,
+    is_endless: bool,
+    tell: Callable[[str], None] = lambda _: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[RawGroup]:
+    """Yield every group once: the last delivered ones, those in flight, those that wait, new ones.
+
+    Groups that leave between two looks and are not kept by the service any more are missed.
+
+    Args:
+        client: of the service.
+        is_endless: whether to wait for more groups once all were seen.
+        tell: gets a sentence when nothing comes and the reason is known.
+        sleep: waits; replaced in tests.
+    """
+    seen: set[int] = set()
+    num_quiet_rounds = 0
+    while True:
+        found = [i for state in _STATES for i in client.new_group_ids(state, seen)]
+        new = sorted(set(found) - seen)
+        for payload in client.payloads(new):
+            if payload is not None:
+                yield RawGroup(f"group {payload.group_id}", payload.lane, payload.content)
+        seen.update(new)
+        if not is_endless:
+            return
+        num_quiet_rounds = 0 if new else num_quiet_rounds + 1
+        if num_quiet_rounds == _QUIET_ROUNDS_BEFORE_HINT:
+            tell(_why_quiet(client))
+        sleep(0.0 if new else _POLL_S)
+
+
+def _why_quiet(client: InspectionClient) -> str:
+    if int(client.info()["batch_size"]) < 0:
+        return (
+            "no trainer is registered, so environments do not start; start one, or let this "
+            "command be the trainer with --consume"
+        )
+    return "waiting for new groups; Ctrl-C ends the export and keeps what is written"
