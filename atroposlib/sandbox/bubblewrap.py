@@ -1,0 +1,191 @@
+"""The default sandbox: Linux namespaces through bubblewrap, limits through prlimit.
+
+own pid, network, mount, user, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm
+as root the program runs as user 65534, so that limits on processes hold
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from atroposlib.sandbox.box_files import checked_path, content_fd
+from atroposlib.sandbox.control_groups import ControlGroups, Membership
+from atroposlib.sandbox.interface import (
+    Ending,
+    SandboxError,
+    SandboxLimits,
+    SandboxResult,
+    SandboxUnavailableError,
+)
+from atroposlib.sandbox.streams import Finished, run_bounded
+
+__all__ = ["Bubblewrap"]
+
+NOBODY = "65534"
+SIGXCPU_EXIT = 128 + 24
+SIGKILL_EXIT = 128 + 9
+MAX_MESSAGE_CHARACTERS = 300
+JOIN_GROUPS = (
+    'n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 > "$1"; shift; n=$((n-1)); done; exec "$@"'
+)
+
+
+class Bubblewrap:
+    """Runs programs under `bwrap`.
+
+    Args:
+        limits: used when `run` is given none.
+        read_only: further folders of the machine the program may read, as `/opt/python`.
+        max_parallel: programs at a time; None for one per processor.
+
+    Raises:
+        SandboxUnavailableError: a program it needs is missing.
+    """
+
+    name = "bubblewrap"
+
+    def __init__(
+        self,
+        *,
+        limits: SandboxLimits | None = None,
+        read_only: Sequence[str] = (),
+        max_parallel: int | None = None,
+    ) -> None:
+        self._limits = limits or SandboxLimits()
+        self._read_only = tuple(read_only)
+        self._slots = asyncio.Semaphore(max_parallel or os.cpu_count() or 1)
+        self._groups = ControlGroups()
+        self._bwrap = _find("bwrap", package="bubblewrap")
+        self._prlimit = _find("prlimit", package="util-linux")
+        self._as_nobody: list[str] = []
+        if os.geteuid() == 0:
+            setpriv = _find("setpriv", package="util-linux")
+            self._as_nobody = [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        stdin: str | bytes = b"",
+        limits: SandboxLimits | None = None,
+    ) -> SandboxResult:
+        """Run a command in an empty folder, see `Sandbox.run`."""
+        limits = limits or self._limits
+        content = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
+        async with self._slots:
+            with contextlib.ExitStack() as held:
+                members = held.enter_context(self._groups.join(limits))
+                status_read, status_write = os.pipe()
+                held.callback(os.close, status_read)
+                close_status = held.enter_context(contextlib.ExitStack())
+                close_status.callback(os.close, status_write)
+                fds = {
+                    checked_path(path): held.enter_context(content_fd(content))
+                    for path, content in (files or {}).items()
+                }
+                words = self._command(command, fds, limits, members, status_write)
+                try:
+                    finished = await run_bounded(
+                        words,
+                        stdin=content,
+                        limits=limits,
+                        pass_fds=[*fds.values(), status_write],
+                    )
+                except OSError as error:
+                    raise SandboxError(f"{words[0]} cannot be started: {error}") from error
+                close_status.close()
+                return _result(finished, _exit_code(status_read), members)
+
+    def _command(
+        self,
+        command: Sequence[str],
+        files: Mapping[str, int],
+        limits: SandboxLimits,
+        members: Membership,
+        status_fd: int,
+    ) -> list[str]:
+        joins = members.procs_files
+        join = ["/bin/sh", "-c", JOIN_GROUPS, "sh", str(len(joins)), *joins] if joins else []
+        disk = str(limits.disk_bytes)
+        words = [*join, *self._as_nobody, self._bwrap]
+        words += ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
+        words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
+        words += ["--json-status-fd", str(status_fd)]
+        words += ["--ro-bind", "/usr", "/usr"]
+        for name in ("bin", "lib", "lib64"):
+            words += ["--symlink", f"usr/{name}", f"/{name}"]
+        for folder in self._read_only:
+            words += ["--ro-bind", folder, folder]
+        words += ["--proc", "/proc", "--dev", "/dev"]
+        for folder in ("/tmp", "/box", "/dev/shm"):
+            words += ["--size", disk, "--tmpfs", folder]
+        for path, fd in files.items():
+            words += ["--file", str(fd), f"/box/{path}"]
+        words += ["--remount-ro", "/dev", "--remount-ro", "/"]
+        words += ["--chdir", "/box", "--setenv", "HOME", "/box", "--setenv", "PATH", "/usr/bin"]
+        words += ["--setenv", "LANG", "C.UTF-8", "--", *self._limited(limits)]
+        return [*words, *command]
+
+    def _limited(self, limits: SandboxLimits) -> list[str]:
+        return [
+            self._prlimit,
+            f"--as={limits.memory_bytes}",
+            f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}",
+            f"--nproc={limits.max_processes}",
+            f"--fsize={limits.disk_bytes}",
+            "--core=0",
+            "--",
+        ]
+
+
+def _find(program: str, *, package: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        raise SandboxUnavailableError(
+            f"{program} is not installed; on Debian and Ubuntu: apt-get install {package}"
+        )
+    return str(Path(path).resolve())
+
+
+def _exit_code(status_fd: int) -> int | None:
+    """The exit code bubblewrap reported, None when it ended before the program did."""
+    text = b""
+    while piece := os.read(status_fd, 65_536):
+        text += piece
+    for line in text.decode("utf-8", "replace").splitlines():
+        code = json.loads(line).get("exit-code")
+        if code is not None:
+            return int(code)
+    return None
+
+
+def _result(finished: Finished, exit_code: int | None, members: Membership) -> SandboxResult:
+    stderr = finished.stderr.decode("utf-8", "replace")
+    ended_by: Ending = "exit"
+    if finished.stopped_for is not None:
+        ended_by, exit_code = finished.stopped_for, None
+    elif members.ran_out_of_memory:
+        ended_by = "memory"
+    elif exit_code is None:
+        raise SandboxError(
+            f"bubblewrap ended with {finished.returncode} before the program did: "
+            f"{stderr[:MAX_MESSAGE_CHARACTERS].strip() or 'no message'}"
+        )
+    elif exit_code == SIGXCPU_EXIT:
+        ended_by = "cpu_time"
+    elif exit_code >= SIGKILL_EXIT - 8:
+        ended_by = "signal"
+    return SandboxResult(
+        exit_code=exit_code,
+        stdout=finished.stdout.decode("utf-8", "replace"),
+        stderr=stderr,
+        ended_by=ended_by,
+        duration_s=finished.duration_s,
+    )

@@ -1,0 +1,151 @@
+"""Bounds for all processes of a sandbox together, where this process may set them.
+
+Both generations of Linux control groups; where neither is writable the limits of each process
+remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from atroposlib.sandbox.interface import SandboxLimits
+
+__all__ = ["ControlGroups", "Membership"]
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path("/sys/fs/cgroup")
+PARENT = "atropos-sandbox"
+REMOVE_TRIES = 50
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The control groups of one program."""
+
+    folders: tuple[Path, ...]
+
+    @property
+    def procs_files(self) -> list[str]:
+        """The files a process writes 0 to, to join."""
+        return [str(folder / "cgroup.procs") for folder in self.folders]
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel killed one of its processes for memory."""
+        return any(
+            _counts(folder / name).get("oom_kill", 0) > 0
+            for folder in self.folders
+            for name in ("memory.events", "memory.oom_control")
+        )
+
+
+class ControlGroups:
+    """Makes and removes control groups.
+
+    Args:
+        root: where the kernel shows them.
+    """
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._parents = _unified(root) or _separate(root)
+        for parent in self._parents:
+            _remove_abandoned(parent)
+
+    @property
+    def are_usable(self) -> bool:
+        """Whether all processes of a program can be bounded together."""
+        return bool(self._parents)
+
+    @contextlib.contextmanager
+    def join(self, limits: SandboxLimits) -> Iterator[Membership]:
+        """Make groups with these limits; they are removed at the end."""
+        name = f"{os.getpid()}-{next(_numbers)}"
+        folders = tuple(parent / name for parent in self._parents)
+        try:
+            for folder in folders:
+                folder.mkdir(parents=True)
+                _set_limits(folder, limits)
+            yield Membership(folders)
+        finally:
+            for folder in folders:
+                _remove(folder)
+
+
+def _unified(root: Path) -> tuple[Path, ...]:
+    """The parent in version 2, when it can be written and hands memory and pids down."""
+    if not (root / "cgroup.controllers").exists():
+        return ()
+    parent = root / PARENT
+    try:
+        parent.mkdir(exist_ok=True)
+        for folder in (root, parent):
+            (folder / "cgroup.subtree_control").write_text("+memory +pids")
+    except OSError:
+        return ()
+    return (parent,)
+
+
+def _separate(root: Path) -> tuple[Path, ...]:
+    """The parents in version 1, those that can be written."""
+    parents = []
+    for controller in ("memory", "pids"):
+        parent = root / controller / PARENT
+        try:
+            parent.mkdir(exist_ok=True)
+        except OSError:
+            continue
+        parents.append(parent)
+    return tuple(parents)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the groups of processes that ended without doing so."""
+    for folder in parent.glob("[0-9]*-[0-9]*"):
+        if not Path("/proc", folder.name.split("-")[0]).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _set_limits(folder: Path, limits: SandboxLimits) -> None:
+    memory = str(limits.memory_bytes + 2 * limits.disk_bytes)  # its folders lie in memory
+    values = {
+        "memory.max": memory,
+        "memory.limit_in_bytes": memory,
+        "memory.swap.max": "0",
+        "pids.max": str(limits.max_processes + 8),  # and the sandbox's own
+    }
+    for name, value in values.items():
+        if (folder / name).exists():
+            (folder / name).write_text(value)
+
+
+def _counts(file: Path) -> dict[str, int]:
+    try:
+        rows = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
+
+
+def _remove(folder: Path) -> None:
+    """Remove a group; its last processes may take a moment to vanish."""
+    for _ in range(REMOVE_TRIES):
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.002)
+        else:
+            return
+    logger.warning("the control group %s of a sandbox could not be removed", folder)
