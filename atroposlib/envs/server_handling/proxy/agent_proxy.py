@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from atroposlib.envs.server_handling.managed_server import SequenceNode
+from atroposlib.envs.server_handling.proxy.agent_groups import AgentTrajectory
 from atroposlib.envs.server_handling.proxy.app import app_of_state
 from atroposlib.envs.server_handling.proxy.backends import HasServers
 from atroposlib.envs.server_handling.proxy.http_server import serving
@@ -51,9 +52,13 @@ class AgentSession:
         """Return the sequences recorded so far; empty once the session has ended."""
         return self._session.nodes
 
+    def trajectory(self, score: float) -> AgentTrajectory:
+        """Return the sequences recorded so far with the score of the rollout."""
+        return AgentTrajectory(self.nodes(), score)
+
 
 class AgentProxy:
-    """A proxy on a local port, `async with` it; one serves any number of rollouts.
+    """A proxy on a local port, for any number of rollouts; `start` and `close`, or `async with`.
 
     Every route asks for a key: agents know that of their session, nobody knows the
     administrator's.
@@ -89,24 +94,32 @@ class AgentProxy:
 
     @property
     def root_url(self) -> str:
-        """Where the proxy listens; RuntimeError before it does."""
+        """Where the proxy listens; RuntimeError while it does not."""
         if self._root_url is None:
-            raise RuntimeError("the proxy does not run; use `async with`")
+            raise RuntimeError("the proxy does not run; `start` it")
         return self._root_url
 
-    async def __aenter__(self) -> AgentProxy:
-        """Start listening."""
+    async def start(self) -> None:
+        """Start listening; OSError when the address cannot be bound."""
         app = app_of_state(self._state)
         port = await self._stack.enter_async_context(serving(app, host=self._host, port=self._port))
         host = f"[{self._host}]" if ":" in self._host else self._host
         self._root_url = f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """End every session and close the port; nothing happens when it is not open."""
+        self._root_url = None
+        self._state.sessions.close()
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> AgentProxy:
+        """Start listening."""
+        await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """End every session and close the port."""
-        self._root_url = None
-        self._state.sessions.close()
-        await self._stack.aclose()
+        await self.close()
 
     @contextlib.asynccontextmanager
     async def session(
