@@ -1,0 +1,191 @@
+"""Outputs: never overwritten, resumable, valid at all times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.errors import ConfigError
+from atroposlib.exporting.lines import encode_line
+from atroposlib.exporting.output import Output, open_output
+from atroposlib.exporting.run import ExportStoppedError, run_export
+from tests.exporting.samples import dpo_request, read_records, sft_request, write_groups
+
+FIELDS = ("prompt", "completion")
+KINDS = (("out.jsonl", "jsonl"), ("out.parquet", "parquet"), ("out", "dataset"))
+
+
+def record(text: str) -> dict[str, str]:
+    return {"prompt": "p", "completion": text}
+
+
+def write(output: Output, *texts: str) -> None:
+    output.write([encode_line(record(text), score=None) for text in texts], FIELDS)
+
+
+def load(path: Path, kind: str) -> list[dict[str, Any]]:
+    import datasets
+
+    if kind == "dataset":
+        rows = datasets.load_dataset(str(path), split="train")
+    else:
+        name = "json" if kind == "jsonl" else "parquet"
+        rows = datasets.load_dataset(name, data_files=str(path), split="train")
+    return [dict(row) for row in rows]
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_output_is_written_refused_and_added_to(name: str, kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / name
+    output = open_output(path, kind, "new")
+    write(output, "a", "b")
+    output.close()
+    output.close()
+
+    with pytest.raises(ConfigError, match="left as it is; --resume"):
+        open_output(path, kind, "new")
+    again = open_output(path, kind, "append")
+    assert encode_line(record("a"), score=None).key in again
+    write(again, "c")
+    again.close()
+
+    assert load(path, kind) == [record(text) for text in "abc"]
+    assert {entry.name for entry in path.parent.iterdir()} == {name}
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_killed_export_goes_on_without_its_half_line(name: str, kind: Any, tmp_path: Path) -> None:
+    output = open_output(tmp_path / name, kind, "new")
+    write(output, "a", "b")
+    part = tmp_path / (name if kind == "jsonl" else f"{name}.part.jsonl")
+    with part.open("ab") as file:  # as a process that is killed while it writes
+        file.write(b'{"prompt":"p","comp')
+
+    again = open_output(tmp_path / name, kind, "resume")
+
+    assert (again.existing.num_records, again.existing.num_cut_bytes) == (2, 19)
+    write(again, "c")
+    again.close()
+    assert [row["completion"] for row in load(tmp_path / name, kind)] == ["a", "b", "c"]
+
+
+def test_unfinished_parquet_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    write(open_output(path, "parquet", "new"), "a")
+
+    with pytest.raises(ConfigError, match=r"out\.parquet\.part\.jsonl exists"):
+        open_output(path, "parquet", "new")
+
+
+def test_file_that_is_no_export_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes\nmore of them")
+
+    with pytest.raises(ConfigError, match="holds no records of an export"):
+        open_output(path, "jsonl", "append")
+
+    assert path.read_text() == "my notes\nmore of them"
+
+
+def test_broken_lines_in_the_middle_stay_and_a_missing_line_break_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    lines = [json.dumps(record("a")), "oops", json.dumps(record("b"))]
+    path.write_text("\n".join(lines))
+
+    output = open_output(path, "jsonl", "append")
+    write(output, "c")
+    output.close()
+
+    assert output.existing.broken_lines == [2]
+    assert path.read_text().splitlines()[:3] == lines
+    assert json.loads(path.read_text().splitlines()[3]) == record("c")
+
+
+def test_other_format_is_not_mixed_in(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"prefix": "p", "completion": "a", "score": 1}\n')
+
+    output = open_output(path, "jsonl", "append")
+
+    with pytest.raises(ConfigError, match="holds records with completion, prefix, the format"):
+        write(output, "b")
+
+
+def test_export_without_a_record_leaves_nothing(tmp_path: Path) -> None:
+    open_output(tmp_path / "out.jsonl", "jsonl", "new").close()
+    open_output(tmp_path / "out.parquet", "parquet", "new").close()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_of_several_kinds_do_not_fit_into_columns_and_stay_as_lines(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    output = open_output(path, "parquet", "new")
+    lines = [encode_line({"messages": [{"content": c}]}, score=None) for c in ("a", [1])]
+    output.write(lines, ["messages"])
+
+    with pytest.raises(ConfigError, match="--output jsonl can hold them"):
+        output.close()
+
+    assert len(read_records(tmp_path / "out.parquet.part.jsonl")) == 2
+
+
+def test_resumed_export_has_every_record_once_and_stops_at_the_number(
+    groups_file: Path, tmp_path: Path, tokenizer: Any
+) -> None:
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    name = {"tokenizer": tokenizer.name_or_path}
+    run_export(dpo_request(whole, groups_file, **name), tell=print)
+    for number, mode in ((7, "new"), (20, "resume"), (20, "resume"), (1000, "resume")):
+        request = dpo_request(parts, groups_file, max_records=number, mode=mode, **name)
+        report = run_export(request, tell=print)
+        assert len(read_records(parts)) == min(number, 40), report
+
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+def test_append_writes_that_many_more(groups_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    for mode in ("new", "append"):
+        request = sft_request(path, groups_file, format="tokens", max_records=3, mode=mode)
+        run_export(request, tell=print)
+
+    records = read_records(path)
+    assert len(records) == 6
+    assert len({tuple(record["input_ids"]) for record in records}) == 6
+
+
+def test_duplicates_are_counted_or_kept(groups: list[Any], tmp_path: Path) -> None:
+    source = write_groups(tmp_path / "groups.jsonl", [groups[0], groups[0]])
+
+    once = run_export(sft_request(tmp_path / "a", source, format="tokens"), tell=print)
+    twice = run_export(
+        sft_request(tmp_path / "b", source, format="tokens", keeps_duplicates=True), tell=print
+    )
+
+    assert (once.num_records, once.refused["said before"], twice.num_records) == (2, 2, 4)
+
+
+def test_full_disk_ends_the_export_and_says_how_to_go_on(
+    groups_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write = Output.write
+
+    def write_once(self: Output, lines: Any, fields: Any) -> None:
+        if self.num_written:
+            raise OSError(28, "No space left on device")
+        real_write(self, lines, fields)
+
+    monkeypatch.setattr(Output, "write", write_once)
+    monkeypatch.setattr("atroposlib.exporting.run.CHUNK_GROUPS", 4)
+    path = tmp_path / "out.jsonl"
+
+    with pytest.raises(ExportStoppedError, match=r"No space left.* 8 records are in .*--resume"):
+        run_export(sft_request(path, groups_file, format="tokens"), tell=print)
+
+    monkeypatch.undo()
+    run_export(sft_request(path, groups_file, format="tokens", mode="resume"), tell=print)
+    assert len(read_records(path)) == 40
