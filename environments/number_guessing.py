@@ -16,11 +16,10 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.multi_turn_env import (
     ChatMessage,
     Conversation,
@@ -32,7 +31,6 @@ from atroposlib.envs.multi_turn_env import (
 
 __all__ = ["GuessingGame", "NumberGuessingEnv", "NumberGuessingEnvConfig"]
 
-MODEL = "Qwen/Qwen3-0.6B"
 WIN = 1.0
 TURN_COST = 0.05
 UNREADABLE = -0.2
@@ -95,15 +93,12 @@ class NumberGuessingEnv(MultiTurnEnv):
     name = "number_guessing"
     env_config_cls = NumberGuessingEnvConfig
     config: NumberGuessingEnvConfig
-
-    @classmethod
-    def config_init(cls) -> tuple[NumberGuessingEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
-        config = NumberGuessingEnvConfig(
-            tokenizer_name=MODEL, group_size=8, max_turns=10, max_token_length=4096
-        )
-        url = "http://localhost:9001/v1"
-        return config, APIServerConfig(model_name=MODEL, base_url=url, server_type="vllm")
+    default_model = "Qwen/Qwen3-0.6B"
+    default_settings: ClassVar[dict[str, Any]] = {
+        "group_size": 8,
+        "max_turns": 10,
+        "max_token_length": 4096,
+    }
 
     async def setup(self) -> None:
         """Seed the numbers; those of the evaluation are the same in every run."""

@@ -13,18 +13,16 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Turn
 from atroposlib.envs.tool_conversation import ToolConversation
 from atroposlib.envs.tools import ToolResult
 
 __all__ = ["Problem", "SumConversation", "WordSumsEnv", "WordSumsEnvConfig"]
 
-MODEL = "Qwen/Qwen3-0.6B"
 ERROR_REWARD = -0.1
 NUM_EVAL_ITEMS = 32
 STORY = (
@@ -97,15 +95,12 @@ class WordSumsEnv(MultiTurnEnv):
     name = "word_sums"
     env_config_cls = WordSumsEnvConfig
     config: WordSumsEnvConfig
-
-    @classmethod
-    def config_init(cls) -> tuple[WordSumsEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
-        config = WordSumsEnvConfig(
-            tokenizer_name=MODEL, group_size=8, max_turns=6, max_token_length=4096
-        )
-        url = "http://localhost:9001/v1"
-        return config, APIServerConfig(model_name=MODEL, base_url=url, server_type="vllm")
+    default_model = "Qwen/Qwen3-0.6B"
+    default_settings: ClassVar[dict[str, Any]] = {
+        "group_size": 8,
+        "max_turns": 6,
+        "max_token_length": 4096,
+    }
 
     async def setup(self) -> None:
         """Seed the problems; those of the evaluation have a seed of their own."""

@@ -24,6 +24,8 @@ from atroposlib.type_definitions import Item
 
 __all__ = ["EnvHooks", "settle"]
 
+LOCAL_VLLM_URL = "http://localhost:9001/v1"
+
 
 async def settle(result: Any) -> Any:
     """Await what a hook returned when it can be awaited; return it otherwise."""
@@ -38,6 +40,8 @@ class EnvHooks(ABC):
     Attributes:
         name: name of the environment in registrations, files and metrics.
         env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
+        default_model: model that the default `config_init` names, served by vLLM on this machine.
+        default_settings: settings that the default `config_init` lays over those of the class.
         check_settings: settings for `check` only, such as the path of a small data set.
         config: settings of this instance.
         server: inference servers, as `self.server.chat_completion(...)`.
@@ -46,6 +50,8 @@ class EnvHooks(ABC):
 
     name: str | None = None
     env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
+    default_model: ClassVar[str | None] = None
+    default_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     check_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     config: BaseEnvConfig
@@ -57,11 +63,19 @@ class EnvHooks(ABC):
         """Return the default settings: the environment's config, and its inference servers.
 
         The servers are a list of `APIServerConfig`, one `APIServerConfig`, or a `ServerBaseline`.
+        This one takes `default_settings` and `default_model`; write your own for anything else.
         Called by the command line before YAML and flags are laid over them.
         """
-        from atroposlib.envs.server_handling.config import ServerBaseline
+        from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
 
-        return cls.env_config_cls.model_validate({}), ServerBaseline()
+        settings = dict(cls.default_settings)
+        if cls.default_model is None:
+            return cls.env_config_cls.model_validate(settings), ServerBaseline()
+        settings.setdefault("tokenizer_name", cls.default_model)
+        server = APIServerConfig(
+            model_name=cls.default_model, base_url=LOCAL_VLLM_URL, server_type="vllm"
+        )
+        return cls.env_config_cls.model_validate(settings), server
 
     async def setup(self) -> None:
         """Load data and whatever else is needed; called once, before anything else."""

@@ -122,7 +122,7 @@ def test_written_code_is_formatted_and_small(kind: str, tmp_path: Path) -> None:
 
     assert formatted.returncode == 0, formatted.stdout
     assert checked.returncode == 0, checked.stdout
-    assert len(script.read_text().splitlines()) <= 75
+    assert len(script.read_text().splitlines()) <= 60
 
 
 def test_main_says_what_to_do_next(
