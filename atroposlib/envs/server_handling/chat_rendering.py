@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["render_added", "render_messages", "tail_behind"]
+from atroposlib.envs.server_handling.tool_formats.json_calls import whole_value
+from atroposlib.envs.server_handling.turn_matching import as_mapping
+
+__all__ = ["render_added", "render_either", "render_messages", "tail_behind"]
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
@@ -37,14 +40,35 @@ def render_messages(
         return "\n".join(
             f"{message['role']}: {message.get('content') or ''}" for message in messages
         )
-    rendered_messages = [_hide_thinking(message) for message in messages]
+    shown = [_with_parsed_arguments(message) for message in messages]
     text = tokenizer.apply_chat_template(
-        rendered_messages if keep_thinking else list(messages),
+        [_hide_thinking(message) for message in shown] if keep_thinking else shown,
         tokenize=False,
         add_generation_prompt=not messages or messages[-1]["role"] != "assistant",
         **({"tools": tools} if tools is not None else {}),
     )
     return _show_thinking(str(text)) if keep_thinking else str(text)
+
+
+def render_either(
+    render: Render,
+    preferred: Sequence[Mapping[str, Any]],
+    other: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return the text of a conversation in the first of two forms that the template accepts.
+
+    Some templates tell an answer from a call by the calls, and refuse two answers in a row.
+    """
+    refusals = _refusals()
+    try:
+        return render(preferred)
+    except refusals as error:
+        if list(other) == list(preferred):
+            raise
+        try:
+            return render(other)
+        except refusals:
+            raise error from None
 
 
 def render_added(
@@ -77,18 +101,41 @@ def tail_behind(
     render: Render, before: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """Return what a template writes behind a reply to `before`; None if it refuses."""
-    from jinja2 import TemplateError
-
     marker = _REPLY
     while any(marker in str(message.get("content")) for message in before):
         marker += _REPLY
     reply = {"role": "assistant", "content": marker}
     try:
         text = render([*before, reply, *added])
-    except (TemplateError, TypeError):  # templates add None to text, too
+    except _refusals():
         return None
     _, found, tail = text.partition(marker)
     return tail if found else None
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """Return what a template raises on a conversation it does not want."""
+    try:
+        from jinja2 import TemplateError
+    except ImportError:  # then the tokenizer renders by other means
+        return (TypeError,)
+    return (TemplateError, TypeError)  # the latter when it joins text and nothing
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls hold their arguments as objects, as chat templates want them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or not calls:
+        return message
+    return {**message, "tool_calls": [_with_object(as_mapping(call)) for call in calls]}
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = as_mapping(call.get("function"))
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    return {**call, "function": {**function, "arguments": whole_value(arguments, blank={})}}
 
 
 def _hide_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -70,15 +70,18 @@ def continue_chat(
         strips_thinking: Whether a template that drops earlier thinking is to be obeyed.
     """
     record = records.find_conversation(nodes, request.messages, request.keys, request.prompt)
-    if record is None or record.conversation is None:
-        return records.find_text(records.bare_texts(nodes), request.prompt)
-    num_turns = len(record.conversation.turns)
+    conversation = record.last.conversation if record is not None and record.last else None
+    if record is None or conversation is None:
+        return records.find_text(nodes, request.prompt, only_bare=True)
+    num_turns = len(conversation.turns)
     history, added = request.messages[: num_turns - 1], request.messages[num_turns:]
     rest = _rest_of_prompt(record, request, history, added, render)
     if rest is not None:
-        return Continuation(record, rest, is_rerendered=False)
-    is_dropped = strips_thinking and record.conversation.has_thinking
-    if is_dropped or record.conversation.tools_key != request.tools_key:
+        # A turn that ended with another token than the template writes keeps both.
+        is_same_end = rest.startswith(record.last.end_text if record.last else "")
+        return Continuation(record, rest, is_rerendered=not is_same_end)
+    is_dropped = strips_thinking and conversation.has_thinking
+    if is_dropped or conversation.tools_key != request.tools_key:
         return None
     tail = render_added(lambda messages: render(messages, None), history, added)
     return None if tail is None else Continuation(record, tail, is_rerendered=True)
@@ -99,7 +102,8 @@ def _rest_of_prompt(
     if not request.prompt.startswith(record.node.full_text):
         return None
     rest = request.prompt[len(record.node.full_text) :]
-    if record.end_text and rest.startswith(record.end_text):
+    end_text = record.last.end_text if record.last is not None else ""
+    if end_text and rest.startswith(end_text):
         return rest
     tail = tail_behind(lambda messages: render(messages, request.tools), history, added)
     return rest if tail == rest else None

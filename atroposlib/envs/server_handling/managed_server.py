@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.envs.server_handling.chat_rendering import render_either, render_messages
 from atroposlib.envs.server_handling.completion_objects import (
     Answer,
     ToolAnswer,
@@ -155,7 +155,7 @@ class ManagedServer:
             )
         messages = kwargs.pop("messages", None)
         if messages is not None:
-            kwargs["prompt"] = self._convert_messages_to_prompt(plain_messages(messages))
+            kwargs["prompt"] = self._convert_messages_to_prompt(messages)
         rows: dict[str, Any] = await self.server.get_logprobs(**kwargs)
         return rows
 
@@ -185,6 +185,7 @@ class ManagedServer:
         answer = await self.server.tokens_and_logprobs_completion(**request)
         prompt_ids, completions, logprobs, reasons = answer
         versions = versions_in(answer, len(completions))
+        notes = await turn.notes_of_prompt()
         recorded = []
         for ids, values, reason, version in zip(
             completions, logprobs, reasons, versions, strict=True
@@ -194,7 +195,7 @@ class ManagedServer:
             sampled = Sampled(
                 prompt_ids, ids, values, as_finish_reason(reason), version, policy_version
             )
-            recorded.append(await turn.record(sampled))
+            recorded.append(await turn.record(sampled, notes))
         self._keep([record for _, record in recorded], turn.parent)
         return [given for given, _ in recorded]
 
@@ -230,12 +231,16 @@ class ManagedServer:
     def _convert_messages_to_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> str:
+        def render(shown: Sequence[Mapping[str, Any]]) -> str:
+            keep_thinking = not self._strip_think_blocks
+            return render_messages(self.tokenizer, shown, tools=tools, keep_thinking=keep_thinking)
+
+        messages = plain_messages(messages)
         translator = self._get_translator()
-        if translator is not None:
-            messages = translator.convert_messages_for_template(messages, honours_content=True)
-        return render_messages(
-            self.tokenizer, messages, tools=tools, keep_thinking=not self._strip_think_blocks
-        )
+        if translator is None:
+            return render(messages)
+        as_text = translator.convert_messages_for_template(messages, honours_content=True)
+        return render_either(render, as_text, messages)
 
     def _get_translator(self) -> ToolCallTranslator | None:
         """Return the translator between tool calls and text; None without parser or tokenizer."""

@@ -1,45 +1,82 @@
 """What a tracked session knows of its sequences beyond their tokens, and which one goes on.
 
-    messages ─► keys ─► the recorded conversation they begin with ─► Continuation
-    prompt of a completion ─► the longest recorded text it begins with ─► Continuation
+    messages ─► keys ─► the recorded conversation they begin with ─► NodeRecord
+    prompt of a completion ─► the longest recorded text it begins with ─► NodeRecord
 
-Of several conversations the longest counts, then the one whose calls have the ids in the request,
-then the one whose text the prompt begins with, then the first.
+A sequence may also go on from an earlier turn: a caller that asks again, or takes another way, gets
+the recorded tokens up to there. Of several conversations the longest counts, then the one whose
+calls have the ids in the request, then the one with exactly its content, then the one whose text
+the prompt begins with, then a whole sequence before the beginning of one, then the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, longest_prefix
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
 from atroposlib.envs.server_handling.turn_matching import (
     Conversation,
-    as_mapping,
     calls_of,
     matched_length,
+    text_of_content,
 )
 
-__all__ = ["Continuation", "NodeRecord", "NodeRecords"]
+__all__ = ["Continuation", "NodeRecord", "NodeRecords", "TurnEnd"]
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """Where one sampled reply ends in its sequence."""
+
+    num_tokens: int
+    """Tokens up to there, the sampled end of the turn included."""
+    text_length: int
+    """Length of the sequence's text up to there."""
+    num_reply_ids: int
+    """Sampled tokens of the reply without the end of its turn."""
+    num_end_ids: int
+    """Sampled tokens that end the turn."""
+    hides_specials: bool
+    """Whether its text leaves special tokens out."""
+    end_text: str
+    """The sampled end of the turn as a template writes it; empty when it was cut off."""
+    conversation: Conversation | None
+    """Its turns; None when it was sampled for a bare prompt."""
+    weight_version: str | None
+    """What the engine called its weights."""
+    metadata: Mapping[str, Any]
+    """Of the node that ended here."""
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What is kept beside one node."""
+    """A sequence, or the beginning of one."""
 
     node: SequenceNode
-    """The sequence itself."""
-    conversation: Conversation | None
-    """Its turns; None when it was sampled for a bare prompt."""
-    reply_text: str
-    """Text of the last completion, without the end of its turn."""
-    reply_ids: list[int]
-    """[C] ids of that text."""
-    end_text: str
-    """The sampled end of the turn as a template writes it; empty when it was cut off."""
-    weight_versions: tuple[str | None, ...]
-    """What the engine called the weights of each completion in the node, oldest first."""
+    """The tokens."""
+    ends: tuple[TurnEnd, ...] = ()
+    """Its sampled replies, oldest first; empty for a node from elsewhere."""
+
+    @property
+    def last(self) -> TurnEnd | None:
+        """The end of the sequence."""
+        return self.ends[-1] if self.ends else None
+
+    def up_to(self, num_ends: int) -> NodeRecord:
+        """Return the sequence up to one of its ends."""
+        if num_ends >= len(self.ends):
+            return self
+        end = self.ends[num_ends - 1]
+        node = SequenceNode(
+            full_text=self.node.full_text[: end.text_length],
+            tokens=self.node.tokens[: end.num_tokens],
+            masked_tokens=self.node.masked_tokens[: end.num_tokens],
+            logprobs=self.node.logprobs[: end.num_tokens],
+            metadata=dict(end.metadata),
+        )
+        return NodeRecord(node, self.ends[:num_ends])
 
 
 @dataclass(frozen=True)
@@ -66,20 +103,32 @@ class NodeRecords:
 
     def forget_others(self, nodes: Iterable[SequenceNode]) -> None:
         """Drop the records of every node that is not among `nodes`."""
-        self._records = {id(node): self._records[id(node)] for node in nodes if self._has(node)}
+        kept = [self._of(node) for node in nodes]
+        self._records = {id(record.node): record for record in kept if record.ends}
 
-    def of(self, node: SequenceNode) -> NodeRecord:
-        """Return the record of a node."""
-        if self._has(node):
-            return self._records[id(node)]
-        return NodeRecord(node, None, "", [], "", ())
+    def find_text(
+        self, nodes: Sequence[SequenceNode], prompt: str, *, only_bare: bool = False
+    ) -> Continuation | None:
+        """Return the sequence whose text is the longest prefix of a prompt; the first wins ties.
 
-    def find_text(self, nodes: Sequence[SequenceNode], prompt: str) -> Continuation | None:
-        """Return the node whose text is the longest prefix of a prompt; the first wins ties."""
-        node = longest_prefix(nodes, prompt)
-        if node is None:
+        Args:
+            nodes: The session's sequences.
+            prompt: The text.
+            only_bare: Leave out what was sampled for messages.
+        """
+        best: tuple[NodeRecord, int] | None = None
+        best_rank = (-1, False)
+        for record, num_ends in self._beginnings(nodes):
+            end = record.ends[num_ends - 1] if record.ends else None
+            if only_bare and end is not None and end.conversation is not None:
+                continue
+            length = end.text_length if end is not None else len(record.node.full_text)
+            rank = (length, num_ends == len(record.ends))
+            if rank > best_rank and prompt.startswith(record.node.full_text[:length]):
+                best, best_rank = (record, num_ends), rank
+        if best is None:
             return None
-        return Continuation(self.of(node), prompt[len(node.full_text) :], is_rerendered=False)
+        return Continuation(best[0].up_to(best[1]), prompt[best_rank[0] :], is_rerendered=False)
 
     def find_conversation(
         self,
@@ -96,24 +145,34 @@ class NodeRecords:
             keys: [M] `message_key` of each.
             prompt: Their prompt text.
         """
-        best: NodeRecord | None = None
-        best_rank: tuple[int, bool, bool] = (0, False, False)
-        for record in map(self.of, nodes):
-            conversation = record.conversation
+        best: tuple[NodeRecord, int] | None = None
+        best_rank = (0, False, False, False, False)
+        for record, num_ends in self._beginnings(nodes):
+            end = record.ends[num_ends - 1] if record.ends else None
+            conversation = end.conversation if end is not None else None
             length = matched_length(conversation, keys) if conversation else 0
-            if conversation is None or not length:
+            if end is None or conversation is None or not 0 < length >= best_rank[0]:
                 continue
-            calls = calls_of(as_mapping(messages[length - 1]).get("tool_calls"))
-            has_ids = tuple(call[0] for call in calls) == conversation.call_ids
-            rank = (length, has_ids, prompt.startswith(record.node.full_text))
+            reply = messages[length - 1]
+            calls = calls_of(reply.get("tool_calls"))
+            rank = (
+                length,
+                tuple(call[0] for call in calls) == conversation.call_ids,
+                text_of_content(reply.get("content")) == conversation.reply_content,
+                prompt.startswith(record.node.full_text[: end.text_length]),
+                num_ends == len(record.ends),
+            )
             if rank > best_rank:
-                best, best_rank = record, rank
-        return best
+                best, best_rank = (record, num_ends), rank
+        return best[0].up_to(best[1]) if best is not None else None
 
-    def bare_texts(self, nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
-        """Return the nodes that were not sampled for messages."""
-        return [node for node in nodes if self.of(node).conversation is None]
+    def _beginnings(self, nodes: Sequence[SequenceNode]) -> Iterator[tuple[NodeRecord, int]]:
+        """Yield every record with the number of ends up to which it may go on."""
+        for node in nodes:
+            record = self._of(node)
+            for num_ends in range(len(record.ends), min(1, len(record.ends)) - 1, -1):
+                yield record, num_ends
 
-    def _has(self, node: SequenceNode) -> bool:
+    def _of(self, node: SequenceNode) -> NodeRecord:
         record = self._records.get(id(node))
-        return record is not None and record.node is node
+        return record if record is not None and record.node is node else NodeRecord(node)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.server_handling.engine_payloads import drop_double_bos
 
-__all__ = ["encode_added", "encode_prompt", "hidden_tail", "is_hidden", "text_of"]
+__all__ = [
+    "encode_added",
+    "encode_prompt",
+    "has_ids_of_text",
+    "hidden_tail",
+    "is_hidden",
+    "text_of",
+]
+
+PIECE_TOKENS = 2048
+"""Tokens encoded in one go; more would hold up what else runs on the event loop."""
+
+_WORD_WITHIN = 64
+"""How far behind a piece the next word is looked for."""
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
@@ -40,3 +54,34 @@ def hidden_tail(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     while start and is_hidden(tokenizer, ids[start - 1]):
         start -= 1
     return list(ids[start:])
+
+
+async def has_ids_of_text(tokenizer: Any, ids: Sequence[int], *, hides_specials: bool) -> bool:
+    """Whether the tokenizer gives these ids to their own text; models may sample others.
+
+    Long texts are encoded in pieces that begin with a word, which encode alone as in the whole.
+
+    Args:
+        tokenizer: Encodes and decodes.
+        ids: [L] tokens.
+        hides_specials: Whether special tokens are left out of the text.
+    """
+    start = 0
+    while start < len(ids):
+        end = _end_of_piece(tokenizer, ids, start)
+        piece = list(ids[start:end])
+        text = str(tokenizer.decode(piece, skip_special_tokens=hides_specials))
+        if encode_added(tokenizer, text) != piece:
+            return False
+        start = end
+        if start < len(ids):
+            await asyncio.sleep(0)
+    return True
+
+
+def _end_of_piece(tokenizer: Any, ids: Sequence[int], start: int) -> int:
+    end = start + PIECE_TOKENS
+    for word in range(end, min(end + _WORD_WITHIN, len(ids))):
+        if str(tokenizer.decode([ids[word]])).startswith(" "):
+            return word
+    return min(end, len(ids))

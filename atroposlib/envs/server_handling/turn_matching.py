@@ -9,8 +9,9 @@ compared by what they mean. Two messages are the same when these are equal:
 - of an assistant message also the calls, in their order: name, and arguments as JSON values, so
   neither spacing nor the order of keys nor `1.0` for `1` counts; its text without outer space.
 
-Ids of calls, `tool_call_id` and every other field are left out. An id still chooses between
-replies that say the same, and a changed argument under an old id is a changed turn.
+Ids of calls, `tool_call_id` and every other field are left out. An id, and then the exact content,
+still choose between replies that say the same; a changed argument under an old id is a changed
+turn.
 
 The reply of a recorded turn may come back in any of these forms: as it was answered; without the
 thinking in front of its `</think>`; only its calls, without the text before them; the raw text.
@@ -58,6 +59,8 @@ class Conversation:
     """The tool definitions the prompt showed."""
     call_ids: tuple[str, ...] = ()
     """Ids given to the calls of the last reply."""
+    reply_content: str = ""
+    """The content the last reply was answered with."""
     has_thinking: bool = False
     """Whether a sampled reply holds thinking."""
 

@@ -5,18 +5,18 @@ Turn.input_ids ─► engine ─► Sampled ─► Turn.record ─► what the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from atroposlib.envs.server_handling.completion_objects import Answer, FinishReason, ToolAnswer
 from atroposlib.envs.server_handling.continuation import ChatRequest
-from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord
-from atroposlib.envs.server_handling.sequence_tracker import continue_ids, make_node
+from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord, TurnEnd
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, continue_ids, make_node
 from atroposlib.envs.server_handling.token_texts import (
     encode_added,
     encode_prompt,
+    has_ids_of_text,
     hidden_tail,
     is_hidden,
     text_of,
@@ -32,6 +32,9 @@ from atroposlib.envs.server_handling.turn_matching import (
 from atroposlib.utils.long_decode import decode_long
 
 __all__ = ["Sampled", "Turn"]
+
+_OPENING_TOKENS = 16
+"""How far before a reply a special token is looked for, at which ids always start anew."""
 
 
 @dataclass(frozen=True)
@@ -79,34 +82,50 @@ class Turn:
         node = self.parent.record.node
         return continue_ids(node, added_ids, lambda i: is_hidden(self.tokenizer, i))
 
-    async def record(self, sampled: Sampled) -> tuple[Answer | ToolAnswer, NodeRecord]:
+    async def record(
+        self, sampled: Sampled, notes: Mapping[str, Any]
+    ) -> tuple[Answer | ToolAnswer, NodeRecord]:
         """Return what the caller gets for a completion, and its sequence.
 
         Other sessions go on while the text of a long one is decoded.
+
+        Args:
+            sampled: The completion.
+            notes: Those of the prompt.
         """
         end_ids = self._end_ids(sampled.ids)
         reply_ids = list(sampled.ids[: len(sampled.ids) - len(end_ids)])
         text = await self._text_of(sampled.ids, reply_ids)
         given = self._answer_of(Answer(text, sampled.finish_reason))
-        parent = self.parent.record if self.parent is not None else None
-        versions = (*(parent.weight_versions if parent else ()), sampled.weight_version)
         node = make_node(
             full_text=self._full_prompt + text,
             prompt_ids=sampled.prompt_ids,
             completion_ids=sampled.ids,
             completion_logprobs=sampled.logprobs,
             finish_reason=sampled.finish_reason,
-            parent=parent.node if parent else None,
-            notes=self._reasons | _version_notes(versions, sampled.policy_version, parent),
+            parent=self.parent.record.node if self.parent is not None else None,
+            notes={**notes, **self._version_notes(sampled)},
         )
-        return given, NodeRecord(
-            node=node,
-            conversation=self._conversation_of(text, given),
-            reply_text=text,
-            reply_ids=reply_ids,
+        end = TurnEnd(
+            num_tokens=len(node.tokens),
+            text_length=len(node.full_text),
+            num_reply_ids=len(reply_ids),
+            num_end_ids=len(end_ids),
+            hides_specials=self.translator is None,
             end_text=self.tokenizer.decode(end_ids, skip_special_tokens=False) if end_ids else "",
-            weight_versions=versions,
+            conversation=self._conversation_of(text, given),
+            weight_version=sampled.weight_version,
+            metadata=node.metadata or {},
         )
+        return given, NodeRecord(node, (*self._earlier_ends(sampled.prompt_ids), end))
+
+    def _earlier_ends(self, prompt_ids: Sequence[int]) -> tuple[TurnEnd, ...]:
+        """Return the ends of the sequence that goes on, none if the engine read other tokens."""
+        if self.parent is None:
+            return ()
+        record = self.parent.record
+        known = record.node.tokens
+        return record.ends if known == list(prompt_ids[: len(known)]) else ()
 
     @property
     def _full_prompt(self) -> str:
@@ -115,18 +134,28 @@ class Turn:
             return self.prompt
         return self.parent.record.node.full_text + self.parent.added_text
 
-    @cached_property
-    def _reasons(self) -> dict[str, Any]:
-        """Why a continued prompt is not what the template and the tokenizer would make."""
+    async def notes_of_prompt(self) -> dict[str, Any]:
+        """Say why a continued prompt is not what the template and the tokenizer would make."""
         if self.parent is None or self.tokenizer is None:
             return {}
         record = self.parent.record
         reasons = set((record.node.metadata or {}).get("extended_by_tokens", ()))
         if self.parent.is_rerendered:
             reasons.add("template")
-        if encode_added(self.tokenizer, record.reply_text) != record.reply_ids:
+        if record.last is not None and not await self._is_shortest(record.node, record.last):
             reasons.add("tokenisation")
         return {"extended_by_tokens": sorted(reasons)} if reasons else {}
+
+    async def _is_shortest(self, node: SequenceNode, end: TurnEnd) -> bool:
+        """Whether a reply has the ids that its text is given behind the opening of its turn."""
+        stop = end.num_tokens - end.num_end_ids - end.num_reply_ids
+        start = max(0, stop - _OPENING_TOKENS)
+        specials = [i for i in range(start, stop) if is_hidden(self.tokenizer, node.tokens[i])]
+        opening = node.tokens[specials[-1] + 1 : stop] if specials else []
+        reply_ids = node.tokens[stop : stop + end.num_reply_ids]
+        return await has_ids_of_text(
+            self.tokenizer, opening + reply_ids, hides_specials=end.hides_specials
+        )
 
     async def _text_of(self, ids: Sequence[int], reply_ids: Sequence[int]) -> str:
         """Return a completion's text; special tokens that may mark tool calls stay in."""
@@ -161,7 +190,8 @@ class Turn:
             return None
         calls = given.tool_calls if isinstance(given, ToolAnswer) else None
         content = given.content if isinstance(given, ToolAnswer) else given.text
-        known = self.parent.record.conversation if self.parent is not None else None
+        last = self.parent.record.last if self.parent is not None else None
+        known = last.conversation if last is not None else None
         return Conversation(
             turns=continued_turns(
                 known,
@@ -170,19 +200,18 @@ class Turn:
             ),
             tools_key=self.chat.tools_key,
             call_ids=tuple(call[0] for call in calls_of(calls)),
+            reply_content=content or "",
             has_thinking=THINKING_END in text or (known is not None and known.has_thinking),
         )
 
-
-def _version_notes(
-    versions: Sequence[str | None], policy_version: int | None, parent: NodeRecord | None
-) -> dict[str, Any]:
-    """Return what metadata says of the weights; nothing where nothing is known."""
-    notes: dict[str, Any] = {}
-    if any(version is not None for version in versions):
-        notes["weight_versions"] = list(versions)
-    earlier = (parent.node.metadata or {}).get("policy_version") if parent else None
-    known = [version for version in (earlier, policy_version) if version is not None]
-    if known:
-        notes["policy_version"] = min(known)
-    return notes
+    def _version_notes(self, sampled: Sampled) -> dict[str, Any]:
+        """Return what metadata says of the weights; nothing where nothing is known."""
+        record = self.parent.record if self.parent is not None else None
+        ends = record.ends if record is not None else ()
+        versions = [*(end.weight_version for end in ends), sampled.weight_version]
+        notes: dict[str, Any] = {}
+        if any(version is not None for version in versions):
+            notes["weight_versions"] = versions
+        earlier = (record.node.metadata or {}).get("policy_version") if record else None
+        known = [v for v in (earlier, sampled.policy_version) if v is not None]
+        return notes | ({"policy_version": min(known)} if known else {})
