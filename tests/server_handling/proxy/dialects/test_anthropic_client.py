@@ -78,6 +78,30 @@ async def test_unmodified_agent_leaves_one_sequence_of_the_engines_own_tokens(
     assert_engines_own_tokens(nodes, engine.calls)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_own_agent_loop_leaves_one_sequence(
+    stream: bool, engine: RecordingEngine, agent: AgentSession
+) -> None:
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Weather of a city."""
+        return weather_in(city)
+
+    runner: Any = client_of(agent).beta.messages.tool_runner(
+        model="claude",
+        max_tokens=500,
+        tools=[weather],
+        messages=[{"role": "user", "content": QUESTION}],
+        thinking={"type": "adaptive", "display": "omitted"},
+        stream=stream,
+    )
+    message = await runner.until_done()
+
+    assert message.content[-1].text == "Rome is warmest."
+    assert len(engine.calls) == 3
+    assert_engines_own_tokens(agent.nodes(), engine.calls)
+
+
 async def test_turns_cut_at_a_stop_sequence_are_continued_by_tokens(agent: AgentSession) -> None:
     client = client_of(agent)
     first = await ask(client, stream=False, messages=HI, stop_sequences=["need"])

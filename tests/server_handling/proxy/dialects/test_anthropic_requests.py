@@ -162,6 +162,9 @@ def _text(text: str) -> dict[str, str]:
         ({"tools": [{"name": "add"}]}, "tools[0].input_schema", "an object"),
         ({"tool_choice": {"type": "all"}}, "tool_choice.type", "'all'"),
         ({"stop_sequences": "END"}, "stop_sequences", "list"),
+        ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers", "not supported"),
+        ({"thread": {"type": "fork"}}, "thread.type", "'create'"),
+        ({"thread": {"type": "continue"}}, "thread.previous_message_id", "got nothing"),
     ],
 )
 async def test_bad_request_is_refused_with_its_place(
@@ -216,6 +219,38 @@ async def test_empty_answer_has_no_blocks_and_odd_arguments_are_kept() -> None:
     broken = await message_of(chat_completion(None, calls=[tool_call("c1", "add", "{a")]))
 
     assert broken["content"][0]["input"] == {"arguments": "{a"}
+
+
+async def test_thread_goes_on_behind_the_message_it_names() -> None:
+    answers = [chat_completion("Look.", calls=[CALL]), chat_completion("It is 2.")]
+    session = ScriptedSession(ANTHROPIC, answers)
+    created = {"thread": {"type": "create"}, "system": "Be kind.", "tools": [ADD]}
+    first = (await session.post("/messages", {**BODY, **created})).body
+    thread = {"type": "continue", "previous_message_id": first["id"]}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "2"}
+    new = {"messages": [{"role": "user", "content": [result]}], "thread": thread}
+
+    await session.post("/messages", {**BODY, **new})
+
+    request = session.requests[1]
+    assert request["tools"] == session.requests[0]["tools"]
+    assert request["messages"] == [
+        {"role": "system", "content": "Be kind."},
+        GREETING,
+        {"role": "assistant", "content": "Look.", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+
+
+async def test_unknown_thread_is_refused_so_that_clients_send_everything() -> None:
+    thread = {"type": "continue", "previous_message_id": "msg_unknown"}
+
+    with pytest.raises(ProxyRefusal) as caught:
+        await ScriptedSession(ANTHROPIC).post("/messages", {**BODY, "thread": thread})
+
+    assert caught.value.status == 404
+    error = error_body(caught.value)["error"]
+    assert error["details"] == {"error_code": "thread_not_found"}
 
 
 async def test_count_tokens_needs_no_limit_and_counts_the_prompt() -> None:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from atroposlib.envs.server_handling.proxy.dialects.bounded import Bounded
 from atroposlib.envs.server_handling.proxy.dialects.thinking import with_thinking
 from atroposlib.envs.server_handling.turn_matching import calls_of
 
@@ -84,9 +84,8 @@ class GivenTurns:
     """
 
     def __init__(self, *, max_remembered: int = _MAX_REMEMBERED) -> None:
-        self.max_remembered = max_remembered
-        self._by_id: OrderedDict[str, GivenTurn] = OrderedDict()
-        self._by_place: OrderedDict[bytes, GivenTurn] = OrderedDict()
+        self._by_id: Bounded[str, GivenTurn] = Bounded(max_remembered)
+        self._by_place: Bounded[bytes, GivenTurn] = Bounded(max_remembered)
 
     def remember(
         self, turn: GivenTurn, *, ids: Iterable[str], conversation: Sequence[ChatMessage]
@@ -99,11 +98,11 @@ class GivenTurns:
             conversation: Chat messages in front of it.
         """
         for turn_id in [*ids, *(call_id for call_id, _, _ in turn.calls)]:
-            _keep(self._by_id, turn_id, turn, self.max_remembered)
+            self._by_id.keep(turn_id, turn)
         if not turn.calls and turn.text != turn.message.get("content"):
             place = _Conversation()
             place.extend(conversation)
-            _keep(self._by_place, place.key(turn.text), turn, self.max_remembered)
+            self._by_place.keep(place.key(turn.text), turn)
 
     def restore(
         self, entries: Sequence[ChatMessage | SentTurn], before: Sequence[ChatMessage] = ()
@@ -135,7 +134,7 @@ class GivenTurns:
             if turn is None and self._by_place:
                 conversation.extend(messages[num_read:])
                 num_read = len(messages)
-                turn = _recall(self._by_place, conversation.key(entry.text))
+                turn = self._by_place.recall(conversation.key(entry.text))
             messages.append(entry.as_message() if turn is None else turn.message)
         return messages
 
@@ -164,7 +163,7 @@ class GivenTurns:
     def _turn_with_id_of(self, sent: SentTurn) -> GivenTurn | None:
         """Return the turn one of the ids belongs to, unless the client made another of it."""
         for turn_id in [*(str(call["id"]) for call in sent.calls), *sent.ids]:
-            turn = _recall(self._by_id, turn_id)
+            turn = self._by_id.recall(turn_id)
             if turn is not None and turn.is_meant_by(sent):
                 return turn
         return None
@@ -203,16 +202,3 @@ class _Conversation:
         digest = self._digest.copy()
         digest.update(json.dumps(text).encode())
         return digest.digest()
-
-
-def _keep(known: OrderedDict[Any, GivenTurn], key: Any, turn: GivenTurn, limit: int) -> None:
-    known[key] = turn
-    known.move_to_end(key)
-    while len(known) > limit:
-        known.popitem(last=False)
-
-
-def _recall(known: OrderedDict[Any, GivenTurn], key: Any) -> GivenTurn | None:
-    if key in known:
-        known.move_to_end(key)
-    return known.get(key)

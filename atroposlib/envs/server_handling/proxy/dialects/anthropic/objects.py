@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.server_handling.proxy.dialects.answers import ShownAnswer
+from atroposlib.envs.server_handling.proxy.dialects.anthropic.threads import THREAD_NOT_FOUND
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
 
 __all__ = ["content_blocks", "error_body", "message_object", "new_id", "tool_input"]
@@ -32,6 +33,7 @@ _ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+_ERROR_CODES = frozenset({THREAD_NOT_FOUND})
 
 
 def new_id(prefix: str) -> str:
@@ -92,7 +94,13 @@ def message_object(answer: ShownAnswer, content: Sequence[Block], *, model: str)
 
 
 def error_body(refusal: ProxyRefusal) -> dict[str, Any]:
-    """Return `{"type": "error", "error": {"type", "message"}}` in Anthropic's vocabulary."""
+    """Return `{"type": "error", "error": {"type", "message"}}` in Anthropic's vocabulary.
+
+    `error` has `details` with an `error_code` where clients know one.
+    """
     fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(refusal.status, fallback)
-    return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+    error: dict[str, Any] = {"type": kind, "message": str(refusal)}
+    if refusal.code in _ERROR_CODES:
+        error["details"] = {"error_code": refusal.code}
+    return {"type": "error", "error": error}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +21,14 @@ _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING_KINDS = frozenset({"enabled", "adaptive", "between_tools"})
 
 
+class ThreadField(BaseModel):
+    """Asks to hold the conversation, or to go on with a held one."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+    """The Message to go on from; a request that continues has it."""
+
+
 class CountFields(BaseModel):
     """What of a request decides the prompt."""
 
@@ -33,6 +41,7 @@ class CountFields(BaseModel):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thread: ThreadField | None = None
 
     @property
     def splits_thinking(self) -> bool:
@@ -54,7 +63,9 @@ class MessagesFields(CountFields):
 
 
 def read_request(body: Mapping[str, Any]) -> MessagesFields:
-    """Return the fields of a request; refuses malformed ones."""
+    """Return the fields of a request; refuses malformed ones, and tools kept elsewhere."""
+    if body.get("mcp_servers"):
+        refuse("mcp_servers", "not supported: only tools of the agent's own")
     return read_fields(MessagesFields, body)
 
 

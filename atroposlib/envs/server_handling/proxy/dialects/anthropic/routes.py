@@ -6,6 +6,8 @@ POST /messages/count_tokens  count what a request's prompt takes
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from starlette.responses import JSONResponse, Response
 
 from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange, Route
@@ -22,8 +24,12 @@ from atroposlib.envs.server_handling.proxy.dialects.anthropic.requests import (
     read_count,
     read_request,
 )
+from atroposlib.envs.server_handling.proxy.dialects.anthropic.threads import (
+    HeldConversation,
+    MessagesState,
+)
 from atroposlib.envs.server_handling.proxy.dialects.conversing import answer_turn, chat_request
-from atroposlib.envs.server_handling.proxy.dialects.turns import ChatMessage, GivenTurns
+from atroposlib.envs.server_handling.proxy.dialects.turns import ChatMessage
 from atroposlib.envs.server_handling.proxy.sse import Event, stream_events
 
 __all__ = ["ANTHROPIC"]
@@ -33,15 +39,17 @@ _NAME = "anthropic"
 
 async def create_message(exchange: Exchange) -> Response:
     """Answer a request with a Message, or with its events when `stream` is set."""
+    state = _state_of(exchange)
     fields = read_request(exchange.body)
-    conversation = _conversation(fields, exchange)
-    options = chat_options(fields, exchange.body)
-    request = chat_request(options, conversation, param="messages")
-    answer = await answer_turn(exchange, request, splits_thinking=fields.splits_thinking)
+    prompt = _prompt(fields, exchange)
+    answer = await answer_turn(exchange, prompt.request, splits_thinking=fields.splits_thinking)
     content = content_blocks(answer, omits_thinking=fields.omits_thinking)
     signatures = [block["signature"] for block in content if block["type"] == "thinking"]
-    _turns_of(exchange).remember(answer.as_turn, ids=signatures, conversation=conversation)
+    state.turns.remember(answer.as_turn, ids=signatures, conversation=prompt.conversation)
     message = message_object(answer, content, model=exchange.session.model_name)
+    if fields.thread is not None:
+        messages = [*prompt.conversation, answer.message]
+        state.hold(message["id"], HeldConversation(messages, prompt.tools))
     if not fields.stream:
         return JSONResponse(message)
     events = message_events(message, answer)
@@ -50,10 +58,8 @@ async def create_message(exchange: Exchange) -> Response:
 
 async def count_tokens(exchange: Exchange) -> Response:
     """Return how many tokens the prompt of a request takes."""
-    fields = read_count(exchange.body)
-    options = chat_options(fields, exchange.body)
-    request = chat_request(options, _conversation(fields, exchange), param="messages")
-    return JSONResponse({"input_tokens": len(exchange.render(request).token_ids)})
+    prompt = _prompt(read_count(exchange.body), exchange)
+    return JSONResponse({"input_tokens": len(exchange.render(prompt.request).token_ids)})
 
 
 ANTHROPIC = Dialect(
@@ -66,12 +72,28 @@ ANTHROPIC = Dialect(
 )
 
 
-def _turns_of(exchange: Exchange) -> GivenTurns:
-    turns: GivenTurns = exchange.session.dialect_state.setdefault(_NAME, GivenTurns())
-    return turns
+class _Prompt(NamedTuple):
+    """What a request asks the session."""
+
+    request: dict[str, Any]
+    """The chat request."""
+    conversation: list[ChatMessage]
+    """Its messages, before any are joined."""
+    tools: list[dict[str, Any]] | None
+    """Tools as the client defined them, now or when it began."""
 
 
-def _conversation(fields: CountFields, exchange: Exchange) -> list[ChatMessage]:
-    """Return the chat messages of a request."""
+def _state_of(exchange: Exchange) -> MessagesState:
+    state: MessagesState = exchange.session.dialect_state.setdefault(_NAME, MessagesState())
+    return state
+
+
+def _prompt(fields: CountFields, exchange: Exchange) -> _Prompt:
+    state = _state_of(exchange)
+    held = state.continued(fields)
+    tools = held.tools if fields.tools is None else fields.tools
     entries = read_messages(fields.messages, fields.system)
-    return _turns_of(exchange).restore(entries)
+    conversation = state.turns.restore(entries, held.messages)
+    options = chat_options(fields.model_copy(update={"tools": tools}), exchange.body)
+    request = chat_request(options, conversation, param="messages")
+    return _Prompt(request, conversation, tools)
