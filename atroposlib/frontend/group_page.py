@@ -133,7 +133,7 @@ def _render_message(message: Any) -> str:
     text, images = _split_content(message.get("content"))
     calls = message.get("tool_calls")
     if calls:
-        text += f"\n\n```json\n{json.dumps(calls, indent=1, ensure_ascii=False)}\n```"
+        text += f"\n\n```json\n{json.dumps(calls, indent=1, ensure_ascii=False, default=str)}\n```"
     role = str(message.get("role") or "unknown").capitalize()
     return render_markdown(f"**{role}**: {text}") + "".join(_image(url) for url in images)
 

@@ -1,0 +1,174 @@
+"""`view-run`: look at the rollouts of a live service, a stored run or a file, in a browser.
+
+Nothing is registered, taken or reset: a training run goes on as if nobody looked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atroposlib.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from atroposlib.viewer.sources.base import GroupSource
+    from atroposlib.viewer.viewer import Viewer
+
+__all__ = ["build_interface", "find_common_prefix", "main", "view"]
+
+DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+DEFAULT_URL = "http://localhost:8000"
+DEFAULT_PORT = 9001
+TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
+KEYS = "keys: j k next and previous group, l h rollout, n p page of the list, 1 to 8 tabs, / search"
+
+
+def main() -> None:
+    """Serve the pages until SIGINT."""
+    view("view-run", tokenizer=DEFAULT_TOKENIZER, start_page="overview")
+
+
+def view(prog: str, *, tokenizer: str, start_page: str) -> None:
+    """Read the command line and serve the pages.
+
+    Args:
+        prog: name of the command.
+        tokenizer: used where none is named.
+        start_page: page that is open at first.
+    """
+    args = _parser(prog, tokenizer).parse_args()
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    try:
+        viewer = _viewer(
+            _source(args), args.tokenizer, Path(args.metrics) if args.metrics else None
+        )
+    except ConfigError as error:
+        sys.exit(f"{prog}: {error}")
+    try:
+        _serve(viewer, args, start_page)
+    except (MissingExtraError, OSError) as error:
+        sys.exit(f"{prog}: {error}")
+    except KeyboardInterrupt:
+        print()
+    finally:
+        viewer.close()
+
+
+async def build_interface(
+    group_size: int, max_token_len: int, tokenizer: str, port: int
+) -> Any:  # the application
+    """Serve the pages of the service on this machine, without waiting for their end.
+
+    Args:
+        group_size: boxes on the page of plain text.
+        max_token_len: not used: nothing is registered.
+        tokenizer: name or folder.
+        port: to listen on.
+    """
+    from atroposlib.viewer.app import build_app, launch_app
+    from atroposlib.viewer.sources.live import LiveSource
+
+    source = LiveSource(DEFAULT_URL, token=os.environ.get(TOKEN_VARIABLE))
+    app = build_app(_viewer(source, tokenizer, None), group_size=group_size)
+    launch_app(app, port=port)
+    return app
+
+
+def find_common_prefix(strings: list[str]) -> str:
+    """Return the text all strings begin with; empty without strings."""
+    from atroposlib.viewer.texts import find_common_prefix as common_prefix
+
+    return common_prefix(strings)
+
+
+def _serve(viewer: Viewer, args: argparse.Namespace, start_page: str) -> None:
+    from atroposlib.viewer.app import build_app, launch_app
+
+    app = build_app(viewer, start_page=start_page, group_size=args.group_size)
+    url = launch_app(app, host=args.host, port=args.port, share=args.share)
+    print(f"{viewer.source.title} at {url} (Ctrl-C stops it)\n{KEYS}", flush=True)
+    app.block_thread()
+
+
+def _viewer(source: GroupSource, tokenizer: str, metrics: Path | None) -> Viewer:
+    from atroposlib.viewer.token_reader import TokenReader
+    from atroposlib.viewer.viewer import Viewer
+
+    return Viewer(source, TokenReader(tokenizer, _load_tokenizer), metrics_dir=metrics)
+
+
+def _load_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _source(args: argparse.Namespace) -> GroupSource:
+    if args.file:
+        from atroposlib.viewer.sources.jsonl import JsonlSource
+
+        return JsonlSource(Path(args.file))
+    if args.run:
+        from atroposlib.viewer.sources.stored_run import StoredRunSource
+
+        return StoredRunSource(_run_path(args.run, Path(args.data_dir)))
+    from atroposlib.viewer.sources.live import LiveSource
+
+    return LiveSource(args.api_url, token=os.environ.get(TOKEN_VARIABLE))
+
+
+def _run_path(run: str, data_dir: Path) -> Path:
+    from atroposlib.api.store.open import run_file
+
+    is_path = run.endswith(".sqlite3") or "/" in run
+    return Path(run) if is_path else run_file(data_dir, run)
+
+
+def _parser(prog: str, tokenizer: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Look at rollouts in a browser; the run they belong to is never changed. "
+        f"A service that asks for a token is shown the one in {TOKEN_VARIABLE}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--api-url", default=DEFAULT_URL, help="service to look at")
+    where.add_argument("--file", help="JSON Lines file of groups, as `process` writes")
+    where.add_argument("--run", help="stored run: its name, or the path of its .sqlite3 file")
+    parser.add_argument("--data-dir", default="atropos_runs", help="folder of stored runs")
+    parser.add_argument(
+        "--metrics", help="folder with metrics.jsonl files of environments: what they dropped"
+    )
+    parser.add_argument("--tokenizer", default=tokenizer, help="name or folder of the run's own")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=_whole(0, 65535), default=DEFAULT_PORT, help="0: a free one")
+    parser.add_argument(
+        "--group-size", type=_whole(1, 64), default=2, help="boxes on the page of plain text"
+    )
+    parser.add_argument(
+        "--max-token-len",
+        type=int,
+        default=2048,
+        help="taken for older scripts; nothing is registered, so it changes nothing",
+    )
+    parser.add_argument(
+        "--share", action="store_true", help="also open a public link through Gradio's servers"
+    )
+    return parser
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return convert
+
+
+if __name__ == "__main__":
+    main()

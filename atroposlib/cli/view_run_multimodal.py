@@ -1,0 +1,25 @@
+"""`view-run-multimodal`: as `view-run`, open at the page of images."""
+
+from __future__ import annotations
+
+from atroposlib.cli.view_run import build_interface, find_common_prefix, view
+from atroposlib.viewer.chat_text import extract_image_from_chat, extract_text_from_chat
+
+__all__ = [
+    "build_interface",
+    "extract_image_from_chat",
+    "extract_text_from_chat",
+    "find_common_prefix",
+    "main",
+]
+
+DEFAULT_TOKENIZER = "Qwen/Qwen2-VL-2B-Instruct"
+
+
+def main() -> None:
+    """Serve the pages until SIGINT."""
+    view("view-run-multimodal", tokenizer=DEFAULT_TOKENIZER, start_page="images")
+
+
+if __name__ == "__main__":
+    main()

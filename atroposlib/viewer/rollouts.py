@@ -1,0 +1,163 @@
+"""A group as the pages read it, whatever its lines hold: tolerant where the wire is strict; pure.
+
+Files come from older versions and from other programs. A field of the wrong type counts as absent,
+a rollout that lacks one is shown without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atroposlib.scored_data import IGNORE_INDEX
+
+__all__ = ["Group", "Rollout", "group_of", "text_of_content"]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One trajectory of a group; rows are empty where the group has none of that kind."""
+
+    number: int
+    """Its place in the group, from 0."""
+    score: float | None
+    tokens: Sequence[int] = ()
+    masks: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    """[L] `inference_logprobs`."""
+    advantages: Sequence[float] = ()
+    """[L] token-level advantages."""
+    messages: Any = None  # a chat, a text, or None
+    overrides: Any = None  # whatever the environment put there
+
+    def is_trained(self, position: int) -> bool:
+        """Whether a token carries loss."""
+        return position < len(self.masks) and self.masks[position] != IGNORE_INDEX
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that carry loss."""
+        return sum(mask != IGNORE_INDEX for mask in self.masks)
+
+    @property
+    def first_trained(self) -> int:
+        """Position of the first token that carries loss, L without one."""
+        return next((i for i, mask in enumerate(self.masks) if mask != IGNORE_INDEX), len(self))
+
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """Its messages as role and content; a text counts as one message without a role."""
+        if isinstance(self.messages, list):
+            return [m if isinstance(m, dict) else {"content": m} for m in self.messages]
+        return [] if self.messages is None else [{"content": self.messages}]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Group:
+    """G rollouts of one item."""
+
+    rollouts: list[Rollout]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What was read, for fields that belong to the whole group."""
+
+    @property
+    def scores(self) -> list[float]:
+        """The scores that are numbers."""
+        return [rollout.score for rollout in self.rollouts if rollout.score is not None]
+
+    def advantage(self, rollout: Rollout) -> float | None:
+        """Return the score of a rollout less the group's mean, in standard deviations."""
+        scores = self.scores
+        if rollout.score is None or not scores:
+            return None
+        mean = sum(scores) / len(scores)
+        deviation = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
+        return (rollout.score - mean) / deviation if deviation > 0 else 0.0
+
+    @property
+    def num_shared_messages(self) -> int:
+        """How many messages all rollouts begin with; the last one is never counted."""
+        chats = [rollout.chat for rollout in self.rollouts]
+        shortest = min((len(chat) for chat in chats), default=0)
+        if shortest == 0:
+            return 0
+        first = chats[0]
+        for i in range(shortest - 1):
+            is_answer = first[i].get("role") == "assistant"
+            if is_answer or any(chat[i] != first[i] for chat in chats):
+                return i
+        return shortest - 1
+
+
+def group_of(fields: Mapping[str, Any]) -> Group:
+    """Read a decoded group.
+
+    Args:
+        fields: may hold anything under any name.
+    """
+    columns = {
+        name: _rows(fields.get(name))
+        for name in (
+            "tokens", "masks", "scores", "inference_logprobs", "advantages", "messages", "overrides"
+        )
+    }  # fmt: skip
+    count = max(len(columns[name]) for name in ("tokens", "scores", "messages"))
+    return Group([_rollout(columns, number) for number in range(count)], fields)
+
+
+def text_of_content(content: Any) -> str:
+    """Return the text of a message's content; parts that are no text are named in brackets."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return str(content)
+    return "\n".join(_text_of_part(part) for part in content)
+
+
+def _text_of_part(part: Any) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    if "text" in part:
+        return str(part["text"])
+    return f"[{part.get('type', 'unknown')} part]"
+
+
+def _rollout(columns: Mapping[str, Sequence[Any]], number: int) -> Rollout:
+    def entry(name: str) -> Any:
+        rows = columns[name]
+        return rows[number] if number < len(rows) else None
+
+    return Rollout(
+        number=number,
+        score=_number(entry("scores")),
+        tokens=_integers(entry("tokens")),
+        masks=_integers(entry("masks")),
+        logprobs=_numbers(entry("inference_logprobs")),
+        advantages=_numbers(entry("advantages")),
+        messages=entry("messages"),
+        overrides=entry("overrides"),
+    )
+
+
+def _rows(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _integers(value: Any) -> Sequence[int]:
+    return value if isinstance(value, list) and set(map(type, value)) <= {int} else ()
+
+
+def _numbers(value: Any) -> Sequence[float]:
+    return value if isinstance(value, list) and set(map(type, value)) <= {int, float} else ()
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None

@@ -1,0 +1,166 @@
+"""Text of single tokens, and whether a tokenizer is the one a run was made with.
+
+The tokenizer is loaded in the background: pages show ids until it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from atroposlib.viewer.rollouts import Group, Rollout, text_of_content
+
+__all__ = ["TokenPiece", "TokenReader"]
+
+logger = logging.getLogger(__name__)
+
+REPLACEMENT = "\ufffd"
+_MAX_JOINED = 8
+"""Bytes of one character are spread over this many tokens at most."""
+_MIN_COMPARED = 40
+_LEAST_AGREEMENT = 0.8
+_COMPARED_TOKENS = 600
+
+
+class TokenPiece(NamedTuple):
+    """One token as it is shown."""
+
+    text: str
+    is_special: bool
+
+
+class TokenReader:
+    """Reads tokens with the tokenizer of a name, or as ids while there is none.
+
+    Args:
+        name: what `load` is given.
+        load: returns a tokenizer; called once, in a thread of its own.
+    """
+
+    def __init__(self, name: str, load: Callable[[str], Any]) -> None:
+        self.name = name
+        self.problem: str | None = None
+        """Why there is no tokenizer; None while it is being loaded and when it is there."""
+        self._tokenizer: Any = None  # transformers carries no types
+        self._pieces: dict[int, TokenPiece] = {}
+        self._special: frozenset[int] = frozenset()
+        self._size = 0
+        self._ready = threading.Event()
+        threading.Thread(
+            target=self._load, args=(load,), name="tokenizer-loader", daemon=True
+        ).start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until loading has ended; return whether there is a tokenizer."""
+        self._ready.wait(timeout_s)
+        return self.is_ready
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode ids, special tokens included; ids in brackets while there is no tokenizer."""
+        if not self.is_ready or any(not 0 <= i < self._size for i in ids):
+            return "".join(piece.text for piece in self.pieces(ids))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def pieces(self, ids: Sequence[int]) -> list[TokenPiece]:
+        """Return the text of each token; a character spread over several is given to the last."""
+        pieces = [self._piece(token_id) for token_id in ids]
+        if not self.is_ready:
+            return pieces
+        start = 0
+        while start < len(ids):
+            if REPLACEMENT in pieces[start].text:
+                start = self._join(ids, pieces, start)
+            start += 1
+        return pieces
+
+    def mismatch(self, group: Group) -> str | None:
+        """Say why this tokenizer is not the one a group was made with; None when it may be.
+
+        Ids beyond the vocabulary prove it, as does an answer whose text the tokens do not give.
+        Without messages the text is tokenised again: the wrong tokenizer gives other ids.
+        """
+        if not self.is_ready:
+            return None
+        highest = max((max(r.tokens, default=0) for r in group.rollouts), default=0)
+        if highest >= self._size:
+            return (
+                f"tokenizer {self.name} has {self._size:,} tokens and this group has id "
+                f"{highest:,}: it was made with another tokenizer"
+            )
+        for rollout in group.rollouts[:2]:
+            reason = self._mismatch_of(rollout)
+            if reason:
+                return f"tokenizer {self.name} does not seem to fit this group: {reason}"
+        return None
+
+    def _mismatch_of(self, rollout: Rollout) -> str | None:
+        if not len(rollout):
+            return None
+        answers = [m for m in rollout.chat if m.get("role") == "assistant"] or rollout.chat
+        content = text_of_content(answers[-1].get("content")) if answers else ""
+        wanted = "".join(content.split())[:200]
+        if wanted:
+            found = "".join(self.text(rollout.tokens).split())
+            if wanted in found:
+                return None
+            # A reader of the answer may have taken parts out of it: most of the words do as well.
+            words = content.split()[:100]
+            share = sum("".join(word.split()) in found for word in words) / len(words)
+            return None if share >= _LEAST_AGREEMENT else "its tokens do not spell its messages"
+        ids = list(rollout.tokens[:_COMPARED_TOKENS])
+        if len(ids) < _MIN_COMPARED:
+            return None
+        again = self._tokenizer.encode(self.text(ids), add_special_tokens=False)
+        kept = sum((Counter(ids) & Counter(again)).values()) / len(ids)
+        if kept >= _LEAST_AGREEMENT:
+            return None
+        return f"of its tokens {kept:.0%} come back when their text is tokenised again"
+
+    def _load(self, load: Callable[[str], Any]) -> None:
+        try:
+            tokenizer = load(self.name)
+            self._size = len(tokenizer)
+            added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+            self._special = frozenset(tokenizer.all_special_ids) | frozenset(added)
+            self._pieces.clear()
+            self._tokenizer = tokenizer
+        except Exception as error:
+            logger.info("tokenizer %s cannot be loaded", self.name, exc_info=error)
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            self.problem = (
+                f"tokenizer {self.name} could not be loaded; name the run's own, or a folder with "
+                f"it, with --tokenizer ({reason[0][:120]})"
+            )
+        finally:
+            self._ready.set()
+
+    def _piece(self, token_id: int) -> TokenPiece:
+        known = self._pieces.get(token_id)
+        if known is None:
+            is_readable = self.is_ready and 0 <= token_id < self._size
+            text = self._tokenizer.decode([token_id]) if is_readable else f"⟨{token_id}⟩"
+            known = TokenPiece(str(text), token_id in self._special)
+            if self.is_ready:
+                self._pieces[token_id] = known
+        return known
+
+    def _join(self, ids: Sequence[int], pieces: list[TokenPiece], start: int) -> int:
+        """Spell a character out of the tokens from `start`; return the last one it takes."""
+        for stop in range(start + 2, min(len(ids), start + _MAX_JOINED) + 1):
+            if any(not 0 <= i < self._size for i in ids[start:stop]):
+                break
+            text = str(self._tokenizer.decode(list(ids[start:stop])))
+            if REPLACEMENT not in text:
+                for i in range(start, stop - 1):
+                    pieces[i] = TokenPiece("·", False)
+                pieces[stop - 1] = TokenPiece(text, False)
+                return stop - 1
+        return start

@@ -1,0 +1,73 @@
+"use strict";
+(function () {
+  var tip = null;
+  var keys = {
+    j: "v-next-group", ArrowRight: "v-next-group", k: "v-previous-group",
+    ArrowLeft: "v-previous-group", l: "v-next-rollout", h: "v-previous-rollout",
+    n: "v-next-rows", p: "v-previous-rows"
+  };
+
+  function press(id) {
+    var found = document.getElementById(id);
+    if (found) { found.click(); }
+  }
+
+  function tabs() {
+    return Array.from(document.querySelectorAll("#v-tabs button[role=tab]"));
+  }
+
+  function isTyping(target) {
+    return target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
+  }
+
+  function onKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) { return; }
+    if (isTyping(event.target)) {
+      if (event.key === "Escape") { event.target.blur(); }
+      return;
+    }
+    if (event.key in keys) {
+      if (event.target.getAttribute("role") === "tab") { event.target.blur(); }
+      event.preventDefault();
+      event.stopPropagation();
+      press(keys[event.key]);
+    } else if (/^[1-8]$/.test(event.key) && tabs()[event.key - 1]) {
+      tabs()[event.key - 1].click();
+    } else if (event.key === "/") {
+      event.preventDefault();
+      press("v-tab-groups-button");
+      setTimeout(function () {
+        var box = document.querySelector("#v-search textarea, #v-search input");
+        if (box) { box.focus(); box.select(); }
+      }, 100);
+    } else if (event.key === "Enter" && event.target.matches("tr[data-group], [data-rollout]")) {
+      event.target.click();
+    }
+  }
+
+  function onPoint(event) {
+    var token = event.target.closest ? event.target.closest("[data-t]") : null;
+    if (!token) {
+      if (tip) { tip.hidden = true; }
+      return;
+    }
+    if (!tip) {
+      tip = document.createElement("div");
+      tip.id = "v-tip";
+      tip.setAttribute("role", "tooltip");
+      document.body.appendChild(tip);
+    }
+    tip.textContent = token.dataset.t;
+    tip.hidden = false;
+    var box = token.getBoundingClientRect();
+    var width = tip.offsetWidth;
+    var left = Math.min(Math.max(4, event.clientX - 20), window.innerWidth - width - 8);
+    var above = box.top - tip.offsetHeight - 4;
+    tip.style.left = left + "px";
+    tip.style.top = (above > 4 ? above : box.bottom + 4) + "px";
+  }
+
+  document.addEventListener("keydown", onKey, true);
+  document.addEventListener("mouseover", onPoint);
+  document.addEventListener("scroll", function () { if (tip) { tip.hidden = true; } }, true);
+}());
