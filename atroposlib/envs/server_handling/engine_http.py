@@ -19,6 +19,7 @@ __all__ = ["EngineHttp", "decode_answer", "decode_raw", "root_of"]
 
 _PROBE_TIMEOUT_S = 10.0
 _ERROR_TEXT_LIMIT = 2000
+_LONG_BYTES = 2**17
 
 
 def root_of(base_url: str) -> str:
@@ -74,10 +75,10 @@ class EngineHttp:
         if len(raw) > STEP_BYTES and response.status < 400:
             return await self._decode_long(raw)
         await self.turns.turn(answer_cost_s(len(raw)))
-        if decoder is not None and response.status < 400:
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                return decoder.decode(raw)
-        return decode_raw(response, raw)
+        answer = _decode_with(decoder, response, raw)
+        if len(raw) > _LONG_BYTES:  # what is done with it takes as long again
+            await asyncio.sleep(0)
+        return answer
 
     async def _decode_long(self, raw: bytes) -> Any:
         try:
@@ -120,6 +121,15 @@ class EngineHttp:
                 headers=self._headers, connector=aiohttp.TCPConnector(limit=0)
             )
         return self._session
+
+
+def _decode_with(
+    decoder: msgspec.json.Decoder[Any] | None, response: aiohttp.ClientResponse, raw: bytes
+) -> Any:
+    if decoder is not None and response.status < 400:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return decoder.decode(raw)
+    return decode_raw(response, raw)
 
 
 def _loads(raw: bytes) -> Any:
