@@ -6,13 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from atroposlib.api.client_rules import auth_headers
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.exporting.groups import RawGroup
+
+if TYPE_CHECKING:
+    import httpx
 
 __all__ = ["consume_groups", "fetch_batch", "register_trainer", "registration"]
 
@@ -44,6 +45,8 @@ async def register_trainer(
     Raises:
         TrajectoryApiError: the service is away or refuses.
     """
+    import httpx
+
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=auth_headers(token)) as client:
         return [
             await _answer(client, "GET", f"{api_url}/reset_data"),
@@ -57,6 +60,8 @@ async def fetch_batch(api_url: str, *, token: str | None = None) -> list[dict[st
     Raises:
         TrajectoryApiError: the service is away or refuses.
     """
+    import httpx
+
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=auth_headers(token)) as client:
         answer = await _answer(client, "GET", f"{api_url}/batch")
     if not isinstance(answer, dict) or answer.get("status") == "error":
@@ -88,6 +93,8 @@ def consume_groups(
 async def _answer(
     client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None
 ) -> Any:
+    import httpx
+
     try:
         reply = await client.request(method, url, json=body)
     except (httpx.HTTPError, asyncio.TimeoutError) as error:

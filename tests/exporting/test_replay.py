@@ -1,0 +1,299 @@
+"""`atropos-replay`: scoring anew without a model, posting to a real service, comparing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from atroposlib.cli import replay
+from atroposlib.exporting.groups import ExportGroup
+from atroposlib.exporting.replay.comparing import comparison_text, record_run
+from atroposlib.exporting.replay.recorded_engine import (
+    NotRecordedError,
+    RecordedGroup,
+    RecordedModel,
+)
+from tests.exporting.conftest import Service
+from tests.exporting.samples import make_group, make_groups, read_records, write_groups
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+SINGLE_TURN = """
+from atroposlib.envs.single_turn_env import SingleTurnEnv
+
+
+class AddingEnv(SingleTurnEnv):
+    name = "adding"
+
+    async def setup(self):
+        self.next = 0
+
+    async def get_next_item(self):
+        self.next += 1
+        return None if self.next > 50 else self.next - 1
+
+    def prompt(self, item):
+        return [{"role": "user", "content": f"What is {item} + {item}?"}]
+
+    async def score(self, item, answer):
+        if not answer:
+            return -1.0
+        return float(answer == f"The answer is {item + item}")
+"""
+
+SEVERAL_TURNS = """
+from atroposlib.envs.base import BaseEnv
+
+
+class AskingTwiceEnv(BaseEnv):
+    name = "twice"
+
+    async def setup(self):
+        self.next = 0
+
+    async def get_next_item(self):
+        self.next += 1
+        return self.next
+
+    async def collect_trajectory(self, item):
+        messages = [{"role": "user", "content": f"first {item}"}]
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            for follow_up in ("again", None):
+                answer = await managed.chat_completion(messages=messages, n=1, max_tokens=20)
+                text = answer.choices[0].message.content
+                messages.append({"role": "assistant", "content": text})
+                if follow_up:
+                    messages.append({"role": "user", "content": follow_up})
+            [node] = managed.get_state()["nodes"]
+        score = float(len(messages[1]["content"]) + len(messages[3]["content"]))
+        return {"tokens": node.tokens, "masks": node.masked_tokens, "scores": score}, []
+
+    async def evaluate(self, *args, **kwargs):
+        pass
+"""
+
+
+@pytest.fixture
+def score(
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., Any]:
+    """Scores groups with a script; in this process, where transformers is loaded already."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(code: str, groups: list[Any], *words: object) -> SimpleNamespace:
+        script = tmp_path / "some_environment.py"
+        script.write_text(code)
+        source = write_groups(tmp_path / "recorded.jsonl", groups)
+        flags = ("--env", script, *words, "--env.tokenizer_name", tokenizer.name_or_path)
+        argv = ["atropos-replay", "score", source, *flags]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in argv])
+        code_of_exit: Any = 0
+        try:
+            replay.main()
+        except SystemExit as ended:
+            code_of_exit = ended.code
+        shown = capsys.readouterr()
+        return SimpleNamespace(returncode=code_of_exit, stdout=shown.out, stderr=shown.err)
+
+    return run
+
+
+def test_scores_of_today_stand_beside_the_recorded_ones(
+    score: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    groups = make_groups(tokenizer, 3)
+    groups[1] = make_group(
+        tokenizer, "What is 1 + 1?", ["The answer is 2", "The answer is"], [1.0, 0.0], cut=[1]
+    )
+    unasked = make_group(tokenizer, "Who are you?", ["me", "you"], [1.0, 0.0])
+
+    done = score(SINGLE_TURN, [*groups, unasked], "--save", tmp_path / "new.jsonl")
+
+    assert done.returncode == 0, done.stderr
+    # 1, -1, 0, 2 before; the first answer is right, the others are wrong
+    assert "3 of 4 groups scored again, 3 changed, 5 of 10 trajectories" in done.stdout
+    assert "line 1: 2: -1 to 0, 4: 2 to 0" in done.stdout
+    assert "line 2: 2: 0 to -1" in done.stdout  # the completion was cut: its answer is empty
+    assert "1 groups not found" in done.stdout
+    saved = read_records(tmp_path / "new.jsonl")
+    assert [group["scores"] for group in saved] == [[1, 0, 0, 0], [1, -1], [1, 0, 0, 0]]
+    assert saved[0]["old_scores"] == [1, -1, 0, 2]
+    assert saved[0]["tokens"] == groups[0]["tokens"]
+
+
+def two_turns(tokenizer: Any, item: int, first: str, second: str) -> tuple[list[int], list[int]]:
+    end = f"{tokenizer.eos_token}"
+    parts = [
+        (f"<|im_start|>user\nfirst {item}{end}\n<|im_start|>assistant\n", False),
+        (f"{first}{end}", True),
+        (f"\n<|im_start|>user\nagain{end}\n<|im_start|>assistant\n", False),
+        (f"{second}{end}", True),
+    ]
+    ids: list[int] = []
+    masks: list[int] = []
+    for text, is_trained in parts:
+        own = tokenizer.encode(text, add_special_tokens=False)
+        ids += own
+        masks += own if is_trained else [-100] * len(own)
+    return ids, masks
+
+
+def test_several_turns_are_played_as_they_were(score: Callable[..., Any], tokenizer: Any) -> None:
+    rows = [two_turns(tokenizer, 2, *texts) for texts in (("a", "bb"), ("a", "cccc"), ("dd", "e"))]
+    group = {
+        "tokens": [row[0] for row in rows],
+        "masks": [row[1] for row in rows],
+        "scores": [0.0, 0.0, 3.0],
+    }
+
+    done = score(SEVERAL_TURNS, [group], "--max-items", 5)
+
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 groups scored again, 1 changed, 2 of 3 trajectories" in done.stdout
+    assert "line 1: 1: 0 to 3, 2: 0 to 5" in done.stdout
+
+
+def test_script_without_the_environment_and_unknown_flags_are_said(
+    score: Callable[..., Any], tokenizer: Any
+) -> None:
+    groups = make_groups(tokenizer, 1)
+
+    none = score("x = 1", groups)
+    unknown = score(SINGLE_TURN, groups, "--env.group_sise", 3)
+
+    assert (none.returncode, unknown.returncode) == (2, 2)
+    assert "has no environment; name one as" in none.stderr
+    assert "unknown flag --env.group_sise" in unknown.stderr
+    assert "Traceback" not in none.stderr + unknown.stderr
+
+
+def test_what_was_not_recorded_is_never_made_up() -> None:
+    group = RecordedGroup(
+        "line 1", [[1, 2, 3], [1, 2, 4]], [[-100, 2, 3], [-100, 2, 4]], [0, 1], None
+    )
+    model = RecordedModel([group], end_ids=[3])
+    with pytest.raises(NotRecordedError):
+        model.answer([1], 1)
+    assert model.play_next() is group
+
+    turns = model.answer([1], 2)
+
+    assert [turn.ids for turn in turns] == [[2, 3], [2, 4]]
+    assert [model.finish_reason(turn) for turn in turns] == ["stop", "length"]
+    with pytest.raises(NotRecordedError, match=r"1 replies .* 0 are recorded"):
+        model.answer([1], 1)
+    with pytest.raises(NotRecordedError):
+        model.answer([1, 2], 1)
+
+
+def test_groups_are_posted_at_a_pace(
+    start_service: Callable[..., Service], run_command: Run, groups_file: Path, tmp_path: Path
+) -> None:
+    service = start_service("--run", "r", "--data-dir", str(tmp_path))
+    service.register()
+    lines = groups_file.read_text().splitlines()
+    groups_file.write_text(
+        "\n".join([lines[0], "broken", *lines[1:4], '{"tokens": 1}', *lines[4:]])
+    )
+    words = ("--api-url", service.url, "--rate", 20, "--skip", 2, "--num-groups", 8)
+
+    started = time.monotonic()
+    done = run_command("replay", "post", groups_file, *words)
+    duration_s = time.monotonic() - started
+
+    assert done.returncode == 0, done.stderr
+    assert "8 groups, 32 trajectories posted" in done.stdout
+    assert "line 2 is left out" in done.stderr
+    assert duration_s > 7 / 20
+    assert service.status()["queue_size"] == 8
+    first = httpx.get(f"{service.url}/groups/0/payload").json()
+    assert first["tokens"] == json.loads(lines[2])["tokens"]
+    # The stored run is a record, too.
+    again = run_command(
+        "replay", "post", "r", "--data-dir", tmp_path, "--api-url", service.url, "--num-groups", 2
+    )
+    assert "2 groups, 8 trajectories posted" in again.stdout, again.stderr
+
+
+def test_service_that_is_gone_is_said_with_how_to_go_on(
+    run_command: Run, groups_file: Path, free_port: int
+) -> None:
+    url = f"http://127.0.0.1:{free_port}"
+
+    done = run_command("replay", "post", groups_file, "--api-url", url, "--patience-s", 0.1)
+
+    assert done.returncode == 2
+    assert "is the trajectory service running there?" in done.stderr
+
+
+async def test_posting_stops_where_the_service_went_away(groups: list[Any]) -> None:
+    from atroposlib.errors import TrajectoryApiError
+    from atroposlib.exporting.replay.posting import PostingStoppedError, post_groups
+
+    class Failing:
+        num_posts = 0
+
+        async def post_group(self, group: Any, *, key: str) -> None:
+            self.num_posts += 1
+            if self.num_posts == 2:
+                raise TrajectoryApiError("POST answered 422: bad", status=422)
+            if self.num_posts > 3:
+                raise TrajectoryApiError("POST got no answer")
+
+    told: list[str] = []
+    with pytest.raises(PostingStoppedError, match="got no answer") as caught:
+        await post_groups(
+            Failing(),  # type: ignore[arg-type]
+            ((f"line {i}", group) for i, group in enumerate(groups)),
+            groups_per_s=None,
+            max_in_flight=1,
+            tell=told.append,
+        )
+
+    assert (caught.value.posted.num_groups, caught.value.posted.num_refused) == (2, 1)
+    assert told == ["line 1 was refused: POST answered 422: bad"]
+
+
+def test_two_runs_are_compared_by_prompt() -> None:
+    def group(prompt: int, answers: list[int], scores: list[float]) -> ExportGroup:
+        return ExportGroup(
+            tokens=[[prompt, answer] for answer in answers],
+            masks=[[-100, answer] for answer in answers],
+            scores=scores,
+        )
+
+    first = record_run([("line 1", group(1, [5, 6], [0, 1])), ("line 2", group(2, [5], [1]))])
+    second = record_run([("line 1", group(3, [5], [1])), ("line 2", group(1, [6, 7], [1, 1]))])
+
+    text = comparison_text(first, second, names=("a", "b"))
+
+    assert "1 prompts are in both, 1 only in a, 1 only in b" in text
+    assert "1 different completions of these prompts are in both" in text
+    assert "mean score of 1 of them is higher in the second run, of 0 lower" in text
+    assert "line 1 and line 2: 0.5 to 1" in text
+    assert "mean score              0.6667  1" in text
+
+
+def test_diff_names_what_cannot_be_read(
+    run_command: Run, groups_file: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(groups_file.read_text().splitlines()[0] + "\n{\n")
+
+    done = run_command("replay", "diff", groups_file, broken)
+
+    assert done.returncode == 0, done.stderr
+    assert "line 2 is left out: not JSON" in done.stderr
+    assert "1 prompts are in both, 19 only in" in done.stdout
