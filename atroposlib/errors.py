@@ -10,6 +10,7 @@ __all__ = [
     "AtroposError",
     "ConfigError",
     "ContextOverflowError",
+    "EngineSetupError",
     "GroupError",
     "InferenceError",
     "MissingExtraError",
@@ -45,7 +46,27 @@ class InferenceError(AtroposError, RuntimeError):
 
 
 class ContextOverflowError(InferenceError):
-    """The prompt and its completion do not fit the engine's context."""
+    """The prompt and its completion do not fit the engine's context.
+
+    Attributes:
+        prompt_tokens: Length of the prompt, None when the engine did not say.
+        context_tokens: What prompt and completion may take together, None likewise.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        prompt_tokens: int | None = None,
+        context_tokens: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+
+
+class EngineSetupError(ConfigError, InferenceError):
+    """An inference server is not as it is configured; names what was tried and the remedy."""
 
 
 class RunStoreError(AtroposError, OSError):

@@ -24,11 +24,14 @@ def logprob_of(token_id: int, position: int) -> float:
 class Fault:
     """What happens to one request instead of an answer.
 
-    `hang` answers after `ScriptedEngine.stop`, `drop` closes the connection, `garbage` sends a
-    200 that is not JSON, `fewer_choices` answers one choice, `no_logprobs` leaves them out.
+    `hang` answers after `ScriptedEngine.stop`, `drop` closes the connection, `cut` closes it in
+    the middle of an answer, `garbage` sends a 200 that is not JSON, `fewer_choices` answers one
+    choice, `no_logprobs` leaves them out.
     """
 
-    kind: Literal["status", "hang", "drop", "garbage", "fewer_choices", "no_logprobs"] = "status"
+    kind: Literal["status", "hang", "drop", "cut", "garbage", "fewer_choices", "no_logprobs"] = (
+        "status"
+    )
     status: int = 500
     message: str = "scripted failure"
     headers: dict[str, str] = field(default_factory=dict)
@@ -181,6 +184,8 @@ class ScriptedEngine:
         if fault is not None and fault.kind == "drop" and request.transport is not None:
             request.transport.close()
             return web.Response()
+        if fault is not None and fault.kind == "cut":
+            return await _cut_short(request)
         if fault is not None and fault.kind == "garbage":
             return web.Response(text="<html>not json</html>", content_type="application/json")
         if fault is not None and fault.kind == "status":
@@ -309,6 +314,16 @@ class ScriptedEngine:
 
 class _BadRequest(Exception):
     pass
+
+
+async def _cut_short(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "4096"})
+    response.content_type = "application/json"
+    await response.prepare(request)
+    await response.write(b'{"choices": [{"index": 0, "text": "hal')
+    if request.transport is not None:
+        request.transport.close()
+    return response
 
 
 def _refusal(status: int, message: str, headers: Mapping[str, str]) -> web.Response:

@@ -11,10 +11,10 @@ import openai
 import pytest
 from tenacity import RetryError
 
+from atroposlib.envs.server_handling.engine_refusals import as_context_overflow
 from atroposlib.envs.server_handling.retry import (
     EngineStatusError,
     RetriesExhaustedError,
-    as_context_overflow,
     backoff_s,
     is_outage_suspect,
     is_retryable,
@@ -107,3 +107,50 @@ def test_exhausted_retries_are_both_error_kinds_and_keep_the_last_one() -> None:
     assert isinstance(error, RetryError)
     assert str(error) == "3 attempts failed"
     assert error.last_attempt.exception() is last
+
+
+@pytest.mark.parametrize(
+    ("said", "prompt_tokens", "context_tokens"),
+    [
+        (
+            "This model's maximum context length is 256 tokens. However, you requested 9 output "
+            "tokens and your prompt contains 250 input tokens, for a total of 259 tokens.",
+            250,
+            256,
+        ),
+        (
+            "This model's maximum context length is 256 tokens. However, you requested 9 output "
+            "tokens and your prompt contains at least 250 input tokens.",
+            250,
+            256,
+        ),
+        (
+            "This model's maximum context length is 4097 tokens. However, you requested 5000 "
+            "tokens (4500 in the messages, 500 in the completion).",
+            4500,
+            4097,
+        ),
+        (
+            "The input (300 tokens) is longer than the model's context length (256 tokens).",
+            300,
+            256,
+        ),
+        (
+            "Requested token count exceeds the model's maximum context length of 256 tokens. You "
+            "requested a total of 310 tokens: 10 tokens from the input messages and 300 tokens "
+            "for the completion.",
+            10,
+            256,
+        ),
+        ("context_length_exceeded", None, None),
+    ],
+)
+def test_context_overflow_names_prompt_length_and_limit(
+    said: str, prompt_tokens: int | None, context_tokens: int | None
+) -> None:
+    overflow = as_context_overflow(engine_error(400, said))
+
+    assert overflow is not None
+    assert (overflow.prompt_tokens, overflow.context_tokens) == (prompt_tokens, context_tokens)
+    for number in filter(None, (prompt_tokens, context_tokens)):
+        assert f"of {number} tokens" in str(overflow)

@@ -29,7 +29,7 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault(status=500), Fault(status=429), Fault("drop"), Fault("garbage")]
+    "fault", [Fault(status=500), Fault(status=429), Fault("drop"), Fault("cut"), Fault("garbage")]
 )
 @pytest.mark.parametrize("kind", [OpenAIServer, VLLMServer])
 async def test_passing_fault_is_retried_until_an_answer_comes(
@@ -58,7 +58,7 @@ async def test_lasting_fault_ends_after_three_attempts(
     assert len(engine.requests) == 3
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
+@pytest.mark.parametrize("status", [400, 405, 422])
 async def test_refusal_is_raised_at_once_as_it_came(
     status: int, engine: ScriptedEngine, make_server: MakeServer
 ) -> None:
@@ -132,6 +132,22 @@ async def test_hang_past_the_timeout_counts_as_an_attempt(
         await server.completion(prompt="hi", timeout=0.05)
 
     assert server.attempts_list[-1] == 2
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault("drop"), Fault("cut"), Fault("garbage"), Fault(status=500)]
+)
+async def test_native_route_is_asked_again_after_an_unusable_answer(
+    fault: Fault, engine: ScriptedEngine, make_server: MakeServer
+) -> None:
+    server = make_server(engine, VLLMServer)
+    await server.tokens_and_logprobs_completion(prompt="hi")
+    engine.fail_next(fault)
+
+    _, ids, logprobs, _ = await server.tokens_and_logprobs_completion(prompt="hi")
+
+    assert len(ids[0]) == len(logprobs[0]) > 0
+    assert server.attempts_list == [1, 2]
 
 
 async def test_fewer_choices_than_asked_for_are_not_accepted(

@@ -260,7 +260,7 @@ async def test_sessions_opened_together_spread_over_the_servers(
         sessions = [await stack.enter_async_context(manager.managed_server()) for _ in range(4)]
 
         first, second = manager.servers
-        assert [session.server for session in sessions] == [first, second, first, second]
+        assert [s.server.current for s in sessions] == [first, second, first, second]
 
 
 async def test_session_records_and_is_emptied_at_its_end(make_manager: MakeManager) -> None:

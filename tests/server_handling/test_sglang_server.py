@@ -138,6 +138,7 @@ async def test_prompt_logprobs_come_per_position_with_the_width_asked_for(
     [
         Fault(status=500),
         Fault("drop"),
+        Fault("cut"),
         Fault("garbage"),
         Fault("no_logprobs"),
         Fault("fewer_choices"),

@@ -81,6 +81,13 @@ class APIServerConfig(ServerBaseline):
         "is down.",
     )
 
+    startup_timeout: float = Field(
+        default=60.0,
+        ge=0,
+        description="Longest wait for a server that has never answered, in seconds; then requests "
+        "fail and say what to check. One that has answered is waited for without limit.",
+    )
+
     @property
     def known_base_url(self) -> str | None:
         """The configured address, None when it is not set."""

@@ -20,11 +20,15 @@ class ServerHealth:
 
     Invariant: while `is_up` is False because of a probe, one watcher task is running that sets it
     back. A verdict set from outside stands until the next probe.
+
+    Attributes:
+        has_answered: Whether the server ever answered; until then its address may be wrong.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.watcher: asyncio.Task[None] | None = None
+        self.has_answered = False
         self._is_up = True
         self._probing: asyncio.Task[bool] | None = None
 
@@ -55,6 +59,7 @@ class ServerHealth:
             self._probing = asyncio.create_task(_run(probe))
         assert self._probing is not None
         self.is_up = await asyncio.shield(self._probing)
+        self.has_answered = self.has_answered or self.is_up
         return self.is_up
 
     async def close(self) -> None:

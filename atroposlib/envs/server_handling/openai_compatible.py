@@ -50,6 +50,11 @@ class OpenAICompatibleServer(APIServer):
         import openai  # here, since it takes a second and `--help` makes no client
 
         super().__init__(config, reasoning_config)
+        if not (config.known_base_url or "http://").startswith(("http://", "https://")):
+            raise ConfigError(
+                f"base_url is {config.base_url!r}; expected an address such as "
+                "http://localhost:9001/v1"
+            )
         try:
             self.openai = openai.AsyncClient(
                 api_key=config.key_for_client,

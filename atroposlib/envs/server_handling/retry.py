@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 
 import aiohttp
 from tenacity import Future, RetryError
 
-from atroposlib.errors import ConfigError, ContextOverflowError, InferenceError
+from atroposlib.errors import (
+    ConfigError,
+    ContextOverflowError,
+    InferenceError,
+)
 from atroposlib.utils import io
 
 __all__ = [
@@ -17,9 +20,9 @@ __all__ = [
     "EngineStatusError",
     "RetriesExhaustedError",
     "ServerDownError",
-    "as_context_overflow",
     "backoff_s",
     "describe",
+    "describe_connection",
     "http_status",
     "is_outage_suspect",
     "is_retryable",
@@ -48,12 +51,6 @@ _PROGRAMMING_ERRORS = (
     NotImplementedError,
     TypeError,
     ValueError,
-)
-
-_OVERFLOW_TEXT = re.compile(
-    r"maximum context length|max_model_len|maximum model length|context_length_exceeded"
-    r"|longer than the model's context",
-    re.IGNORECASE,
 )
 
 
@@ -155,16 +152,14 @@ def backoff_s(attempt: int, *, longest_s: float, draw: float) -> float:
     return float(draw * min(longest_s, 2.0 ** (attempt - 1)))
 
 
-def as_context_overflow(error: BaseException) -> ContextOverflowError | None:
-    """Return the typed error when an engine refused a request as too long, else None."""
-    if http_status(error) not in (400, 413, 422) or not _OVERFLOW_TEXT.search(str(error)):
-        return None
-    return ContextOverflowError(
-        "the request does not fit the engine's context; shorten the prompt or lower max_tokens. "
-        f"The engine said: {error}"
-    )
-
-
 def describe(error: BaseException) -> str:
     """Return the type and text of an error, for messages."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def describe_connection(error: BaseException) -> str:
+    """Return why a server could not be reached; the OpenAI client says it in the cause only."""
+    innermost = error
+    while innermost.__cause__ is not None:
+        innermost = innermost.__cause__
+    return describe(innermost)

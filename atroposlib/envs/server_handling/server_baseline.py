@@ -25,6 +25,7 @@ from atroposlib.envs.server_handling.config import (
     OpenaiConfig,
     ServerBaseline,
 )
+from atroposlib.envs.server_handling.engine_refusals import as_context_overflow, as_setup_error
 from atroposlib.envs.server_handling.health import ServerHealth
 from atroposlib.envs.server_handling.loop_turns import SEND_COST_S, LoopTurns
 from atroposlib.envs.server_handling.reasoning import (
@@ -38,9 +39,9 @@ from atroposlib.envs.server_handling.retry import (
     MAX_OUTAGES,
     RetriesExhaustedError,
     ServerDownError,
-    as_context_overflow,
     backoff_s,
     describe,
+    describe_connection,
     is_outage_suspect,
     is_retryable,
     retry_after_s,
@@ -49,6 +50,7 @@ from atroposlib.envs.server_handling.semaphore import (
     AsyncSemWithAdaptiveWeight,
     SemaphoreWithOwnSlot,
 )
+from atroposlib.errors import EngineSetupError
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -260,7 +262,7 @@ class APIServer(ABC):
         failures = _Failures()
         started: float | None = None
         while True:
-            await self._wait_until_healthy()
+            await self._wait_until_healthy(failures)
             try:
                 async with sem:
                     await self._turns.turn(SEND_COST_S)
@@ -273,17 +275,29 @@ class APIServer(ABC):
             stats.record(seconds=time.monotonic() - started, num_attempts=failures.num_attempts + 1)
             return answer
 
-    async def _wait_until_healthy(self) -> None:
+    async def _wait_until_healthy(self, failures: _Failures) -> None:
+        deadline = time.monotonic() + self.config.startup_timeout
         while not self.server_healthy:
             if RAISE_WHEN_DOWN.get():
                 raise ServerDownError(f"inference server {self.health.name} is down")
+            if not self.health.has_answered and time.monotonic() > deadline:
+                raise failures.as_never_answered(self.health.name, self.config)
             await asyncio.sleep(self.health_poll_s)
 
     async def _after_failure(self, error: Exception, failures: _Failures, *, is_chat: bool) -> None:
         """Raise what is final; otherwise count the failure and wait until a retry makes sense."""
+        failures.last_error = error
         overflow = as_context_overflow(error)
         if overflow is not None:
             raise overflow from error
+        wrong_setup = as_setup_error(
+            error,
+            url=self._request_url() or self.health.name,
+            model=self.config.model_name,
+            api_key=self.config.api_key,
+        )
+        if wrong_setup is not None:
+            raise wrong_setup from None  # the original may repeat the key
         if not is_retryable(error):
             raise error
         if is_outage_suspect(error) and not await self._is_up(is_chat=is_chat):
@@ -312,6 +326,16 @@ class _Failures:
     def __init__(self) -> None:
         self.num_attempts = 0
         self.num_outages = 0
+        self.last_error: Exception | None = None
+
+    def as_never_answered(self, server_name: str, config: APIServerConfig) -> EngineSetupError:
+        tried = f" ({describe_connection(self.last_error)})" if self.last_error else ""
+        return EngineSetupError(
+            f"inference server {server_name} has not answered within {config.startup_timeout} "
+            f"seconds{tried}; start it, or set base_url to its address, such as "
+            "http://localhost:9001/v1. A server that takes longer to start needs a larger "
+            "startup_timeout"
+        )
 
     def as_error(self, server_name: str, last_error: Exception) -> RetriesExhaustedError:
         return RetriesExhaustedError(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.envs.server_handling.config import ServerManagerConfig
 from atroposlib.envs.server_handling.engines import find_configs, make_server
@@ -34,10 +35,12 @@ from atroposlib.envs.server_handling.server_baseline import (
     TokensAndLogprobs,
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.session_server import SessionServer
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.stickiness import ConversationMemory, is_overloaded
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EngineSetupError
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -61,8 +64,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _DUMMY_SWITCH = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 _PROXY_KEY = "ATROPOS_PROXY_KEY"  # pragma: allowlist secret
@@ -97,6 +98,7 @@ class ServerManager:
     tool_parser: str | None = None
     reasoning_config: ReasoningConfig | None = None
     _turns: LoopTurns | None = None
+    _conversations: ConversationMemory | None = None
 
     def __init__(
         self,
@@ -132,20 +134,35 @@ class ServerManager:
                 server.share_turns(self._turns)
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        """Return the answer of the least loaded server to a chat; see `APIServer`."""
-        parts: list[ChatCompletion] = await self._split(lambda s: s.chat_completion, kwargs)
-        return append_choices(parts[0], parts[1:]) if len(parts) > 1 else parts[0]
+        """Return the answer to a chat; see `APIServer`.
+
+        A conversation that goes on returns to the server that answered it before, unless that
+        is down or overloaded; any other goes to the least loaded server.
+        """
+        messages = kwargs.get("messages") or ()
+        memory = self._conversation_memory() if len(self.servers) > 1 else None
+        known = memory.find(messages) if memory is not None else None
+        parts: list[_Answered] = await self._split(
+            lambda s: s.chat_completion,
+            kwargs,
+            preferred=None if known is None else self.servers[known],
+        )
+        if memory is not None:
+            for part in parts:
+                replies = [choice.message.content for choice in part.answer.choices]
+                memory.remember(messages, replies, self.servers.index(part.server))
+        return _merged(parts)  # type: ignore[no-any-return]
 
     async def completion(self, **kwargs: Any) -> Completion:
         """Return the least loaded server's continuation of a `prompt`."""
-        parts: list[Completion] = await self._split(lambda s: s.completion, kwargs)
-        return append_choices(parts[0], parts[1:]) if len(parts) > 1 else parts[0]
+        return _merged(await self._split(lambda s: s.completion, kwargs))  # type: ignore[no-any-return]
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
         """Return ids and logprobs from the least loaded server; see `APIServer`."""
-        parts: list[TokensAndLogprobs] = await self._split(
-            lambda s: s.tokens_and_logprobs_completion, kwargs
-        )
+        answered = await self._split(lambda s: s.tokens_and_logprobs_completion, kwargs)
+        parts: list[TokensAndLogprobs] = [part.answer for part in answered]
+        if len(parts) == 1:
+            return parts[0]
         return (
             parts[0][0],
             [ids for part in parts for ids in part[1]],
@@ -155,7 +172,7 @@ class ServerManager:
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return prompt logprobs from the least loaded server."""
-        rows: dict[str, Any] = await self._route(lambda s: s.get_logprobs, kwargs)
+        rows: dict[str, Any] = (await self._route(lambda s: s.get_logprobs, kwargs)).answer
         return rows
 
     async def update_weight(self, weight: float) -> None:
@@ -169,8 +186,20 @@ class ServerManager:
             await server.close()
 
     async def wait_for_sem(self, is_training: bool) -> None:
-        """Wait until a healthy server has a free slot of the split; cancelling is safe."""
-        while not self._servers_with_slots(is_training):  # noqa: ASYNC110 - slots have no event
+        """Wait until a healthy server has a free slot of the split; cancelling is safe.
+
+        Raises:
+            EngineSetupError: no server has ever answered, for as long as each may take to start.
+        """
+        started = time.monotonic()
+        while not self._servers_with_slots(is_training):
+            waited_s = time.monotonic() - started
+            if all(_is_hopeless(server, waited_s=waited_s) for server in self.servers):
+                addresses = ", ".join(server.health.name for server in self.servers)
+                raise EngineSetupError(
+                    f"none of the inference servers has answered within {waited_s:.0f} seconds: "
+                    f"{addresses}; start them, or set base_url of each to its address"
+                )
             await asyncio.sleep(self.slot_poll_s)
 
     def _servers_with_slots(self, is_training: bool) -> list[Any]:
@@ -217,12 +246,14 @@ class ServerManager:
             await self._turns.turn(SEND_COST_S)
         open_sessions: Counter[int] = self.__dict__.setdefault("_open_sessions", Counter())
         server = self._session_server(base_url, open_sessions)
+        if base_url is None and len(self.servers) > 1:
+            server = self._following(server, open_sessions)
         session = self._open_session(server, tokenizer, preserve_think_blocks)
-        open_sessions[id(server)] += 1
+        open_sessions[id(_present(server))] += 1
         try:
             yield session
         finally:
-            open_sessions[id(server)] -= 1
+            open_sessions[id(_present(server))] -= 1
             session.reset()
 
     async def _open_proxy_session(self, base_url: str | None) -> ProxyManagedServer:
@@ -246,10 +277,16 @@ class ServerManager:
             raise ConfigError(f"no server at {base_url}; there are: {', '.join(known)}")
         return known[base_url.rstrip("/")]
 
+    def _following(self, first: Any, open_sessions: Counter[int]) -> SessionServer:
+        async def choose(current: Any, is_training: bool) -> Any:
+            return await self._choose_for_session(current, is_training, open_sessions)
+
+        return SessionServer(first, choose)
+
     def _open_session(
         self, server: Any, tokenizer: Any, preserve_think_blocks: bool
     ) -> ManagedServer | DummyManagedServer:
-        if not isinstance(server, OpenAIServer):
+        if not isinstance(_present(server), OpenAIServer):
             return ManagedServer(
                 server,
                 tokenizer,
@@ -271,30 +308,89 @@ class ServerManager:
         return url
 
     async def _split(
-        self, method_of: Callable[[Any], Callable[..., Any]], kwargs: dict[str, Any]
-    ) -> list[Any]:
+        self,
+        method_of: Callable[[Any], Callable[..., Any]],
+        kwargs: dict[str, Any],
+        *,
+        preferred: Any = None,
+    ) -> list[_Answered]:
         """Route a request in parts of at most `max_n_completions` completions."""
         n = kwargs.get("n") or 1
         if n <= self.max_n_completions:
-            return [await self._route(method_of, kwargs)]
+            return [await self._route(method_of, kwargs, preferred=preferred)]
         sizes = parts_of(n, largest=self.max_n_completions)
-        return list(
-            await asyncio.gather(*(self._route(method_of, {**kwargs, "n": k}) for k in sizes))
-        )
+        parts = (self._route(method_of, {**kwargs, "n": k}, preferred=preferred) for k in sizes)
+        return list(await asyncio.gather(*parts))
 
     async def _route(
-        self, method_of: Callable[[Any], Callable[..., Any]], kwargs: dict[str, Any]
-    ) -> Any:
-        """Send a request to the least loaded server, and to another when that one goes down."""
+        self,
+        method_of: Callable[[Any], Callable[..., Any]],
+        kwargs: dict[str, Any],
+        *,
+        preferred: Any = None,
+    ) -> _Answered:
+        """Send a request to a server, and to another when that one goes down."""
         is_training = kwargs.get("split", "train") == "train"
         while True:
             await self.wait_for_sem(is_training)
-            free = self._servers_with_slots(is_training)
-            server = least_loaded(free, is_training=is_training)
+            server = self._pick(preferred, is_training)
             token = RAISE_WHEN_DOWN.set(len(self.servers) > 1)
             try:
-                return await method_of(server)(**kwargs)
+                return _Answered(server, await method_of(server)(**kwargs))
             except ServerDownError as error:
                 logger.warning("%s; sending the request to another server", error)
             finally:
                 RAISE_WHEN_DOWN.reset(token)
+
+    def _pick(self, preferred: Any, is_training: bool) -> Any:
+        """Return the preferred server if it has a free slot and is not overloaded."""
+        free = self._servers_with_slots(is_training)
+        if preferred in free and not is_overloaded(preferred, free, is_training=is_training):
+            return preferred
+        return least_loaded(free, is_training=is_training)
+
+    async def _choose_for_session(
+        self, current: Any, is_training: bool, open_sessions: Counter[int]
+    ) -> Any:
+        """Return the server of a session's next request, and count the session there."""
+        is_kept = current.server_healthy and not is_overloaded(
+            current, self.servers, is_training=is_training
+        )
+        if is_kept:
+            return current
+        await self.wait_for_sem(is_training)
+        free = self._servers_with_slots(is_training)
+        chosen = least_loaded(free, is_training=is_training, open_sessions=open_sessions)
+        open_sessions[id(current)] -= 1
+        open_sessions[id(chosen)] += 1
+        return chosen
+
+    def _conversation_memory(self) -> ConversationMemory:
+        if self._conversations is None:
+            self._conversations = ConversationMemory()
+        return self._conversations
+
+
+class _Answered(NamedTuple):
+    """An answer and who gave it."""
+
+    server: Any
+    answer: Any
+
+
+def _is_hopeless(server: Any, *, waited_s: float) -> bool:
+    """Whether a server that never answered has been down for longer than it may take to start."""
+    if not isinstance(server, APIServer) or server.server_healthy or server.health.has_answered:
+        return False
+    return waited_s > server.config.startup_timeout
+
+
+def _present(server: Any) -> Any:
+    return server.current if isinstance(server, SessionServer) else server
+
+
+def _merged(parts: Sequence[_Answered]) -> Any:
+    """Return one chat or completion with the choices of all."""
+    if len(parts) == 1:
+        return parts[0].answer
+    return append_choices(parts[0].answer, [part.answer for part in parts[1:]])
