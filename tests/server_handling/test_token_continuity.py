@@ -1,0 +1,137 @@
+"""Whole conversations through tracked sessions hold the engine's own tokens, for every template."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server_handling.random_conversations import (
+    TEXTS,
+    THINKING,
+    WAYS_BACK,
+    Agent,
+    Family,
+    Plan,
+    Reply,
+    Step,
+    random_plan,
+)
+from tests.templates.make_tokenizers import FAMILIES, FOLDER, load_tokenizer, save_tokenizer
+
+NAMES = sorted(FAMILIES)
+OTHER_ENDS = ("<|eom_id|>", "<|endoftext|>")
+
+texts = st.one_of(st.sampled_from(TEXTS), st.text(max_size=12))
+values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), texts)
+
+
+@cache
+def family_of(name: str) -> Family:
+    """Load a tokenizer once for all tests."""
+    family, tokenizer = FAMILIES[name], load_tokenizer(name)
+    ends = [family.specials[0], *(end for end in OTHER_ENDS if end in family.specials)]
+    ids = tuple(tokenizer.convert_tokens_to_ids(ends))
+    return Family(name, tokenizer, family.tool_parser, ids)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> Reply:
+    arguments = st.dictionaries(texts, values, max_size=3).map(json_of)
+    calls = st.tuples(st.sampled_from(["search", "get_time"]), arguments)
+    return Reply(
+        text=draw(st.sampled_from(THINKING)) + draw(texts),
+        calls=tuple(draw(st.lists(calls, max_size=3))),
+        is_broken=draw(st.booleans()),
+        cut=draw(st.one_of(st.none(), st.integers(0, 30))),
+        end=draw(st.integers(0, 1)),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    step = st.builds(
+        Step,
+        user=texts,
+        replies=st.lists(replies(), min_size=1, max_size=3).map(tuple),
+        follow=st.integers(0, 2),
+        way_back=st.sampled_from(WAYS_BACK),
+        path=st.sampled_from(["on", "on", "on", "again", "edit", "back"]),
+        result=texts,
+    )
+    steps = draw(st.lists(step, min_size=1, max_size=5).map(tuple))
+    return Plan(steps, system=draw(st.one_of(st.none(), texts)), has_tools=draw(st.booleans()))
+
+
+def json_of(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+async def mismatches_of(name: str, num_conversations: int) -> list[str]:
+    """Return what is wrong with each of some random conversations that is not as it must be."""
+    wrong = []
+    for seed in range(num_conversations):
+        plan = random_plan(random.Random(f"{name}-{seed}"))
+        try:
+            await Agent(family_of(name), plan, track_tree=seed % 2 == 1).play()
+        except AssertionError as error:
+            wrong.append(f"{name} {seed}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_random_conversations_hold_the_engines_tokens(name: str) -> None:
+    assert await mismatches_of(name, 200) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_thousand_random_conversations_hold_the_engines_tokens(name: str) -> None:
+    assert await mismatches_of(name, 1000) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(plan=plans(), track_tree=st.booleans())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+async def test_any_conversation_holds_the_engines_tokens(
+    name: str, plan: Plan, track_tree: bool
+) -> None:
+    await Agent(family_of(name), plan, track_tree=track_tree).play()
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_three_turns_with_tools_are_one_sequence(name: str) -> None:
+    call = ("search", '{"query": "cats"}')
+    steps = (
+        Step("find cats", (Reply("<think>\nwhy\n</think>\n\n", (call, call)),), way_back="no ids"),
+        Step("", (Reply("because</think>\nThree cats. "),), way_back="no thinking"),
+        Step("thanks", (Reply("10"),)),
+    )
+    agent = Agent(family_of(name), Plan(steps, system="Be kind."), track_tree=False)
+
+    await agent.play()
+
+    (node,) = agent.session.get_state()["nodes"]
+    assert node.tokens == agent.expected[-1].tokens
+    trained = [
+        token for token, mask in zip(node.tokens, node.masked_tokens, strict=True) if mask != -100
+    ]
+    assert trained == [token for outputs in agent.engine.outputs for token in outputs[0]]
+    assert "template" in node.metadata["extended_by_tokens"]  # thinking came back left out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_tokenizer_is_what_the_script_makes(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+
+    save_tokenizer(FAMILIES[name], folder)
+
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert folder.joinpath(file).read_text("utf-8") == (FOLDER / name / file).read_text("utf-8")
+        assert (FOLDER / name / file).stat().st_size < 60_000
