@@ -1,26 +1,27 @@
-"""Batches: groups in, shifted and padded tensors out.
+"""Batches: the groups of one optimiser step in, its micro-batches and counts out.
 
-    groups [N] --rows--> rows [L] --shift_row--> [L-1] --pad--> micro-batches (B, T)
-
-The causal shift happens in `shift_row` and nowhere else: position t of every tensor is about
-predicting token t+1 from tokens 0..t. Right padding needs no attention mask, because a causal
-model never looks right.
-
-Shape suffixes: B rows of one micro-batch, T their padded length.
+groups [N] --rows--> rows [L] --microbatch--> micro-batches, padded or packed
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
-from example_trainer.losses.distillation import PADDED_TEACHER_ID, PADDED_TEACHER_LOGPROB
+from atroposlib.scored_data import IGNORE_INDEX
+from example_trainer.losses.distillation import PADDED_TEACHER_ID
 from example_trainer.losses.reductions import BatchTotals
+from example_trainer.microbatch import (
+    PAD_MULTIPLE,
+    Microbatch,
+    make_microbatch,
+    make_packed_microbatch,
+    padded_length,
+    shift_row,
+)
+from example_trainer.packing import plan_microbatches
 from example_trainer.rows import Row, RowRules, rows_from_group
 
 __all__ = [
@@ -29,41 +30,10 @@ __all__ = [
     "Microbatch",
     "build_batch",
     "make_microbatch",
+    "make_packed_microbatch",
     "padded_length",
     "shift_row",
 ]
-
-PAD_MULTIPLE = 64
-_PAD_TOKEN = 0  # never attended to and never trained on, so any valid id will do
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Rows of one forward pass, shifted and right-padded."""
-
-    tokens_BT: torch.Tensor
-    """(B, T) int64 inputs."""
-    labels_BT: torch.Tensor
-    """(B, T) int64: the next token where trained, `IGNORE_INDEX` elsewhere."""
-    advantages_BT: torch.Tensor
-    """(B, T) float32."""
-    inference_logprobs_BT: torch.Tensor
-    """(B, T) float32 logprob of the label under the sampler, `MASKED_LOGPROB` where unknown."""
-    temperatures_B: torch.Tensor
-    """(B,) float32."""
-    is_sft_BT: torch.Tensor | None = None
-    """(B, T) bool, tokens of demonstrations; None without any."""
-    ref_logprobs_BT: torch.Tensor | None = None
-    """(B, T) float32, `MASKED_LOGPROB` where unknown; None without any."""
-    distill_token_ids_BTK: torch.Tensor | None = None
-    """(B, T, K) int64 what a teacher expects as the label, padded; None without a teacher."""
-    distill_logprobs_BTK: torch.Tensor | None = None
-    """(B, T, K) float32 the teacher's logprobs of these, padded."""
-
-    def to(self, device: str) -> Microbatch:
-        """Return the same micro-batch on another device."""
-        tensors = {name: value for name, value in vars(self).items() if value is not None}
-        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -94,103 +64,27 @@ class Batch:
     summary: BatchSummary
 
 
-def padded_length(longest: int, *, multiple: int = PAD_MULTIPLE) -> int:
-    """Return the columns for rows of at most `longest` unshifted tokens: such a multiple."""
-    return max(1, -(-(longest - 1) // multiple)) * multiple
-
-
-def shift_row(row: Row) -> Row:
-    """Align inputs with what they predict: inputs lose the last token, all else the first."""
-    return replace(
-        row,
-        tokens=row.tokens[:-1],
-        labels=row.labels[1:],
-        advantages=row.advantages[1:],
-        inference_logprobs=_without_first(row.inference_logprobs),
-        ref_logprobs=_without_first(row.ref_logprobs),
-        distill_token_ids=_without_first(row.distill_token_ids),
-        distill_logprobs=_without_first(row.distill_logprobs),
-    )
-
-
-def _without_first(values: Sequence[Any] | None) -> Sequence[Any] | None:
-    return None if values is None else values[1:]
-
-
-def make_microbatch(
-    rows: Sequence[Row], *, columns: int | None = None, pad_multiple: int = PAD_MULTIPLE
-) -> Microbatch:
-    """Shift and pad rows into one micro-batch.
-
-    Args:
-        rows: Unshifted rows, at least one.
-        columns: T; None takes the smallest multiple that holds the longest row.
-        pad_multiple: What T is a multiple of, when `columns` is None.
-    """
-    longest = max(len(row.tokens) for row in rows)
-    width = columns or padded_length(longest, multiple=pad_multiple)
-    shifted = [shift_row(row) for row in rows]
-
-    def floats(fields: Sequence[Sequence[float] | None], fill: float) -> torch.Tensor:
-        return torch.tensor([_pad(f, fill, width) for f in fields], dtype=torch.float32)
-
-    logprobs = [row.inference_logprobs for row in shifted]
-    reference = [row.ref_logprobs for row in shifted]
-    is_sft = torch.tensor([row.is_sft for row in shifted])
-    ids_BTK, teacher_BTK = _teacher_tensors(shifted, width)
-    return Microbatch(
-        tokens_BT=torch.tensor([_pad(r.tokens, _PAD_TOKEN, width) for r in shifted]).long(),
-        labels_BT=torch.tensor([_pad(r.labels, IGNORE_INDEX, width) for r in shifted]).long(),
-        advantages_BT=floats([r.advantages for r in shifted], 0.0),
-        inference_logprobs_BT=floats(logprobs, MASKED_LOGPROB),
-        temperatures_B=torch.tensor([r.temperature for r in shifted], dtype=torch.float32),
-        is_sft_BT=is_sft[:, None].expand(-1, width) if is_sft.any() else None,
-        ref_logprobs_BT=None
-        if all(values is None for values in reference)
-        else floats(reference, MASKED_LOGPROB),
-        distill_token_ids_BTK=ids_BTK,
-        distill_logprobs_BTK=teacher_BTK,
-    )
-
-
-def _pad(values: Sequence[Any] | None, fill: Any, width: int) -> list[Any]:
-    known = list(values or ())
-    return known + [fill] * (width - len(known))
-
-
-def _teacher_tensors(
-    shifted: Sequence[Row], width: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (B, T, K) ids and logprobs of the teacher, None when no row has any."""
-    positions = [ids for row in shifted for ids in row.distill_token_ids or ()]
-    num_choices = max(map(len, positions), default=0)
-    if not num_choices:
-        return None, None
-
-    def cube(rows: Sequence[Sequence[Sequence[Any]] | None], fill: Any) -> list[list[list[Any]]]:
-        return [
-            [_pad(choices, fill, num_choices) for choices in _pad(row, (), width)] for row in rows
-        ]
-
-    ids = cube([row.distill_token_ids for row in shifted], PADDED_TEACHER_ID)
-    logprobs = cube([row.distill_logprobs for row in shifted], PADDED_TEACHER_LOGPROB)
-    return torch.tensor(ids).long(), torch.tensor(logprobs, dtype=torch.float32)
-
-
 def build_batch(
     groups: Sequence[Mapping[str, Any]],
     rules: RowRules,
     *,
     microbatch_size: int,
     pad_multiple: int = PAD_MULTIPLE,
+    packs: bool = False,
+    max_tokens: int | None = None,
 ) -> Batch:
-    """Build the tensors of one optimiser step; the last micro-batch may be smaller.
+    """Build the tensors of one optimiser step.
+
+    Padded micro-batches take sequences in order, the last may have fewer. Packed ones are as many,
+    or more where `max_tokens` asks for it, and each has about as many tokens as the others.
 
     Args:
         groups: [N] groups as the service delivers them.
         rules: How groups become rows.
-        microbatch_size: Rows per forward pass.
-        pad_multiple: The columns of each are a multiple of this.
+        microbatch_size: Sequences per forward pass; packed: on average.
+        pad_multiple: The columns of padded rows are a multiple of this.
+        packs: Whether the sequences of a forward pass share a row.
+        max_tokens: Tokens of a packed row at most, where no sequence is longer; None: no limit.
 
     Raises:
         GroupError: a group is malformed or cannot be honoured; the message names the path.
@@ -199,15 +93,30 @@ def build_batch(
         rows_from_group(group, rules, name=f"group {i}") for i, group in enumerate(groups)
     ]
     rows = [row for members in rows_by_group for row in members]
-    microbatches = [
-        make_microbatch(rows[start : start + microbatch_size], pad_multiple=pad_multiple)
-        for start in range(0, len(rows), microbatch_size)
-    ]
+    if packs:
+        count = -(-len(rows) // microbatch_size)
+        microbatches = _packed(rows, num_microbatches=count, max_tokens=max_tokens)
+    else:
+        microbatches = [
+            make_microbatch(rows[start : start + microbatch_size], pad_multiple=pad_multiple)
+            for start in range(0, len(rows), microbatch_size)
+        ]
     return Batch(
         microbatches=microbatches,
         totals=_count(rows),
         summary=_summarise(groups, rows_by_group, microbatches),
     )
+
+
+def _packed(
+    rows: Sequence[Row], *, num_microbatches: int, max_tokens: int | None
+) -> list[Microbatch]:
+    bins = plan_microbatches(
+        [max(0, len(row.tokens) - 1) for row in rows],
+        num_microbatches=num_microbatches,
+        max_tokens=max_tokens,
+    )
+    return [make_packed_microbatch([rows[i] for i in indices]) for indices in bins]
 
 
 def _count(rows: Sequence[Row]) -> BatchTotals:

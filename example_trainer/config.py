@@ -34,10 +34,11 @@ class ModelFields(BaseModel):
         default=True,
         description="Recompute activations in the backward pass: less memory, more time.",
     )
-    train_dtype: Literal["auto", "bfloat16", "float32"] = Field(
+    train_dtype: Literal["auto", "bfloat16", "float32", "mixed"] = Field(
         default="auto",
         description="Element type of the trained weights; auto: bfloat16 on CUDA, float32 on CPU. "
-        "float32 on CUDA keeps full-precision weights and runs the forward pass in bfloat16.",
+        "mixed keeps float32 weights for the optimiser and runs the model in bfloat16, as "
+        "float32 on CUDA does too.",
     )
 
 
@@ -62,6 +63,24 @@ class TrainingFields(BaseModel):
         ge=1,
         description="Sequences of a forward pass are padded to a multiple of this many tokens; "
         "a small one saves time where kernels do not care for round shapes, as on a CPU.",
+    )
+    packing: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Let sequences share a row instead of padding each: as many forward passes, "
+        "each with as many tokens as the others. auto: where a trial on the model shows that "
+        "packed sequences do not see each other; on: insist on it.",
+    )
+    microbatch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of a packed forward pass at most, unless one sequence is longer; more "
+        "passes are made for it. none: as many passes as batch_size gives.",
+    )
+    logprob_chunk_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens whose logits exist at one time; none: what fits a fixed part of "
+        "memory.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear learning-rate warm-up.")
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(

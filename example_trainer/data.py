@@ -71,7 +71,7 @@ def pad_data_to_good_offset(
         advantages=[
             mb.advantages_BT[:, :1] if per_row else mb.advantages_BT for mb in microbatches
         ],
-        temperatures=[mb.temperatures_B[:, None, None] for mb in microbatches],
+        temperatures=[mb.temperatures_S[:, None, None] for mb in microbatches],
         inference_logprobs=[mb.inference_logprobs_BT for mb in microbatches]
         if extract_inference_logprobs and any(known)
         else None,

@@ -15,6 +15,7 @@ __all__ = ["freeze_other_layers", "load_model_and_tokenizer"]
 
 logger = logging.getLogger(__name__)
 
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
@@ -44,11 +45,13 @@ def load_model_and_tokenizer(
         model = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=_weights_dtype(config, torch),
-            attn_implementation=_attention(config.device),
+            attn_implementation=_attention(config),
         )
     except OSError as error:
         raise ConfigError(f"model {name!r} cannot be loaded: {error}") from error
     model.config.use_cache = False
+    if config.packing != "off" and model.config._attn_implementation == "sdpa":
+        _use_packed_attention(model)
     model.to(config.device)
     if config.train_layer_indices is not None:
         freeze_other_layers(model, config.train_layer_indices)
@@ -88,9 +91,38 @@ def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
 def _weights_dtype(config: TrainingConfig, torch: Any) -> Any:
     if config.train_dtype == "auto":
         return torch.bfloat16 if config.device.startswith("cuda") else torch.float32
-    return getattr(torch, config.train_dtype)
+    return torch.float32 if config.train_dtype == "mixed" else getattr(torch, config.train_dtype)
 
 
-def _attention(device: str) -> str:
+def _attention(config: TrainingConfig) -> str:
     has_flash = importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if has_flash and device.startswith("cuda") else "sdpa"
+    if has_flash and config.device.startswith("cuda"):
+        return "flash_attention_2"
+    return "sdpa"
+
+
+def _use_packed_attention(model: Any) -> None:
+    """Swap the attention for one that handles packed rows; only where the logits stay the same."""
+    import torch
+
+    from example_trainer.packed_attention import PACKED_ATTENTION, register
+
+    text_config = model.config.get_text_config()
+    if not _PACKABLE_LAYERS.issuperset(getattr(text_config, "layer_types", None) or ()):
+        return
+    register()
+    was_training = model.training
+    tokens = torch.arange(1, 13, device=model.device)[None] % text_config.vocab_size
+    model.eval()
+    try:
+        with torch.no_grad():
+            before = model(input_ids=tokens).logits
+            model.set_attn_implementation(PACKED_ATTENTION)
+            after = model(input_ids=tokens).logits
+        is_same = torch.allclose(before.float(), after.float(), atol=0.05, rtol=0.05)
+    except (ValueError, TypeError, RuntimeError) as error:
+        logger.info("the model keeps its own attention: %s", error)
+        is_same = False
+    if not is_same:
+        model.set_attn_implementation("sdpa")
+    model.train(was_training)

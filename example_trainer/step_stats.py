@@ -15,6 +15,7 @@ from atroposlib.scored_data import MASKED_LOGPROB
 from example_trainer.batch import Microbatch
 from example_trainer.losses.logprobs import log_ratio_BT
 from example_trainer.losses.training_loss import LossTerms
+from example_trainer.scoring import TokenScores
 
 __all__ = ["StepStats"]
 
@@ -33,10 +34,9 @@ class StepStats:
         self._sums: dict[str, float] = defaultdict(float)
         self._largest_difference = 0.0
 
-    def add(
-        self, microbatch: Microbatch, trainer_logprobs_BT: torch.Tensor, terms: LossTerms
-    ) -> None:
-        """Add one micro-batch; takes detached logprobs and reduces all to plain numbers."""
+    def add(self, microbatch: Microbatch, scores: TokenScores, terms: LossTerms) -> None:
+        """Add one micro-batch; reduces all to plain numbers."""
+        trainer_logprobs_BT = scores.logprobs_BT.detach()
         self.loss += float(terms.loss.detach())
         mask_BT = terms.mask_BT
         trainer = trainer_logprobs_BT[mask_BT].double()
@@ -48,6 +48,8 @@ class StepStats:
         self._count("positive_logprob", trainer[positive])
         self._count("negative_logprob", trainer[~positive])
         self._count("bound", terms.bound_BT[mask_BT])
+        if scores.entropy_BT is not None:
+            self._count("entropy", scores.entropy_BT[mask_BT])
         if terms.weights is not None:
             self._count("weight", terms.weights.weight_BT[mask_BT])
             self._count("cut", terms.weights.cut_BT[mask_BT])
@@ -86,7 +88,8 @@ class StepStats:
         logprobs with the inference engine's; they are left out when no group carried any.
         `grpo/bound_fraction` counts the tokens whose gradient the algorithm's own clip or mask
         changed, `grpo/truncated_fraction` those whose importance weight was cut. `sft/loss` and
-        `distill/loss` are before their coefficients. The entropy estimate is minus the mean
+        `distill/loss` are before their coefficients. The entropy is that of the trainer's own
+        distribution, left out where whole logits are computed; its estimate is minus the mean
         logprob of the sampled tokens.
         """
         sums = self._sums
@@ -111,6 +114,8 @@ class StepStats:
     def _parts(self, tokens: float) -> dict[str, float]:
         """Return what the parts of the loss that are in use have to say."""
         result = {}
+        if "entropy" in self._sums:
+            result["train/entropy"] = self._sums["entropy"] / tokens
         if "weight" in self._sums:
             result["grpo/mean_importance_weight"] = self._sums["weight"] / tokens
             result["grpo/truncated_fraction"] = self._sums["cut"] / tokens

@@ -7,7 +7,6 @@ service --lease--> feed --> batch --> loss --> optimiser --> checkpoint, weight 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -21,19 +20,15 @@ from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import GroupError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import Batch, Microbatch, build_batch
+from example_trainer.capabilities import probe
 from example_trainer.checkpointing import drop_old_checkpoints, save_checkpoint
 from example_trainer.config import TrainingConfig
 from example_trainer.grpo_loss import compute_grpo_loss
-from example_trainer.loss import (
-    LossInputs,
-    TeacherTokens,
-    make_loss,
-    token_logprobs_BT,
-    topk_logprobs_BTK,
-)
+from example_trainer.loss import LossInputs, make_loss
 from example_trainer.metrics import StepTimes, batch_metrics, part_counts, step_line
 from example_trainer.optimizer import learning_rate_at
 from example_trainer.rows import RowRules
+from example_trainer.scoring import PolicyScorer, TokenScores
 from example_trainer.step_stats import StepStats
 from example_trainer.weight_sync import WeightSync, is_sync_due
 
@@ -120,9 +115,17 @@ class Trainer:
         self._feed = feed
         self._weight_sync = weight_sync
         self._run_log = run_log
-        self._divide_by_temperature = divide_by_temperature
         self._clock = clock
         self._loss = make_loss(config)
+        can = probe(model, packing=config.packing)
+        self._packs = can.packs
+        self._scorer = PolicyScorer(
+            model,
+            divide_by_temperature=divide_by_temperature,
+            distill_temperature=config.distill_temperature,
+            whole_logits=can.whole_logits,
+            chunk_tokens=config.logprob_chunk_tokens,
+        )
         self._rules = row_rules(config)
 
     def run(self) -> Path:
@@ -162,6 +165,8 @@ class Trainer:
                 self._rules,
                 microbatch_size=self.config.batch_size,
                 pad_multiple=self.config.pad_multiple,
+                packs=self._packs,
+                max_tokens=self.config.microbatch_tokens,
             )
         except GroupError:
             self._feed.refuse(self.steps_done, leased.batch_id)
@@ -202,43 +207,17 @@ class Trainer:
         for cpu_microbatch in batch.microbatches:
             microbatch = cpu_microbatch.to(self.config.device)
             with self._autocast():
-                logits_BTV = self.model(input_ids=microbatch.tokens_BT).logits
-            inputs = self._loss_inputs(microbatch, logits_BTV)
-            terms = self._loss(inputs, batch.totals)
+                scores = self._scorer(microbatch)
+            terms = self._loss(_loss_inputs(microbatch, scores), batch.totals)
             terms.loss.backward()
-            stats.add(microbatch, inputs.trainer_logprobs_BT.detach(), terms)
+            stats.add(microbatch, scores, terms)
 
-    def _loss_inputs(self, microbatch: Microbatch, logits_BTV: torch.Tensor) -> LossInputs:
-        return LossInputs(
-            trainer_logprobs_BT=token_logprobs_BT(
-                logits_BTV,
-                microbatch.labels_BT,
-                microbatch.temperatures_B if self._divide_by_temperature else None,
-            ),
-            labels_BT=microbatch.labels_BT,
-            advantages_BT=microbatch.advantages_BT,
-            inference_logprobs_BT=microbatch.inference_logprobs_BT,
-            ref_logprobs_BT=microbatch.ref_logprobs_BT,
-            is_sft_BT=microbatch.is_sft_BT,
-            teacher=self._teacher(microbatch, logits_BTV),
-        )
-
-    def _teacher(self, microbatch: Microbatch, logits_BTV: torch.Tensor) -> TeacherTokens | None:
-        ids_BTK, logprobs_BTK = microbatch.distill_token_ids_BTK, microbatch.distill_logprobs_BTK
-        if ids_BTK is None or logprobs_BTK is None:
-            return None
-        student_BTK = topk_logprobs_BTK(
-            logits_BTV, ids_BTK, temperature=self.config.distill_temperature
-        )
-        return TeacherTokens(ids_BTK, logprobs_BTK, student_BTK)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.config.device.startswith("cuda") and self.config.train_dtype == "float32":
-            autocast: contextlib.AbstractContextManager[Any] = torch.autocast(
-                "cuda", dtype=torch.bfloat16
-            )
-            return autocast
-        return contextlib.nullcontext()
+    def _autocast(self) -> torch.autocast:
+        """Run forward passes in bfloat16 where the optimiser keeps float32 weights."""
+        on_gpu, dtype = self.config.device.startswith("cuda"), self.config.train_dtype
+        is_mixed = dtype == "mixed" or (on_gpu and dtype == "float32")
+        kind = "cuda" if on_gpu else "cpu"
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=is_mixed)
 
     def _is_sync_due(self, step: int) -> bool:
         return is_sync_due(step, self.config, publishes_final=self._weight_sync.publishes_final)
@@ -272,6 +251,19 @@ class Trainer:
     def _publish(self, checkpoint: Path | None) -> None:
         self._weight_sync.publish(self.model, checkpoint=checkpoint)
         self._feed.report_policy(self.steps_done)
+
+
+def _loss_inputs(microbatch: Microbatch, scores: TokenScores) -> LossInputs:
+    return LossInputs(
+        trainer_logprobs_BT=scores.logprobs_BT,
+        labels_BT=microbatch.labels_BT,
+        advantages_BT=microbatch.advantages_BT,
+        inference_logprobs_BT=microbatch.inference_logprobs_BT,
+        ref_logprobs_BT=microbatch.ref_logprobs_BT,
+        is_sft_BT=microbatch.is_sft_BT,
+        teacher=scores.teacher,
+        sequence_ids_BT=microbatch.sequence_ids_BT,
+    )
 
 
 def _memory_metrics(device: str) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch
 from example_trainer.batch import Microbatch
 from example_trainer.loss import BatchTotals, LossInputs, TokenTruncation, TrainingLoss
 from example_trainer.metrics import StepTimes, open_run_log, step_line, with_wandb_names
+from example_trainer.scoring import TokenScores
 from example_trainer.step_stats import StepStats
 from tests.trainer.tiny import tiny_config
 
@@ -25,7 +26,7 @@ def collect(rows):
             labels_BT=torch.tensor([[2, -100]]),
             advantages_BT=torch.tensor([[advantage, advantage]]),
             inference_logprobs_BT=torch.tensor([[inference, 1.0]]),
-            temperatures_B=torch.ones(1),
+            temperatures_S=torch.ones(1),
         )
         inputs = LossInputs(
             logprobs_BT,
@@ -34,7 +35,7 @@ def collect(rows):
             microbatch.inference_logprobs_BT,
         )
         terms = TrainingLoss(correction=TokenTruncation())(inputs, BatchTotals(len(rows), 1))
-        stats.add(microbatch, logprobs_BT, terms)
+        stats.add(microbatch, TokenScores(logprobs_BT, torch.full((1, 2), 0.7), None), terms)
     return stats.metrics()
 
 
@@ -45,6 +46,7 @@ def test_step_statistics_are_means_over_trained_tokens():
     assert metrics["train/trained_tokens"] == 2
     assert metrics["train/logp"] == pytest.approx(-1.2)
     assert metrics["train/entropy_estimate"] == pytest.approx(1.2)
+    assert metrics["train/entropy"] == pytest.approx(0.7)
     assert metrics["train/pos_logp"] == pytest.approx(-0.4)
     assert metrics["train/neg_logp"] == pytest.approx(-2.0)
     assert metrics["logprobs/training_std"] == pytest.approx(0.8)

@@ -1,0 +1,129 @@
+"""What the model at hand can do, found out by trying it on a few tokens.
+
+Architectures differ in ways no flag tells: recurrent layers carry state across packed sequences,
+heads scale or cap their logits. A wrong guess would train on wrong numbers, so nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from atroposlib.errors import ConfigError
+from example_trainer.losses.linear_logprobs import linear_logprobs
+from example_trainer.packed_attention import packing_arguments
+
+__all__ = ["Capabilities", "probe"]
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (5, 7)
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.2  # of a logprob; a leak or an unknown scale shows as far more
+
+_FOREIGN_ERRORS = (
+    TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError
+)  # fmt: skip
+"""What the code of a model raises on arguments it does not know."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What training on a model may use."""
+
+    packs: bool
+    """Whether several sequences may share a row."""
+    whole_logits: bool
+    """Whether its logits are more than its output layer on its hidden states."""
+
+
+def probe(model: Any, *, packing: Literal["auto", "on", "off"]) -> Capabilities:
+    """Try the model on two short sequences.
+
+    Args:
+        model: A transformers causal language model; its mode and gradients are left as they are.
+        packing: `on` insists, `off` does not even try.
+
+    Raises:
+        ConfigError: packing is `on` and the model mixes up or misplaces packed sequences.
+    """
+    with _evaluating(model), torch.no_grad():
+        obstacle = None if packing == "off" else _obstacle_to_packing(model)
+        whole_logits = not _is_linear_head(model)
+    if obstacle is not None:
+        if packing == "on":
+            raise ConfigError(f"packing=on: {obstacle}; train this model with --packing off")
+        logger.info("sequences are padded, not packed: %s", obstacle)
+    if whole_logits:
+        logger.info("the model's logits are more than its output layer: they are computed whole")
+    return Capabilities(packing != "off" and obstacle is None, whole_logits)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _obstacle_to_packing(model: Any) -> str | None:
+    """Return why sequences cannot share a row, None when they can."""
+    first, second = _sequences(model)
+    other = first.flip(0)
+    try:
+        packed = _packed_logits(model, first, second)[-len(second) :]
+        disturbed = _packed_logits(model, other, second)[-len(second) :]
+    except _FOREIGN_ERRORS as error:
+        return f"its forward refuses packed rows ({type(error).__name__}: {error})"
+    if not torch.allclose(packed, disturbed, atol=1e-6, rtol=0):
+        return "its layers let packed sequences see each other"
+    alone = model(input_ids=second[None]).logits[0]
+    dtype, alone = alone.dtype, alone.to(packed.dtype)
+    difference = (packed.log_softmax(-1) - alone.log_softmax(-1)).abs().max()
+    if not float(difference) <= _tolerance(dtype):
+        return f"packed logprobs differ from padded ones by {float(difference):.2g}"
+    return None
+
+
+def _packed_logits(model: Any, *sequences: torch.Tensor) -> torch.Tensor:
+    lengths = [len(sequence) for sequence in sequences]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    logits: torch.Tensor = model(
+        input_ids=torch.cat(sequences)[None],
+        position_ids=positions[None].to(sequences[0].device),
+        **packing_arguments(lengths, device=sequences[0].device),
+    ).logits
+    return logits[0].float() if logits.dtype in (torch.bfloat16, torch.float16) else logits[0]
+
+
+def _is_linear_head(model: Any) -> bool:
+    _, tokens = _sequences(model)
+    try:
+        hidden = model.base_model(input_ids=tokens[None]).last_hidden_state[0]
+        head = model.get_output_embeddings()
+        found = linear_logprobs(hidden, head.weight, head.bias, tokens[:, None]).logprobs_NK[:, 0]
+    except _FOREIGN_ERRORS as error:
+        logger.debug("no backbone and linear head: %s", error)
+        return False
+    logits = model(input_ids=tokens[None]).logits[0]
+    whole = logits.to(found.dtype).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    return bool((found - whole).abs().max() <= _tolerance(logits.dtype))
+
+
+def _sequences(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.arange(1, sum(_LENGTHS) + 1, device=model.device) % vocabulary
+    first, second = tokens.split(_LENGTHS)
+    return first, second
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCE.get(dtype, _HALF_TOLERANCE)

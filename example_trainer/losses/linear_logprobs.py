@@ -1,0 +1,151 @@
+"""Log-probs and entropy from hidden states, a chunk of tokens at a time.
+
+The logits of all tokens never exist: each chunk is projected, reduced to what is wanted and thrown
+away, and projected again in the backward pass. Exact up to rounding.
+
+Shape suffixes: N tokens, D hidden size, V vocabulary, K targets per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["LinearLogprobs", "auto_chunk_tokens", "linear_logprobs"]
+
+_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+
+
+class LinearLogprobs(NamedTuple):
+    """What is known of each token's distribution."""
+
+    logprobs_NK: torch.Tensor
+    """(N, K) of the targets, with gradient; float32 at least."""
+    entropy_N: torch.Tensor
+    """(N,) in nats, without gradient."""
+
+
+def auto_chunk_tokens(vocabulary: int, device: torch.device) -> int:
+    """Return so many tokens that their float32 logits take a bounded part of memory."""
+    budget = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
+    return max(16, budget // (4 * vocabulary))
+
+
+def linear_logprobs(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_NK: torch.Tensor,
+    *,
+    temperatures_N: torch.Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> LinearLogprobs:
+    """Return the logprobs of targets under `softmax((hidden @ weight.T + bias) / temperature)`.
+
+    Args:
+        hidden_ND: (N, D) what the output layer gets.
+        weight_VD: (V, D) of the output layer.
+        bias_V: (V,) of the output layer, None without.
+        targets_NK: (N, K) ids, each from 0 to V - 1.
+        temperatures_N: (N,) above 0; None: 1.
+        chunk_tokens: Tokens projected at a time; None: what fits a fixed budget.
+    """
+    chunk = chunk_tokens or auto_chunk_tokens(weight_VD.shape[0], hidden_ND.device)
+    device_type = hidden_ND.device.type
+    # Autocast is over when the backward pass projects again, so its type is settled here.
+    dtype = hidden_ND.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    logprobs_NK, entropy_N = _Function.apply(
+        hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, chunk, dtype
+    )
+    return LinearLogprobs(logprobs_NK, entropy_N)
+
+
+class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_NK: torch.Tensor,
+        temperatures_N: torch.Tensor | None,
+        chunk: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.promote_types(dtype, torch.float32)
+        num_tokens, num_targets = targets_NK.shape
+        logprobs_NK = hidden_ND.new_empty((num_tokens, num_targets), dtype=wide)
+        entropy_N = hidden_ND.new_empty(num_tokens, dtype=wide)
+        normaliser_N = hidden_ND.new_empty(num_tokens, dtype=wide)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            weight = weight_VD.to(dtype)
+            for part in _parts(num_tokens, chunk):
+                logits = _logits(hidden_ND[part], weight, bias_V, temperatures_N, part, wide)
+                normaliser_N[part] = logits.logsumexp(-1)
+                logits -= normaliser_N[part, None]
+                logprobs_NK[part] = logits.gather(-1, targets_NK[part])
+                entropy_N[part] = -(logits.exp() * logits).sum(-1)
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normaliser_N
+        )
+        ctx.chunk, ctx.dtype = chunk, dtype
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_NK, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_NK: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normaliser_N = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = normaliser_N.dtype
+        weight = weight_VD.to(ctx.dtype)
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
+        for part in _parts(len(hidden_ND), ctx.chunk):
+            hidden, grad = hidden_ND[part], grad_NK[part]
+            logits = _logits(hidden, weight, bias_V, temperatures_N, part, wide)
+            slope = logits.sub_(normaliser_N[part, None]).exp_()
+            slope *= -grad.sum(-1, keepdim=True)
+            slope.scatter_add_(-1, targets_NK[part], grad.to(wide))
+            if temperatures_N is not None:
+                slope /= temperatures_N[part, None]
+            narrow = slope.to(ctx.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = (narrow @ weight).to(hidden_ND.dtype)
+            if grad_weight is not None:
+                if ctx.dtype == wide:
+                    grad_weight.addmm_(narrow.T, hidden.to(wide))
+                else:
+                    grad_weight += narrow.T @ hidden.to(ctx.dtype)
+            if grad_bias is not None:
+                grad_bias += slope.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+            None if grad_bias is None else grad_bias.to(bias_V.dtype),
+            *(None,) * 4,
+        )
+
+
+def _parts(num_tokens: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, num_tokens, chunk)]
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperatures: torch.Tensor | None,
+    part: slice,
+    wide: torch.dtype,
+) -> torch.Tensor:
+    """Return the logits of one chunk, divided by the temperatures; the caller may change them."""
+    logits = (hidden.to(weight.dtype) @ weight.T).to(wide)
+    if bias is not None:
+        logits += bias
+    if temperatures is not None:
+        logits /= temperatures[part, None]
+    return logits

@@ -1,0 +1,141 @@
+"""The policy's opinion of a micro-batch: logprobs of its tokens, entropy, teacher's choices.
+
+    tokens --backbone--> hidden states --trained positions only, by chunks--> logprobs, entropy
+
+Shape suffixes: B rows of one micro-batch, T their length, N trained positions, D hidden size, V
+vocabulary, K the teacher's choices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from atroposlib.scored_data import IGNORE_INDEX
+from example_trainer.losses.distillation import TeacherTokens
+from example_trainer.losses.linear_logprobs import linear_logprobs
+from example_trainer.losses.logprobs import require_known_ids, token_logprobs_BT, topk_logprobs_BTK
+from example_trainer.microbatch import Microbatch
+from example_trainer.packed_attention import packing_arguments
+
+__all__ = ["PolicyScorer", "TokenScores", "packed_inputs"]
+
+
+class TokenScores(NamedTuple):
+    """What the loss and the diagnostics want to know of the policy."""
+
+    logprobs_BT: torch.Tensor
+    """(B, T) of the labels, with gradient; 0 where ignored."""
+    entropy_BT: torch.Tensor | None
+    """(B, T) in nats, without gradient, 0 where ignored; None where logits were whole."""
+    teacher: TeacherTokens | None
+    """The teacher's choices; None in a micro-batch without any."""
+
+
+def packed_inputs(microbatch: Microbatch) -> dict[str, Any]:
+    """Return the arguments of the model's forward for a micro-batch of either kind."""
+    inputs: dict[str, Any] = {"input_ids": microbatch.tokens_BT}
+    if microbatch.sequence_lengths is not None:
+        device = microbatch.tokens_BT.device
+        inputs["position_ids"] = microbatch.position_ids_BT
+        inputs |= packing_arguments(microbatch.sequence_lengths, device=device)
+    return inputs
+
+
+class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
+    """A causal language model asked about given tokens, never about its whole logits.
+
+    The output layer sees trained positions only, a chunk at a time. It is a module around the
+    model, so that whatever shards or wraps modules may take it as a whole.
+
+    Args:
+        model: A transformers causal language model.
+        divide_by_temperature: Whether logits are divided by the sampling temperatures.
+        distill_temperature: Divides the logits that are compared with a teacher's.
+        whole_logits: Compute all logits at once, for models whose head is more than a linear layer.
+        chunk_tokens: Tokens projected at a time; None: what fits a fixed budget.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        divide_by_temperature: bool = False,
+        distill_temperature: float = 1.0,
+        whole_logits: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._divides = divide_by_temperature
+        self._distill_temperature = distill_temperature
+        self._whole_logits = whole_logits
+        self._chunk_tokens = chunk_tokens
+
+    def forward(self, microbatch: Microbatch) -> TokenScores:
+        """Score a micro-batch.
+
+        Raises:
+            GroupError: a teacher's id is outside the vocabulary.
+        """
+        if self._whole_logits:
+            return self._from_logits(microbatch)
+        hidden_BTD = self.model.base_model(**packed_inputs(microbatch)).last_hidden_state
+        mask_BT = microbatch.labels_BT != IGNORE_INDEX
+        hidden_ND = hidden_BTD[mask_BT]
+        head = self.model.get_output_embeddings()
+        found = linear_logprobs(
+            hidden_ND,
+            head.weight,
+            head.bias,
+            microbatch.labels_BT[mask_BT][:, None],
+            temperatures_N=self._temperatures_N(microbatch, mask_BT),
+            chunk_tokens=self._chunk_tokens,
+        )
+        return TokenScores(
+            _spread(found.logprobs_NK[:, 0], mask_BT),
+            _spread(found.entropy_N, mask_BT),
+            self._teacher(microbatch, hidden_ND, head, mask_BT),
+        )
+
+    def _temperatures_N(self, microbatch: Microbatch, mask_BT: torch.Tensor) -> torch.Tensor | None:
+        return microbatch.temperatures_BT[mask_BT] if self._divides else None
+
+    def _teacher(
+        self, microbatch: Microbatch, hidden_ND: torch.Tensor, head: Any, mask_BT: torch.Tensor
+    ) -> TeacherTokens | None:
+        ids_BTK, teacher_BTK = microbatch.distill_token_ids_BTK, microbatch.distill_logprobs_BTK
+        if ids_BTK is None or teacher_BTK is None:
+            return None
+        require_known_ids(ids_BTK, vocabulary=head.weight.shape[0])
+        found = linear_logprobs(
+            hidden_ND,
+            head.weight,
+            head.bias,
+            ids_BTK[mask_BT].clamp(min=0),
+            temperatures_N=torch.full_like(
+                hidden_ND[:, 0], self._distill_temperature, dtype=torch.float32
+            ),
+            chunk_tokens=self._chunk_tokens,
+        )
+        return TeacherTokens(ids_BTK, teacher_BTK, _spread(found.logprobs_NK, mask_BT))
+
+    def _from_logits(self, microbatch: Microbatch) -> TokenScores:
+        logits_BTV = self.model(**packed_inputs(microbatch)).logits
+        logprobs_BT = token_logprobs_BT(
+            logits_BTV,
+            microbatch.labels_BT,
+            microbatch.temperatures_BT if self._divides else None,
+        )
+        ids_BTK, teacher_BTK = microbatch.distill_token_ids_BTK, microbatch.distill_logprobs_BTK
+        if ids_BTK is None or teacher_BTK is None:
+            return TokenScores(logprobs_BT, None, None)
+        student_BTK = topk_logprobs_BTK(logits_BTV, ids_BTK, temperature=self._distill_temperature)
+        return TokenScores(logprobs_BT, None, TeacherTokens(ids_BTK, teacher_BTK, student_BTK))
+
+
+def _spread(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Put values of the trained positions, (N, ...), in their places; (B, T, ...), 0 elsewhere."""
+    empty = values.new_zeros((*mask_BT.shape, *values.shape[1:]))
+    return empty.index_put(torch.nonzero(mask_BT, as_tuple=True), values)

@@ -1,0 +1,289 @@
+"""Sequences that share a row: balanced, isolated from each other, equal to padded ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from atroposlib.errors import ConfigError
+from example_trainer.batch import build_batch
+from example_trainer.capabilities import probe
+from example_trainer.loss import ALGORITHMS
+from example_trainer.microbatch import make_packed_microbatch
+from example_trainer.model import load_model_and_tokenizer
+from example_trainer.packed_attention import PACKED_ATTENTION, packing_arguments, register
+from example_trainer.packing import balanced_bins, plan_microbatches
+from example_trainer.rows import RowRules, rows_from_group
+from example_trainer.training import row_rules
+from tests.trainer.test_training import make_trainer
+from tests.trainer.tiny import group, save_tiny_model, tiny_config, tiny_llama
+
+lengths_lists = st.lists(st.integers(0, 500), min_size=1, max_size=40)
+
+
+@given(lengths=lengths_lists, num_bins=st.integers(1, 12))
+def test_bins_hold_every_sequence_once_and_are_balanced(lengths, num_bins):
+    bins = balanced_bins(lengths, num_bins)
+
+    assert sorted(index for indices in bins for index in indices) == list(range(len(lengths)))
+    assert len(bins) <= num_bins
+    loads = [sum(lengths[i] for i in indices) for indices in bins]
+    # Graham's bound of the greedy rule: the fullest was the emptiest before its last sequence.
+    assert max(loads) <= sum(lengths) / num_bins + max(lengths)
+
+
+@given(lengths=lengths_lists, num=st.integers(1, 12), limit=st.integers(1, 700))
+def test_planned_microbatches_keep_the_limit_where_a_sequence_allows_it(lengths, num, limit):
+    plan = plan_microbatches(lengths, num_microbatches=num, max_tokens=limit)
+
+    assert sorted(index for indices in plan for index in indices) == list(range(len(lengths)))
+    for indices in plan:
+        assert len(indices) == 1 or sum(lengths[i] for i in indices) <= limit
+
+
+def test_bins_of_a_heavy_tail_hold_about_the_same():
+    lengths = [100, 7, 9, 30, 31, 29, 4, 96, 50, 44]
+
+    loads = [sum(lengths[i] for i in indices) for indices in balanced_bins(lengths, 4)]
+
+    assert sorted(loads) == [96, 100, 100, 104]
+
+
+def test_no_bin_is_refused():
+    with pytest.raises(ValueError, match="num_bins=0"):
+        balanced_bins([1], 0)
+
+
+def test_packed_microbatch_counts_positions_anew_for_each_sequence():
+    given_group = group([[7, 8], [9]], [1.0, 0.0], logprob=-0.5, prompt=(1, 2))
+    given_group["overrides"] = [{"temperature": 0.5}, {"sft": True}]
+    rows = rows_from_group(given_group, RowRules(seq_len=64))
+
+    packed = make_packed_microbatch(rows)
+
+    assert packed.tokens_BT.tolist() == [[1, 2, 7, 1, 2]]
+    assert packed.labels_BT.tolist() == [[-100, 7, 8, -100, 9]]
+    assert packed.position_ids_BT.tolist() == [[0, 1, 2, 0, 1]]
+    assert packed.sequence_ids_BT.tolist() == [[0, 0, 0, 1, 1]]
+    assert packed.sequence_lengths == (3, 2)
+    assert packed.temperatures_BT.tolist() == [[0.5, 0.5, 0.5, 1.0, 1.0]]
+    assert packed.is_sft_BT.tolist() == [[False, False, False, True, True]]
+
+
+def architectures():
+    """Small models of several makes: grouped heads, sliding windows, learned positions."""
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+    small = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "use_cache": False,
+    }
+    return {
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config(**small)),
+        "mistral": (MistralForCausalLM, MistralConfig(**small, sliding_window=3)),
+        "gemma2": (Gemma2ForCausalLM, Gemma2Config(**small, sliding_window=3)),
+        "gpt2": (
+            GPT2LMHeadModel,
+            GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, use_cache=False),
+        ),
+    }
+
+
+def make_model(name, *, implementation):
+    torch.manual_seed(0)
+    kind, config = architectures()[name]
+    model = kind(config).double().eval()
+    register()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def packed_logits(model, sequences):
+    lengths = [len(sequence) for sequence in sequences]
+    return (
+        model(
+            input_ids=torch.cat(sequences)[None],
+            position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+            **packing_arguments(lengths, device=torch.device("cpu")),
+        )
+        .logits[0]
+        .split(lengths)
+    )
+
+
+@pytest.mark.parametrize("implementation", [PACKED_ATTENTION, "sdpa"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
+def test_changing_one_sequence_leaves_the_others_logits(name, implementation):
+    model = make_model(name, implementation=implementation)
+    sequences = [torch.randint(0, 32, (n,)) for n in (6, 9, 4)]
+    changed = [sequences[0], torch.randint(0, 32, (9,)), sequences[2]]
+
+    with torch.no_grad():
+        before, after = packed_logits(model, sequences), packed_logits(model, changed)
+
+    assert not torch.equal(before[1], after[1])
+    assert torch.equal(before[0], after[0])
+    torch.testing.assert_close(before[2], after[2], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
+def test_packed_sequences_have_the_logits_of_lone_ones_under_the_library_s_attention(name):
+    packed = make_model(name, implementation=PACKED_ATTENTION)
+    plain = make_model(name, implementation="sdpa")
+    sequences = [torch.randint(0, 32, (n,)) for n in (6, 9, 4)]
+
+    with torch.no_grad():
+        found = packed_logits(packed, sequences)
+
+        for sequence, logits in zip(sequences, found, strict=True):
+            alone = plain(input_ids=sequence[None]).logits[0]
+            torch.testing.assert_close(logits, alone, atol=1e-10, rtol=0)
+
+
+def test_probe_finds_what_each_architecture_can_do():
+    found = {
+        name: probe(make_model(name, implementation=PACKED_ATTENTION), packing="auto")
+        for name in architectures()
+    }
+
+    assert {name for name, can in found.items() if can.packs} == {"qwen3", "mistral", "gpt2"}
+    assert {name for name, can in found.items() if can.whole_logits} == {"gemma2"}  # caps logits
+
+
+class Recurrent(torch.nn.Module):
+    """A model whose state runs through a row, whatever stands in it."""
+
+    def __init__(self):
+        super().__init__()
+        model = tiny_llama()
+        self.config, self.device = model.config, model.device
+        self.embedding = torch.nn.Embedding(32, 8)
+        self.cells = torch.nn.GRU(8, 8, batch_first=True)
+        self.head = torch.nn.Linear(8, 32)
+
+    def forward(self, input_ids, **_):
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(logits=self.head(self.cells(self.embedding(input_ids))[0]))
+
+
+def test_probe_refuses_to_pack_a_model_whose_state_crosses_sequences(caplog):
+    caplog.set_level("INFO")
+
+    can = probe(Recurrent(), packing="auto")
+
+    assert (can.packs, can.whole_logits) == (False, True)
+    assert "padded, not packed: its layers let packed sequences see each other" in caplog.text
+    with pytest.raises(ConfigError, match="packing=on: its layers"):
+        probe(Recurrent(), packing="on")
+
+
+def test_loaded_model_keeps_its_attention_where_ours_would_change_it(tmp_path):
+    kind, config = architectures()["gemma2"]
+    kind(config).save_pretrained(tmp_path / "gemma2")
+    save_tiny_model(tmp_path / "llama")
+    for name, implementation in (("llama", PACKED_ATTENTION), ("gemma2", "sdpa")):
+        AutoTokenizer.from_pretrained(tmp_path / "llama").save_pretrained(tmp_path / name)
+        settings = tiny_config(tmp_path, model_name=str(tmp_path / name))
+
+        model, _ = load_model_and_tokenizer(settings)
+
+        assert model.config._attn_implementation == implementation
+        model.save_pretrained(tmp_path / "again")
+        assert PACKED_ATTENTION not in (tmp_path / "again" / "config.json").read_text()
+
+
+def test_probe_leaves_the_mode_of_the_model():
+    model = tiny_llama().train()
+
+    probe(model, packing="off")
+
+    assert model.training
+
+
+def mixed_groups():
+    """Uneven lengths, demonstrations, temperatures, a teacher, reference logprobs."""
+    groups = [
+        group([[7, 8, 9], [4], [5] * 20], [1.0, 0.0, 0.4], logprob=-3.0),
+        group([[5] * 70, [6, 6]], [0.2, 0.9], logprob=-3.5, prompt=(4, 5)),
+    ]
+    for number, one in enumerate(groups):
+        one["overrides"] = [{} for _ in one["tokens"]]
+        one["generation_params"] = {"temperature": 0.5 + number}
+        one["ref_logprobs"] = [[-3.2] * len(tokens) for tokens in one["tokens"]]
+        one["distill_token_ids"] = [[[3, 4]] * len(tokens) for tokens in one["tokens"]]
+        one["distill_logprobs"] = [[[-0.5, -1.5]] * len(tokens) for tokens in one["tokens"]]
+    groups[0]["overrides"][1] = {"sft": True}
+    return groups
+
+
+def loss_and_gradient(tmp_path, *, algorithm, whole_logits=False, **layout):
+    """What one batch gives, in double precision."""
+    model = tiny_llama(dtype=torch.float64)
+    trainer = make_trainer(
+        tmp_path,
+        model=model,
+        algorithm=algorithm,
+        kl_coef=0.1,
+        distill_coef=0.2,
+        logprobs_mode="processed",
+        max_grad_norm=1e9,
+    )
+    trainer._scorer._whole_logits = whole_logits
+    batch = build_batch(mixed_groups(), row_rules(trainer.config), **layout)
+    gradients = []
+
+    def capture():
+        gradients.extend(p.grad.clone() for p in model.parameters())
+
+    trainer._optimizer.step = capture
+    return trainer.train_on(batch)["train/loss"], gradients
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_loss_and_gradient_of_a_batch_depend_on_no_layout(tmp_path, algorithm):
+    value, gradient = loss_and_gradient(
+        tmp_path, algorithm=algorithm, microbatch_size=5, whole_logits=True
+    )
+    layouts = [
+        {"microbatch_size": 2, "pad_multiple": 7},
+        {"microbatch_size": 5, "packs": True},
+        {"microbatch_size": 2, "packs": True},
+        {"microbatch_size": 2, "packs": True, "max_tokens": 30},
+    ]
+    for layout in layouts:
+        other_value, other_gradient = loss_and_gradient(tmp_path, algorithm=algorithm, **layout)
+
+        assert other_value == pytest.approx(value, abs=1e-10)
+        for one, other in zip(gradient, other_gradient, strict=True):
+            torch.testing.assert_close(other, one, atol=1e-10, rtol=0)
+
+
+def test_packing_leaves_no_padding_and_is_what_a_run_does(tmp_path):
+    packed = make_trainer(tmp_path, groups=mixed_groups()[:1], unsupported_fields="ignore")
+    padded = make_trainer(
+        tmp_path, groups=mixed_groups()[:1], unsupported_fields="ignore", packing="off"
+    )
+
+    batches = [t._build(t._feed.next_batch(0)) for t in (packed, padded)]
+
+    assert [batch.summary.padding_fraction for batch in batches] == [0.0, pytest.approx(0.83, 0.1)]
+    assert [len(batch.microbatches) for batch in batches] == [2, 2]
