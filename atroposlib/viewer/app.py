@@ -53,7 +53,7 @@ def build_app(viewer: Viewer, *, start_page: str = "overview", group_size: int =
 
 
 def launch_app(
-    blocks: Any, *, host: str = "127.0.0.1", port: int | None, share: bool = False
+    blocks: Any, *, host: str = "127.0.0.1", port: int | None = None, share: bool = False
 ) -> str:
     """Serve the application in the background; return its address.
 

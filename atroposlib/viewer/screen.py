@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from atroposlib.utils.inert_text import inert_block
 from atroposlib.viewer.group_index import GroupFilter
 from atroposlib.viewer.pages.compare import compare_page
 from atroposlib.viewer.pages.conversation import conversation_page
@@ -86,7 +87,7 @@ class Screen:
         texts = [f"{text.prompt}\n{text.answer}" for text in self._texts(group)]
         prefix = find_common_prefix(texts)
         scores = [number(rollout.score) for rollout in group.rollouts]
-        return prefix, scores, [text[len(prefix) :] for text in texts]
+        return inert_block(prefix), scores, [inert_block(text[len(prefix) :]) for text in texts]
 
     def within(self, view: ViewState) -> ViewState:
         """Return a view whose rollouts exist."""
