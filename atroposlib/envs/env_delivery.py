@@ -171,8 +171,10 @@ def stamp_policy_version(groups: Any, version: int | None) -> None:
 
     Args:
         groups: what a rollout returned: a group or a list of groups and Nones.
-        version: what the service called the trainer's weights when the rollout started; None
-            when it does not say. A group that names its version keeps it.
+        version: the oldest version its tokens were sampled under, from the engine where that
+            names its weights, else what the service called the policy when they were asked for;
+            for a rollout that recorded no tokens, when it started. None when nobody says. A group
+            that names its version keeps it.
     """
     if version is None:
         return

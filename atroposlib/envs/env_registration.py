@@ -172,6 +172,7 @@ class RegisteredEnv(DeliveringEnv):
 
         self.status_dict = await session.ask(status, waiting_for="the status of the queue")
         self._groups_in_status = groups_in_status
+        self.server.policy_version = self.status_dict.get("policy_version")
         self.max_num_workers = self._most_workers()
         if self.config.inference_weight >= 0:
             await settle(self.server.update_weight(self.status_dict.get("env_weight", 1.0)))

@@ -29,6 +29,7 @@ from atroposlib.envs.env_registration import RegisteredEnv
 from atroposlib.envs.evaluation_runner import EvaluationRunner
 from atroposlib.envs.group_assembly import as_pair
 from atroposlib.envs.rollout_scheduler import RolloutScheduler
+from atroposlib.envs.server_handling.weight_versions import sampled_versions
 
 __all__ = ["ServingEnv"]
 
@@ -247,7 +248,10 @@ class ServingEnv(RegisteredEnv):
             return None
         policy_version = (self.status_dict or {}).get("policy_version")
         first_step = self.curr_step
-        scored = await self._collect_scored_groups(record["item"])
+        with sampled_versions() as sampled:
+            scored = await self._collect_scored_groups(record["item"])
+        if sampled.oldest is not None:
+            policy_version = sampled.oldest
         self.running_items.pop(item_uuid, None)
         duration_s = time.time() - record["start_time"]
         self.task_duration.append(duration_s)

@@ -40,6 +40,12 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.stickiness import ConversationMemory, is_overloaded
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.envs.server_handling.weight_versions import (
+    join_answers,
+    note_sampled,
+    policy_version_of,
+    versions_in,
+)
 from atroposlib.errors import ConfigError, EngineSetupError
 
 if TYPE_CHECKING:
@@ -88,6 +94,8 @@ class ServerManager:
     Attributes:
         servers: The servers, in the order of `configs`.
         slot_poll_s: Pause between looks for a free slot.
+        policy_version: What the service last called the policy, None if it does not say; for
+            engines that do not name their weights.
     """
 
     # Class-level defaults: some users build managers without `__init__` and assign `servers`.
@@ -97,6 +105,7 @@ class ServerManager:
     use_proxy = False
     tool_parser: str | None = None
     reasoning_config: ReasoningConfig | None = None
+    policy_version: int | None = None
     _turns: LoopTurns | None = None
     _conversations: ConversationMemory | None = None
 
@@ -159,16 +168,13 @@ class ServerManager:
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
         """Return ids and logprobs from the least loaded server; see `APIServer`."""
+        reported = self.policy_version
         answered = await self._split(lambda s: s.tokens_and_logprobs_completion, kwargs)
         parts: list[TokensAndLogprobs] = [part.answer for part in answered]
-        if len(parts) == 1:
-            return parts[0]
-        return (
-            parts[0][0],
-            [ids for part in parts for ids in part[1]],
-            [logprobs for part in parts for logprobs in part[2]],
-            [reason for part in parts for reason in part[3]],
-        )
+        answer = join_answers(parts)
+        for version in versions_in(answer, len(answer[1])):
+            note_sampled(policy_version_of(version, reported))
+        return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return prompt logprobs from the least loaded server."""
@@ -292,6 +298,7 @@ class ServerManager:
                 tokenizer,
                 tool_parser=self.tool_parser,
                 preserve_think_blocks=preserve_think_blocks,
+                policy_version=lambda: self.policy_version,
             )
         if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
             raise NotImplementedError(

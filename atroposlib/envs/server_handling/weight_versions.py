@@ -17,6 +17,7 @@ from typing import Any
 __all__ = [
     "SampledVersions",
     "VersionedTokens",
+    "join_answers",
     "note_sampled",
     "policy_version_of",
     "sampled_versions",
@@ -50,6 +51,25 @@ def versions_in(answer: Any, num_completions: int) -> list[str | None]:
     if isinstance(answer, VersionedTokens):
         return list(answer.weight_versions)
     return [None] * num_completions
+
+
+def join_answers(parts: Sequence[Any]) -> Any:
+    """Return the answers to the parts of one request as one, with the first part's prompt.
+
+    Args:
+        parts: Token answers, at least one.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    tokens = (
+        parts[0][0],
+        [ids for part in parts for ids in part[1]],
+        [logprobs for part in parts for logprobs in part[2]],
+        [reason for part in parts for reason in part[3]],
+    )
+    return VersionedTokens(
+        tokens, [version for part in parts for version in versions_in(part, len(part[1]))]
+    )
 
 
 def policy_version_of(weight_version: Any, reported: int | None) -> int | None:

@@ -1,0 +1,74 @@
+"""Posted groups carry the oldest policy version of what their rollout sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.weight_versions import VersionedTokens
+from tests.envs.live_service import LiveService, until
+from tests.envs.test_base_delivery import RecordingSession
+from tests.envs.test_base_registration import MakeEnv
+from tests.fakes import CharTokenizer
+
+
+class VersionedEngine:
+    """An engine whose weights get a new name with every answer, counting up."""
+
+    def __init__(self, first: int | None) -> None:
+        self.tokenizer = CharTokenizer()
+        self.config = SimpleNamespace(model_name="m")
+        self.version = first
+
+    async def tokens_and_logprobs_completion(self, *, input_ids: list[int], **_: Any) -> Any:
+        tokens = (input_ids, [[111, 2]], [[-0.1, -0.2]], ["stop"])
+        if self.version is None:
+            return tokens
+        self.version += 1
+        return VersionedTokens(tokens, [str(self.version)])
+
+
+@pytest.mark.parametrize(("first", "expected"), [(40, 41), (None, 8)])
+async def test_group_carries_the_oldest_version_its_engine_sampled_with(
+    first: int | None, expected: int, make_env: MakeEnv
+) -> None:
+    env = make_env()
+    env.service_session = RecordingSession()
+    env.status_dict = {"current_step": 0, "queue_size": 0, "policy_version": 7}
+    engine = VersionedEngine(first)
+
+    async def sample(item: int) -> None:
+        # The service's newer report counts for what is asked for after it, but never the engine's.
+        session = ManagedServer(engine, policy_version=lambda: 8)
+        await asyncio.gather(*(session.completion(prompt=f"p{i}") for i in range(3)))
+
+    env.before_rollout = sample
+    env.rollout_scheduler.start(1)
+    await until(lambda: env.service_session.sent)
+
+    assert env.service_session.sent[0]["policy_version"] == expected
+
+
+async def test_status_tells_the_servers_what_the_policy_is_called(
+    make_env: MakeEnv, service: LiveService
+) -> None:
+    env = make_env(rollout_server_url=service.url)
+    env.status_dict = None
+    answers = iter([{"env_weight": 1.0, "policy_version": 5}, {"env_weight": 1.0}])
+
+    class Session:
+        num_groups_sent = 0
+
+        async def ask(self, question: Any, **_: Any) -> Any:
+            return next(answers)
+
+    env._joined_session = Session
+
+    await env.get_status()
+    assert env.server.policy_version == 5
+    await env.get_status()
+    assert env.server.policy_version is None
