@@ -109,6 +109,28 @@ async def test_agent_that_sends_only_what_is_new_leaves_one_sequence(
     assert_engines_own_tokens(agent.nodes(), engine.calls)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_own_agent_loop_leaves_one_sequence(
+    stream: bool, engine: RecordingEngine, agent: AgentSession
+) -> None:
+    loops = pytest.importorskip("openai.lib.responses_tool_runner")
+
+    async def weather(arguments: dict[str, Any]) -> str:
+        return weather_in(arguments["city"])
+
+    runner = loops.AsyncResponsesToolRunner(
+        functions=[loops.AsyncRegisteredFunction(WEATHER, weather, independent=True)]
+    )
+    question = {"role": "user", "content": QUESTION}
+    params: Any = {"model": "gpt-5", "input": [question], "reasoning": {"effort": "low"}}
+
+    response = await runner.run(client_of(agent), params, stream=stream, max_steps=9)
+
+    assert response.output_text == "Rome is warmest."
+    assert len(engine.calls) == 3
+    assert_engines_own_tokens(agent.nodes(), engine.calls)
+
+
 async def test_stream_helper_sees_every_kind_of_event(agent: AgentSession) -> None:
     kinds: list[str] = []
     arguments = ""

@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["shared_options"]
 
 _SAME_NAME = (
+    "allowed_token_ids",
     "bad_words",
     "frequency_penalty",
     "ignore_eos",
@@ -18,6 +19,7 @@ _SAME_NAME = (
     "repetition_penalty",
     "seed",
     "stop_token_ids",
+    "structured_outputs",
     "temperature",
     "top_k",
     "top_p",

@@ -18,7 +18,7 @@ from atroposlib.envs.server_handling.proxy.dialects.reading import (
 __all__ = ["CountFields", "MessagesFields", "chat_options", "read_count", "read_request"]
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_THINKING_KINDS = frozenset({"enabled", "adaptive", "between_tools"})
+_THINKING_KINDS = ("enabled", "adaptive", "between_tools")
 
 
 class ThreadField(BaseModel):
@@ -103,7 +103,7 @@ def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> Any:
-    kind = choice.get("type")
+    kind = text_at(choice.get("type"), "tool_choice.type")
     if kind == "tool":
         name = text_at(choice.get("name"), "tool_choice.name")
         return {"type": "function", "function": {"name": name}}
