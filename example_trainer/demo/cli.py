@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from atroposlib.errors import AtroposError, MissingExtraError
+from example_trainer.losses.registry import ALGORITHMS
 
 if TYPE_CHECKING:
     from example_trainer.demo.run import DemoResult
@@ -72,6 +73,7 @@ def _run(args: argparse.Namespace) -> None:
         steps=args.steps,
         lr=args.lr,
         max_tokens=args.max_tokens,
+        algorithm=args.algorithm,
     )
     output = args.output or Path("demo_runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     paths = DemoPaths(output.resolve())
@@ -104,6 +106,12 @@ def _parser() -> argparse.ArgumentParser:
         "--max-tokens",
         type=_whole(32),
         help="longest prompt and completion together (default 64; 1024 with --model)",
+    )
+    parser.add_argument(
+        "--algorithm",
+        choices=ALGORITHMS,
+        metavar="NAME",
+        help=f"policy loss of the trainer: {', '.join(ALGORITHMS)} (default: the trainer's)",
     )
     parser.add_argument(
         "--output", type=Path, help="folder to write to (default demo_runs/<date>-<time>)"

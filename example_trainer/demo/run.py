@@ -69,12 +69,11 @@ class Demo:
         """
         with self._supervisor:
             problems = self._make_problems()
-            if self.settings.uses_tiny_model:
-                student = self._make_student()
+            student = self._make_student() if self._makes_model else None
             stack = self._build_stack()
             self._supervisor.start(stack.engine)
             self._supervisor.start(stack.service)
-            if self.settings.uses_tiny_model:
+            if student is not None:
                 self._warm_up(student, problems)
             self._wait_for_servers(stack)
             # Started now, so that it has loaded by the time the measurement is done.
@@ -96,7 +95,12 @@ class Demo:
 
     @property
     def _model(self) -> str:
-        return self.settings.model or str(self.paths.tiny_model)
+        given = self.settings.model or self.settings.warmed_up_model
+        return str(given or self.paths.tiny_model)
+
+    @property
+    def _makes_model(self) -> bool:
+        return self.settings.uses_tiny_model and self.settings.warmed_up_model is None
 
     def _make_student(self) -> Student:
         """Write a model with random weights, good enough for the engine to start on."""
@@ -167,7 +171,7 @@ class Demo:
         ):
             self._wait_until_healthy(process, url)
         self._engine_watch = EngineWatch(stack.engine)
-        if self.settings.uses_tiny_model:
+        if self._makes_model:
             control = EngineControl(stack.engine_url)
             try:
                 # It has started on random weights, to save the time.

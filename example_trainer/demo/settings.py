@@ -111,6 +111,15 @@ class DemoSettings:
     warm_up: WarmUpSettings = WarmUpSettings()
     """How the tiny model gets its partial skill; unused with `model`."""
 
+    warmed_up_model: Path | None = None
+    """Folder of a tiny model to start from; None makes one and warms it up."""
+
+    trainer_flags: tuple[str, ...] = ()
+    """Further flags of the trainer, such as `--algorithm=gspo`; they come last and win."""
+
+    max_batches_offpolicy: int = 1
+    """Batches the environment may be ahead of the trainer."""
+
     shape: TinyModelShape = field(default_factory=TinyModelShape)
     """Sizes of the tiny model; unused with `model`."""
 
@@ -149,6 +158,7 @@ def settings_for(
     steps: int | None = None,
     lr: float | None = None,
     max_tokens: int | None = None,
+    algorithm: str | None = None,
 ) -> DemoSettings:
     """Return the settings of a profile with the given values in place of its own.
 
@@ -159,8 +169,11 @@ def settings_for(
         steps: None takes the profile's.
         lr: None takes 2e-4 for the tiny model, 1e-6 for a given one.
         max_tokens: None takes 64 for the tiny model, 1024 for a given one.
+        algorithm: policy loss of the trainer; None takes the trainer's default.
     """
     settings = DemoSettings(model=model, seed=seed)
+    if algorithm is not None:
+        settings = replace(settings, trainer_flags=(f"--algorithm={algorithm}",))
     if model is not None:
         # A real model follows the environment's own instructions and thinks in more tokens.
         task = replace(settings.task, num_terms=6, num_digits=3, system_prompt=None)

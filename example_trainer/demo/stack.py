@@ -176,7 +176,7 @@ def trainer_arguments(
     if settings.uses_tiny_model:
         # So small that a GPU would not be faster, and memory is no concern.
         arguments += ["--device=cpu", "--no-gradient-checkpointing"]
-    return arguments
+    return [*arguments, *settings.trainer_flags]
 
 
 def environment_settings(
@@ -200,7 +200,7 @@ def environment_settings(
             "batch_size": settings.sequences_per_step,
             "max_num_workers": 2 * settings.groups_per_step,
             "rollout_grace_s": 0.0,  # nobody takes the groups of a demo that is ended
-            "max_batches_offpolicy": 1,
+            "max_batches_offpolicy": settings.max_batches_offpolicy,
             "max_token_length": settings.max_tokens,
             "total_steps": settings.steps,
             "steps_per_eval": 0,

@@ -131,3 +131,15 @@ def test_settings_for_passes_divide_the_step() -> None:
 
 def test_repository_has_the_environment() -> None:
     assert (REPOSITORY / ENVIRONMENT_DOOR).is_file()
+
+
+def test_trainer_gets_the_algorithm_of_the_command_line_last(tmp_path: Path) -> None:
+    arguments = trainer_arguments(
+        settings_for("full", algorithm="gspo"),
+        DemoPaths(tmp_path),
+        model="tiny",
+        engine_port=1,
+        service_url="http://127.0.0.1:2",
+    )
+
+    assert arguments[-1] == "--algorithm=gspo"

@@ -1,0 +1,149 @@
+"""Train the demo's model with each policy loss, and with stale rollouts; measure what it learns.
+
+Every row starts from the same warmed-up model and goes through the whole loop: a vLLM server, the
+service, the environment and the trainer. The floor is the accuracy before training.
+
+Usage: python benchmarks/algorithms.py [--rows grpo,gspo,stale] [--steps N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from example_trainer.demo.progress import DemoProgress
+from example_trainer.demo.run import Demo
+from example_trainer.demo.settings import DemoPaths, DemoSettings
+
+STALE_BATCHES = 4
+LAST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train."""
+
+    flags: tuple[str, ...]
+    max_batches_offpolicy: int = 1
+
+
+ROWS: dict[str, Row] = {
+    "grpo": Row(("--algorithm=grpo",)),
+    "dr_grpo": Row(("--algorithm=dr_grpo",)),
+    "dapo": Row(("--algorithm=dapo",)),
+    "gspo": Row(("--algorithm=gspo",)),
+    "cispo": Row(("--algorithm=cispo",)),
+    "stale": Row(("--algorithm=dapo", "--importance-correction=none"), STALE_BATCHES),
+    "stale_truncated": Row(
+        ("--algorithm=dapo", "--importance-correction=token_truncate"), STALE_BATCHES
+    ),
+}
+
+
+def main() -> None:
+    """Run the rows that were asked for and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=_rows, default=list(ROWS), help=", ".join(ROWS))
+    parser.add_argument("--steps", type=int, default=40, help="trainer steps of each row")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="a warmed-up tiny model; default: made first")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        settings = replace(DemoSettings(), seed=args.seed, steps=args.steps)
+        model = args.model or _warmed_up(settings, Path(folder))
+        figures = {}
+        for name in args.rows:
+            figures[name] = _train(
+                replace(
+                    settings,
+                    warmed_up_model=model,
+                    trainer_flags=ROWS[name].flags,
+                    max_batches_offpolicy=ROWS[name].max_batches_offpolicy,
+                ),
+                Path(folder) / name,
+            )
+            Console().print(f"{name}: {figures[name]}", highlight=False)
+    Console().print(_table(figures))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _rows(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in ROWS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ROWS)}")
+    return names
+
+
+def _warmed_up(settings: DemoSettings, folder: Path) -> Path:
+    """Make the model all rows start from, by a demo of one step."""
+    paths = _paths(folder / "start")
+    with DemoProgress() as progress:
+        Demo(replace(settings, steps=1), paths, progress).run()
+    return paths.tiny_model
+
+
+def _train(settings: DemoSettings, folder: Path) -> dict[str, float]:
+    paths = _paths(folder)
+    with DemoProgress() as progress:
+        result = Demo(settings, paths, progress).run()
+    steps = [json.loads(line) for line in paths.trainer_metrics.read_text().splitlines()]
+    return {
+        "before": result.before.accuracy,
+        "after": result.after.accuracy,
+        "rise": result.after.accuracy - result.before.accuracy,
+        "last_rewards": statistics.mean(point.reward for point in result.points[-LAST_STEPS:]),
+        "mismatch": statistics.mean(_mismatch(step) for step in steps),
+        "staleness": statistics.mean(_staleness(step) for step in steps),
+        "seconds": result.seconds,
+    }
+
+
+def _paths(folder: Path) -> DemoPaths:
+    paths = DemoPaths(folder.resolve())
+    paths.logs.mkdir(parents=True)
+    return paths
+
+
+def _mismatch(step: dict[str, Any]) -> float:
+    """Mean absolute difference of the trainer's and the sampler's logprob."""
+    return float(step.get("alignment/diff_abs_mean", 0.0))
+
+
+def _staleness(step: dict[str, Any]) -> float:
+    """Policy versions between the sampling of a batch and its training, NaN when unknown."""
+    return float(step.get("train/staleness_mean", "nan"))
+
+
+def _table(figures: dict[str, dict[str, float]]) -> Table:
+    table = Table(title="held-out accuracy by policy loss")
+    for column in ("loss", "before", "after", "rise", "reward at the end"):
+        table.add_column(column, justify="left" if column == "loss" else "right")
+    for column in ("mismatch", "versions late", "seconds"):
+        table.add_column(column, justify="right")
+    for name, row in figures.items():
+        table.add_row(
+            name,
+            f"{row['before']:.1%}",
+            f"{row['after']:.1%}",
+            f"{row['rise']:+.1%}",
+            f"{row['last_rewards']:.2f}",
+            f"{row['mismatch']:.3f}",
+            f"{row['staleness']:.1f}",
+            f"{row['seconds']:.0f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
