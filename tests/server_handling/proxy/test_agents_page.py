@@ -6,17 +6,19 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from atroposlib.envs import base
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.server_handling.managed_server_proxy import ProxyFile
 from atroposlib.envs.server_handling.proxy import AgentTrajectory, group_of_agents
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
 from atroposlib.scored_data import check_group
 from tests.envs.small_environment import SERVERS
-from tests.fakes import ScriptedEngine
+from tests.fakes import CharTokenizer, ScriptedEngine
 
 PAGE = Path(__file__).parents[3] / "docs/agents.md"
 
@@ -43,21 +45,19 @@ def test_environment_of_the_page_passes_the_check(shopping_env: Any) -> None:
 async def test_environment_of_the_page_makes_a_group(
     shopping_env: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.fakes import CharTokenizer
-
     call = '<tool_call>{"name": "price", "arguments": {"product": "%s"}}</tool_call>'
 
     def reply(prompt: str) -> str:
         return "11.5" if "8.0" in prompt else call % "tea" + call % "cup"
 
+    loader = SimpleNamespace(from_pretrained=lambda name: CharTokenizer())
+    monkeypatch.setitem(vars(base), "AutoTokenizer", loader)
     config, _ = shopping_env.config_init()
     async with ScriptedEngine(reply) as engine:
         update = {"base_url": engine.base_url, "server_type": "vllm"}
         servers = [SERVERS[0].model_copy(update=update)]
-        monkeypatch.setattr(
-            "transformers.AutoTokenizer.from_pretrained", lambda *_, **__: CharTokenizer()
-        )
         env = shopping_env(config.model_copy(update={"group_size": 2}), servers)
+        env.server.servers[0].tokenizer = env.tokenizer
         await env.setup()
         trajectories, _ = await env.collect_trajectories(await env.get_next_item())
         group = await env.postprocess_histories(trajectories)

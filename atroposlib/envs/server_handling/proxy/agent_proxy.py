@@ -99,6 +99,11 @@ class AgentProxy:
             raise RuntimeError("the proxy does not run; `start` it")
         return self._root_url
 
+    @property
+    def base_url(self) -> str:
+        """Address for OpenAI clients; the key names the session."""
+        return f"{self.root_url}/v1"
+
     async def start(self) -> None:
         """Start listening; OSError when the address cannot be bound."""
         app = app_of_state(self._state)

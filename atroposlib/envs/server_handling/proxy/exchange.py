@@ -37,13 +37,15 @@ class RenderedPrompt(NamedTuple):
     """[P] ids of the text, without special tokens of the tokenizer's own."""
 
 
-async def complete_chat(session: SessionState, body: Mapping[str, Any]) -> dict[str, Any]:
+async def complete_chat(
+    session: SessionState, body: Mapping[str, Any] | ChatCompletionProxyRequest
+) -> dict[str, Any]:
     """Answer a chat request and record its sequences.
 
     Args:
         session: Whose sequences the request continues.
-        body: An OpenAI chat request. `stream` is ignored: the answer is whole, and streaming is
-            the dialect's affair.
+        body: An OpenAI chat request, read or not. `stream` is ignored: the answer is whole, and
+            streaming is the dialect's affair.
 
     Returns:
         An OpenAI chat completion: `id`, `object`, `created`, `model`, `choices`, `usage`. Each
@@ -54,7 +56,7 @@ async def complete_chat(session: SessionState, body: Mapping[str, Any]) -> dict[
         ProxyRefusal: the request is malformed or cannot be honoured, or the session is gone.
         Exception: whatever the engine's failure raised; `as_refusal` knows them.
     """
-    request = read_body(ChatCompletionProxyRequest, body)
+    request = _chat_request(body)
     kwargs = chat_kwargs(request, max_choices=session.max_choices)
     try:
         answer, samples = await session.run(lambda managed: managed.chat_completion(**kwargs))
@@ -67,12 +69,12 @@ async def complete_chat(session: SessionState, body: Mapping[str, Any]) -> dict[
     return chat_answer(answer, samples, model=session.model_name, text_of=text_of)
 
 
-async def complete_text(session: SessionState, body: Mapping[str, Any]) -> dict[str, Any]:
+async def complete_text(session: SessionState, request: CompletionProxyRequest) -> dict[str, Any]:
     """Continue the prompts of a text request and record the sequences.
 
     Args:
         session: Whose sequences the prompts continue.
-        body: An OpenAI completion request; several prompts are sampled at the same time.
+        request: An OpenAI completion request; several prompts are sampled at the same time.
 
     Returns:
         An OpenAI completion, the choices of the first prompt first.
@@ -80,7 +82,6 @@ async def complete_text(session: SessionState, body: Mapping[str, Any]) -> dict[
     Raises:
         ProxyRefusal: as in `complete_chat`.
     """
-    request = read_body(CompletionProxyRequest, body)
     calls = text_kwargs(request, max_choices=session.max_choices)
     found = await _run_all(session, calls)
     samples: list[Sample] = [sample for _, row in found for sample in row]
@@ -110,6 +111,14 @@ def render(session: SessionState, body: Mapping[str, Any]) -> RenderedPrompt:
     if kwargs["messages"][-1]["role"] == "assistant":
         text += _reply_opening(managed.tokenizer)
     return RenderedPrompt(text, list(managed.tokenizer.encode(text, add_special_tokens=False)))
+
+
+def _chat_request(
+    body: Mapping[str, Any] | ChatCompletionProxyRequest,
+) -> ChatCompletionProxyRequest:
+    if isinstance(body, ChatCompletionProxyRequest):
+        return body
+    return read_body(ChatCompletionProxyRequest, body)
 
 
 def _prompt_of(session: SessionState, kwargs: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -21,8 +22,11 @@ from atroposlib.envs.server_handling.proxy.request_models import (
     SetupRequest,
     read_body,
 )
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
 
 __all__ = ["ManagementRoutes"]
+
+_NODES = TypeAdapter(list[SequenceNode])
 
 
 class ManagementRoutes:
@@ -136,7 +140,9 @@ class ManagementRoutes:
     async def nodes(self, request: Request) -> Response:
         """Return the recorded sequences of a session."""
         session = session_of(request, self._state.sessions, self._state.settings)
-        return JSONResponse({"nodes": [node.model_dump() for node in session.nodes]})
+        # Long sessions hold a million tokens: bytes at once, without objects in between.
+        body = b'{"nodes":' + _NODES.dump_json(session.nodes) + b"}"
+        return Response(body, media_type="application/json")
 
     async def delete_session(self, request: Request) -> Response:
         """Delete a session; its requests in flight are answered with 404."""

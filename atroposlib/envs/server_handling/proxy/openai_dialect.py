@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange, Route
-from atroposlib.envs.server_handling.proxy.exchange import complete_text
+from atroposlib.envs.server_handling.proxy.exchange import complete_chat, complete_text
 from atroposlib.envs.server_handling.proxy.openai_stream import chat_events, text_events
 from atroposlib.envs.server_handling.proxy.refusals import openai_error_body
 from atroposlib.envs.server_handling.proxy.request_models import (
@@ -42,8 +42,8 @@ def model_list(model_name: str, created: float) -> dict[str, Any]:
 
 async def create_chat_completion(exchange: Exchange) -> Response:
     """Answer `POST /chat/completions`, streamed when asked."""
-    answer = await exchange.complete_chat(exchange.body)
     request = read_body(ChatCompletionProxyRequest, exchange.body)
+    answer = await complete_chat(exchange.session, request)
     response: Response = JSONResponse(answer)
     if request.stream:
         response = stream_events(chat_events(answer, include_usage=_wants_usage(request)))
@@ -52,8 +52,8 @@ async def create_chat_completion(exchange: Exchange) -> Response:
 
 async def create_completion(exchange: Exchange) -> Response:
     """Answer `POST /completions`, streamed when asked."""
-    answer = await complete_text(exchange.session, exchange.body)
     request = read_body(CompletionProxyRequest, exchange.body)
+    answer = await complete_text(exchange.session, request)
     response: Response = JSONResponse(answer)
     if request.stream:
         response = stream_events(text_events(answer, include_usage=_wants_usage(request)))

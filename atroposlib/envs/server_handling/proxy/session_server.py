@@ -99,15 +99,17 @@ class SessionServer:
             try:
                 return await call(self.server)
             except ServerDownError:
-                if not self._move() and time.monotonic() >= deadline:
+                has_moved = self._move()
+                if not has_moved and time.monotonic() >= deadline:
                     raise
             finally:
                 RAISE_WHEN_DOWN.reset(token)
-            await asyncio.sleep(_POLL_S if not self.server.server_healthy else 0)
+            if not has_moved:
+                await asyncio.sleep(_POLL_S)
 
     def _move(self) -> bool:
-        """Choose another server when one is healthy; whether the next call may succeed."""
-        healthy = [other for other in self._others if other.server_healthy]
+        """Change to another healthy server; whether there is one."""
+        healthy = [s for s in self._others if s is not self.server and s.server_healthy]
         if healthy:
             self.server = least_loaded(healthy)
-        return bool(self.server.server_healthy)
+        return bool(healthy)
