@@ -49,7 +49,7 @@ class ChatRequest:
         """Render a chat and make its keys."""
         plain = plain_messages(messages)
         keys = [message_key(message) for message in plain]
-        return cls(plain, keys, tools, digest(tools or []), render(plain, tools))
+        return cls(plain, keys, tools, digest(tools) if tools else "", render(plain, tools))
 
 
 def continue_chat(
@@ -73,7 +73,7 @@ def continue_chat(
     conversation = record.last.conversation if record is not None and record.last else None
     if record is None or conversation is None:
         return records.find_text(nodes, request.prompt, only_bare=True)
-    num_turns = len(conversation.turns)
+    num_turns = conversation.num_turns
     history, added = request.messages[: num_turns - 1], request.messages[num_turns:]
     rest = _rest_of_prompt(record, request, history, added, render)
     if rest is not None:

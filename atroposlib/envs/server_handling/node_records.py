@@ -157,8 +157,8 @@ class NodeRecords:
             calls = calls_of(reply.get("tool_calls"))
             rank = (
                 length,
-                tuple(call[0] for call in calls) == conversation.call_ids,
-                text_of_content(reply.get("content")) == conversation.reply_content,
+                tuple(call[0] for call in calls) == conversation.reply.call_ids,
+                text_of_content(reply.get("content")) == conversation.reply.content,
                 prompt.startswith(record.node.full_text[: end.text_length]),
                 num_ends == len(record.ends),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from atroposlib.envs.server_handling.engine_payloads import drop_double_bos
@@ -15,6 +16,7 @@ __all__ = [
     "hidden_tail",
     "is_hidden",
     "text_of",
+    "text_of_end",
 ]
 
 PIECE_TOKENS = 2048
@@ -44,8 +46,21 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
 
 def is_hidden(tokenizer: Any, token_id: int) -> bool:
     """Whether a token is left out of texts; one that decodes to nothing anyway is not."""
+    try:
+        return _is_hidden_once(tokenizer, token_id)
+    except TypeError:  # a tokenizer that cannot be remembered
+        return _is_hidden_once.__wrapped__(tokenizer, token_id)
+
+
+@lru_cache(maxsize=4096)
+def _is_hidden_once(tokenizer: Any, token_id: int) -> bool:
     shown = tokenizer.decode([token_id], skip_special_tokens=False)
     return bool(shown) and not text_of(tokenizer, [token_id])
+
+
+def text_of_end(tokenizer: Any, end_ids: Sequence[int]) -> str:
+    """Return the special tokens that end a turn as a template writes them."""
+    return "".join(str(tokenizer.decode([i], skip_special_tokens=False)) for i in end_ids)
 
 
 def hidden_tail(tokenizer: Any, ids: Sequence[int]) -> list[int]:

@@ -24,18 +24,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 __all__ = [
     "THINKING_END",
     "Conversation",
+    "SampledReply",
     "as_mapping",
     "calls_of",
-    "continued_turns",
     "digest",
+    "earlier_turns",
     "matched_length",
     "message_key",
-    "reply_keys",
     "spoken_text",
     "text_of_content",
 ]
@@ -49,20 +50,63 @@ Keys = frozenset[str]
 """Every form of one message that counts as it."""
 
 
+class SampledReply:
+    """A sampled reply, and the forms in which it may come back.
+
+    Args:
+        raw_text: The completion.
+        content: Text of the answer that was given for it.
+        tool_calls: Calls of that answer.
+        keeps_thinking: Whether a reply that comes back without its thinking is another one.
+
+    Attributes:
+        content: As given.
+        call_ids: Ids of the calls.
+    """
+
+    def __init__(
+        self,
+        raw_text: str,
+        content: str,
+        tool_calls: Sequence[Any] | None,
+        *,
+        keeps_thinking: bool,
+    ) -> None:
+        self.content = content
+        self._raw_text = raw_text
+        self._keeps_thinking = keeps_thinking
+        calls = calls_of(tool_calls)
+        self.call_ids = tuple(call[0] for call in calls)
+        self._calls = _calls_text(calls)  # now, since the caller may change what it was given
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The key of each form."""
+        contents = {self.content, "" if self.call_ids else self._raw_text}
+        if not self._keeps_thinking:
+            contents |= {text.rpartition(THINKING_END)[2] for text in contents}
+        forms = {_key("assistant", None, self._calls, content.strip()) for content in contents}
+        raw_form = _key("assistant", None, _calls_text([]), self._raw_text.strip())
+        return frozenset(forms | {raw_form})
+
+
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one recorded sequence, the sampled reply last."""
+    """The turns of one recorded sequence."""
 
-    turns: tuple[Keys, ...]
-    """[M] the forms of each message."""
+    earlier: tuple[Keys, ...]
+    """[M-1] the forms of each message before the reply."""
+    reply: SampledReply
+    """The last message."""
     tools_key: str
     """The tool definitions the prompt showed."""
-    call_ids: tuple[str, ...] = ()
-    """Ids given to the calls of the last reply."""
-    reply_content: str = ""
-    """The content the last reply was answered with."""
     has_thinking: bool = False
     """Whether a sampled reply holds thinking."""
+
+    @property
+    def num_turns(self) -> int:
+        """Messages, the reply included."""
+        return len(self.earlier) + 1
 
 
 def matched_length(conversation: Conversation, keys: Sequence[str]) -> int:
@@ -72,40 +116,23 @@ def matched_length(conversation: Conversation, keys: Sequence[str]) -> int:
         conversation: A recorded one.
         keys: [M] `message_key` of each message of the request.
     """
-    turns = conversation.turns
-    length = len(turns)
-    if length > len(keys) or keys[length - 1] not in turns[-1]:  # most end here
+    length = conversation.num_turns
+    if length > len(keys) or keys[length - 1] not in conversation.reply.keys:  # most end here
         return 0
-    is_prefix = all(key in forms for key, forms in zip(keys[:length], turns, strict=True))
+    earlier = conversation.earlier
+    is_prefix = all(key in forms for key, forms in zip(keys[: length - 1], earlier, strict=True))
     return length if is_prefix else 0
 
 
-def continued_turns(
-    parent: Conversation | None, keys: Sequence[str], reply: Keys
-) -> tuple[Keys, ...]:
-    """Return the turns of a new sequence: those of its parent, the added messages, the reply."""
-    known = parent.turns if parent is not None else ()
-    return (*known, *(frozenset({key}) for key in keys[len(known) :]), reply)
-
-
-def reply_keys(
-    raw_text: str, content: str | None, tool_calls: Sequence[Any] | None, *, keeps_thinking: bool
-) -> Keys:
-    """Return the forms in which a reply may come back.
+def earlier_turns(parent: Conversation | None, keys: Sequence[str]) -> tuple[Keys, ...]:
+    """Return the turns before a new reply: those of the conversation it continues, and the added.
 
     Args:
-        raw_text: The completion.
-        content: Text of the answer that was given for it.
-        tool_calls: Calls of that answer.
-        keeps_thinking: Whether a reply that comes back without its thinking is another one.
+        parent: That conversation; None for a new one.
+        keys: [M] `message_key` of each message of the request.
     """
-    contents = {content or "", raw_text if not tool_calls else ""}
-    contents |= {""} if tool_calls else set()
-    if not keeps_thinking:
-        contents |= {text.rpartition(THINKING_END)[2] for text in contents}
-    forms = [{"role": "assistant", "content": c, "tool_calls": tool_calls} for c in contents]
-    forms.append({"role": "assistant", "content": raw_text})
-    return frozenset(map(message_key, forms))
+    known = (*parent.earlier, parent.reply.keys) if parent is not None else ()
+    return (*known, *(frozenset({key}) for key in keys[len(known) :]))
 
 
 def message_key(message: Any) -> str:
@@ -114,15 +141,25 @@ def message_key(message: Any) -> str:
     role = str(fields.get("role"))
     text = text_of_content(fields.get("content"))
     if role != "assistant":
-        return digest([role, fields.get("name"), text])
-    calls = [[name, arguments] for _, name, arguments in calls_of(fields.get("tool_calls"))]
-    return digest([role, None, text.strip(), calls])
+        return _key(role, fields.get("name"), "", text)
+    return _key(role, None, _calls_text(calls_of(fields.get("tool_calls"))), text.strip())
 
 
 def digest(value: Any) -> str:
     """Return a short text that is equal for equal JSON values."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return _hashed(json.dumps(value, sort_keys=True, default=str))
+
+
+def _key(role: str, name: Any, calls: str, text: str) -> str:
+    return _hashed(f"{role}\0{name}\0{calls}\0{text}")
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _calls_text(calls: Sequence[tuple[str, str, str]]) -> str:
+    return json.dumps([call[1:] for call in calls]) if calls else ""
 
 
 def calls_of(tool_calls: Any) -> list[tuple[str, str, str]]:

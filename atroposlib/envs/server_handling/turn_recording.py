@@ -20,14 +20,14 @@ from atroposlib.envs.server_handling.token_texts import (
     hidden_tail,
     is_hidden,
     text_of,
+    text_of_end,
 )
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.turn_matching import (
     THINKING_END,
     Conversation,
-    calls_of,
-    continued_turns,
-    reply_keys,
+    SampledReply,
+    earlier_turns,
 )
 from atroposlib.utils.long_decode import decode_long
 
@@ -112,7 +112,7 @@ class Turn:
             num_reply_ids=len(reply_ids),
             num_end_ids=len(end_ids),
             hides_specials=self.translator is None,
-            end_text=self.tokenizer.decode(end_ids, skip_special_tokens=False) if end_ids else "",
+            end_text=text_of_end(self.tokenizer, end_ids),
             conversation=self._conversation_of(text, given),
             weight_version=sampled.weight_version,
             metadata=node.metadata or {},
@@ -192,15 +192,11 @@ class Turn:
         content = given.content if isinstance(given, ToolAnswer) else given.text
         last = self.parent.record.last if self.parent is not None else None
         known = last.conversation if last is not None else None
+        reply = SampledReply(text, content or "", calls, keeps_thinking=self.strips_thinking)
         return Conversation(
-            turns=continued_turns(
-                known,
-                self.chat.keys,
-                reply_keys(text, content, calls, keeps_thinking=self.strips_thinking),
-            ),
+            earlier=earlier_turns(known, self.chat.keys),
+            reply=reply,
             tools_key=self.chat.tools_key,
-            call_ids=tuple(call[0] for call in calls_of(calls)),
-            reply_content=content or "",
             has_thinking=THINKING_END in text or (known is not None and known.has_thinking),
         )
 

@@ -25,6 +25,10 @@ __all__ = [
 ]
 
 
+Tokens = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
+"""Prompt ids [P], completions [n][C], their logprobs, and finish reasons [n]."""
+
+
 class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[Any]]):
     """An answer with tokens and logprobs, unpacked and compared like the plain tuple.
 
@@ -35,11 +39,7 @@ class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[
 
     weight_versions: list[str | None]
 
-    def __new__(
-        cls,
-        tokens: tuple[list[int], list[list[int]], list[list[float]], list[Any]],
-        weight_versions: Sequence[str | None],
-    ) -> VersionedTokens:
+    def __new__(cls, tokens: Tokens, weight_versions: Sequence[str | None]) -> VersionedTokens:
         """Wrap an answer."""
         self = super().__new__(cls, tokens)
         self.weight_versions = list(weight_versions)
@@ -53,7 +53,7 @@ def versions_in(answer: Any, num_completions: int) -> list[str | None]:
     return [None] * num_completions
 
 
-def join_answers(parts: Sequence[Any]) -> Any:
+def join_answers(parts: Sequence[Tokens]) -> Tokens:
     """Return the answers to the parts of one request as one, with the first part's prompt.
 
     Args:
@@ -61,7 +61,7 @@ def join_answers(parts: Sequence[Any]) -> Any:
     """
     if len(parts) == 1:
         return parts[0]
-    tokens = (
+    tokens: Tokens = (
         parts[0][0],
         [ids for part in parts for ids in part[1]],
         [logprobs for part in parts for logprobs in part[2]],
