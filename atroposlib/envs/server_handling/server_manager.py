@@ -345,7 +345,7 @@ class ServerManager:
             try:
                 return _Answered(server, await method_of(server)(**kwargs))
             except ServerDownError as error:
-                logger.warning("%s; sending the request to another server", error)
+                logger.debug("%s; sending the request to another server", error)
             finally:
                 RAISE_WHEN_DOWN.reset(token)
 

@@ -60,6 +60,6 @@ class SessionServer:
             try:
                 return await getattr(self.current, method)(**kwargs)
             except ServerDownError as error:
-                logger.warning("%s; its session goes on at another server", error)
+                logger.debug("%s; its session goes on at another server", error)
             finally:
                 RAISE_WHEN_DOWN.reset(token)

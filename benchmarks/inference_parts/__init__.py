@@ -1,0 +1,1 @@
+"""Parts of `inference.py`: the mock engine, and the ways a request is made."""
