@@ -93,7 +93,9 @@ async def complete_text(session: SessionState, request: CompletionProxyRequest) 
     )
 
 
-def render(session: SessionState, body: Mapping[str, Any]) -> RenderedPrompt:
+def render(
+    session: SessionState, body: Mapping[str, Any] | ChatCompletionProxyRequest
+) -> RenderedPrompt:
     """Return the prompt of a chat's next reply; nothing is generated or recorded.
 
     A reply is opened behind an assistant's message too, which `complete_chat` would continue.
@@ -102,8 +104,7 @@ def render(session: SessionState, body: Mapping[str, Any]) -> RenderedPrompt:
         ProxyRefusal: the request is malformed, the template refuses the messages, or the
             session's server gives no token ids and so renders nothing here.
     """
-    request = read_body(ChatCompletionProxyRequest, body)
-    kwargs = chat_kwargs(request, max_choices=session.max_choices)
+    kwargs = chat_kwargs(_chat_request(body), max_choices=session.max_choices)
     text = _prompt_of(session, kwargs)
     managed = session.managed_server
     if text is None or managed.tokenizer is None:

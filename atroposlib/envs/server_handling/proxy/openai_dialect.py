@@ -8,7 +8,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange, Route
-from atroposlib.envs.server_handling.proxy.exchange import complete_chat, complete_text
+from atroposlib.envs.server_handling.proxy.exchange import complete_chat, complete_text, render
+from atroposlib.envs.server_handling.proxy.openai_stops import as_sampled, cut_chat, cut_text
 from atroposlib.envs.server_handling.proxy.openai_stream import chat_events, text_events
 from atroposlib.envs.server_handling.proxy.refusals import openai_error_body
 from atroposlib.envs.server_handling.proxy.request_models import (
@@ -42,8 +43,10 @@ def model_list(model_name: str, created: float) -> dict[str, Any]:
 
 async def create_chat_completion(exchange: Exchange) -> Response:
     """Answer `POST /chat/completions`, streamed when asked."""
-    request = read_body(ChatCompletionProxyRequest, exchange.body)
+    sent = read_body(ChatCompletionProxyRequest, exchange.body)
+    request = as_sampled(exchange.session, sent)
     answer = await complete_chat(exchange.session, request)
+    cut_chat(exchange.session, request, answer)
     response: Response = JSONResponse(answer)
     if request.stream:
         response = stream_events(chat_events(answer, include_usage=_wants_usage(request)))
@@ -54,6 +57,7 @@ async def create_completion(exchange: Exchange) -> Response:
     """Answer `POST /completions`, streamed when asked."""
     request = read_body(CompletionProxyRequest, exchange.body)
     answer = await complete_text(exchange.session, request)
+    cut_text(request, answer)
     response: Response = JSONResponse(answer)
     if request.stream:
         response = stream_events(text_events(answer, include_usage=_wants_usage(request)))
@@ -62,7 +66,8 @@ async def create_completion(exchange: Exchange) -> Response:
 
 async def render_chat(exchange: Exchange) -> Response:
     """Answer `POST /chat/completions/render`: the prompt, without generating."""
-    prompt = exchange.render(exchange.body)
+    sent = read_body(ChatCompletionProxyRequest, exchange.body)
+    prompt = render(exchange.session, as_sampled(exchange.session, sent))
     body = {
         "prompt_text": prompt.text,
         "token_ids": prompt.token_ids,
