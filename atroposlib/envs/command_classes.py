@@ -224,7 +224,8 @@ def load_yaml(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open(encoding="utf-8") as file:  # its errors then name the file
+            content = yaml.safe_load(file)
     except OSError as error:
         raise UsageError(f"config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -71,7 +71,7 @@ class SingleTurnEnv(BaseEnv):
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """Sample G completions in one request and score them at the same time."""
-        messages = self.prompt(item)
+        messages = self._checked_prompt(item)
         budget = self._budget(messages)
         if budget < 1:
             limit = self.config.max_token_length
@@ -123,7 +123,7 @@ class SingleTurnEnv(BaseEnv):
 
     async def evaluate_item(self, item: Item) -> dict[str, Any]:
         """Wait for one answer to an evaluation item; returns its record."""
-        messages = self.prompt(item)
+        messages = self._checked_prompt(item)
         answer = await self.server.chat_completion(
             messages=list(messages),
             n=1,
@@ -149,7 +149,23 @@ class SingleTurnEnv(BaseEnv):
         await super().wandb_log(metrics)
 
     async def _score(self, item: Item, completion: str, *, is_cut: bool) -> float:
-        return float(await settle(self.score(item, "" if is_cut else visible_text(completion))))
+        score = await settle(self.score(item, "" if is_cut else visible_text(completion)))
+        try:
+            return float(score)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{type(self).__name__}.score returned {score!r}; expected a number"
+            ) from None
+
+    def _checked_prompt(self, item: Item) -> Sequence[Mapping[str, Any]]:
+        messages = self.prompt(item)
+        is_chat = isinstance(messages, list | tuple) and len(messages) > 0
+        if not is_chat or not all(isinstance(message, Mapping) for message in messages):
+            raise TypeError(
+                f"{type(self).__name__}.prompt returned {str(messages)[:100]!r}; expected a list "
+                'of messages such as [{"role": "user", "content": "..."}]'
+            )
+        return messages
 
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
         limit = self.config.max_token_length

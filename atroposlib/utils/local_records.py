@@ -98,4 +98,15 @@ def _read(path: Path) -> list[Any]:
     if path.suffix == ".json":
         loaded = json.loads(text)
         return loaded if isinstance(loaded, list) else [loaded]
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [
+        _parsed(line, number)
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.strip()
+    ]
+
+
+def _parsed(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number}: {error.msg} at column {error.colno}") from error

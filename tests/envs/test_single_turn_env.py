@@ -147,3 +147,30 @@ async def test_local_items_without_a_file_say_what_they_need(
 
         with pytest.raises(ConfigError, match="word"):
             await env.setup()
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "message"),
+    [
+        ("score", "high", r"EchoEnv\.score returned 'high'; expected a number"),
+        ("score", None, r"EchoEnv\.score returned None; expected a number"),
+        (
+            "prompt",
+            "Say one.",
+            r"EchoEnv\.prompt returned 'Say one\.'; expected a list of messages",
+        ),
+        ("prompt", [], r"EchoEnv\.prompt returned '\[\]'; expected a list of messages"),
+        ("prompt", ["Say"], "expected a list of messages"),
+    ],
+)
+async def test_wrong_value_of_the_author_is_named(
+    make_echo: Callable[..., EchoEnv], method: str, value: Any, message: str
+) -> None:
+    async with ScriptedEngine([PROBED, "one"]) as engine:
+        env = make_echo(engine)
+        await env.setup()
+        setattr(env, method, lambda *_: value)
+
+        with pytest.raises(TypeError, match=message):
+            await env.collect_trajectories({"word": "one"})
+        await env.server.close()

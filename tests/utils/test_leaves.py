@@ -150,3 +150,11 @@ def test_find_split_prefers_earlier_names(tmp_path: Path) -> None:
 
     assert find_split(tmp_path, ["test", "validation"]).name == "test-00000-of-00001.parquet"
     assert find_split(tmp_path, ["dev", "validation"]).name == "validation.jsonl"
+
+
+def test_read_records_names_the_line_that_is_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": \n')
+
+    with pytest.raises(ConfigError, match=r"rows\.jsonl cannot be read \(line 3: .* at column 7\)"):
+        read_records(path, ["a"])

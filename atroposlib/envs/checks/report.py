@@ -32,6 +32,13 @@ class Outcome:
     """What was seen."""
     where: str | None = None
     """`file:line`, where it can be told."""
+    special_remedy: str | None = None
+    """Takes the place of the rule's."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do when the rule does not hold."""
+        return self.special_remedy or self.rule.remedy
 
     @property
     def rule(self) -> Rule:
@@ -40,14 +47,13 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return a mapping of plain values."""
-        _, rule, remedy = self.rule
         return {
             "check": self.name,
             "status": self.status,
             "detail": self.detail,
             "where": self.where,
-            "rule": rule,
-            "remedy": remedy,
+            "rule": self.rule.rule,
+            "remedy": self.remedy,
         }
 
 
@@ -129,7 +135,7 @@ def _print_failure(console: Any, outcome: Outcome) -> None:
 
     console.print(f"\n[bold red]{outcome.rule.title}[/bold red]", highlight=False)
     lines = {"at": outcome.where or "", "seen": outcome.detail}
-    lines |= {"rule": outcome.rule.rule, "remedy": outcome.rule.remedy}
+    lines |= {"rule": outcome.rule.rule, "remedy": outcome.remedy}
     for name, line in lines.items():
         if line:
             text = f"[bold]{name + ':':8}[/bold]{escape(line)}"
@@ -147,9 +153,11 @@ class Findings:
     _passed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def fail(self, name: str, detail: str, where: str | None = None) -> None:
-        """Record that a rule does not hold."""
-        self._failed.setdefault(name, Outcome(name, "failed", detail, where))
+    def fail(
+        self, name: str, detail: str, where: str | None = None, *, remedy: str | None = None
+    ) -> None:
+        """Record that a rule does not hold; `remedy` takes the place of the rule's."""
+        self._failed.setdefault(name, Outcome(name, "failed", detail, where, remedy))
 
     def skip(self, name: str, reason: str) -> None:
         """Record why a rule could not be looked at."""

@@ -17,6 +17,8 @@ from atroposlib.envs.checks.report import Findings
 
 __all__ = ["judge_determinism", "judge_leftovers", "judge_network", "judge_stalls", "judging"]
 
+RAISED_BY_AUTHOR = "correct that line, or keep what reaches it from making it raise"
+
 
 @contextmanager
 def judging(
@@ -29,9 +31,11 @@ def judging(
         if _is_by_network(error):
             findings.skip(name, "stopped by the attempt to reach the network")
             return
-        where = traceback_site(error.__traceback__) or hook_site(env_cls, hooks)
-        where = where or traceback_site(error.__traceback__, anywhere=True)
-        findings.fail(name, f"{type(error).__name__}: {error}", where)
+        own_line = traceback_site(error.__traceback__)
+        last_line = traceback_site(error.__traceback__, anywhere=True)
+        where = own_line or hook_site(env_cls, hooks) or last_line
+        remedy = RAISED_BY_AUTHOR if own_line is not None and own_line == last_line else None
+        findings.fail(name, f"{type(error).__name__}: {error}", where, remedy=remedy)
 
 
 def _is_by_network(error: BaseException | None) -> bool:

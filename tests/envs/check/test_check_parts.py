@@ -14,7 +14,9 @@ import pytest
 from atroposlib.envs.checks.item_state import changed_path, data_of
 from atroposlib.envs.checks.leftovers import Running, end_leftover_tasks, wait_for_end
 from atroposlib.envs.checks.network_guard import NetworkBlockedError, block_network
+from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.script import GARBAGE, RoleBook, make_script
+from atroposlib.envs.checks.verdicts import judging
 
 
 def test_role_book_gives_each_rollout_its_role_and_keeps_it_over_turns() -> None:
@@ -94,3 +96,22 @@ async def test_wait_for_end_names_processes_and_tasks_that_go_on() -> None:
     assert sorted(leftover.what.split()[0] for leftover in left) == ["process", "task"]
     assert task.cancelled()
     assert await wait_for_end(before) == []
+
+
+class RaisingEnv:
+    def setup(self) -> None:
+        raise KeyError("capitals")
+
+
+def test_judging_tells_to_correct_the_line_only_where_the_author_raises() -> None:
+    findings = Findings()
+
+    with judging(findings, "setup", RaisingEnv, ["setup"]):
+        RaisingEnv().setup()
+    with judging(findings, "rollout", RaisingEnv, ["setup"]):
+        asyncio.run(None)  # type: ignore[arg-type]  # raises in a module of Python
+
+    raised, passed_on = (o for o in findings.outcomes() if o.status == "failed")
+    assert raised.detail == "KeyError: 'capitals'"
+    assert raised.remedy.startswith("correct that line")
+    assert passed_on.remedy == passed_on.rule.remedy
