@@ -46,6 +46,16 @@ class Turn:
         return message
 
     @property
+    def chat(self) -> list[dict[str, Any]]:
+        """The chat messages the turn adds to the conversation."""
+        messages = [self.given]
+        for call_id, result in zip(self.call_ids, self.results, strict=True):
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
+        if self.follow_up is not None:
+            messages.append({"role": "user", "content": self.follow_up})
+        return messages
+
+    @property
     def call_ids(self) -> list[str]:
         return [call["id"] for call in self.calls]
 

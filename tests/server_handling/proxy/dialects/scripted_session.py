@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange
 from atroposlib.envs.server_handling.proxy.exchange import RenderedPrompt
 
-__all__ = ["ScriptedSession", "chat_completion", "tool_call"]
+__all__ = ["Reply", "ScriptedSession", "chat_completion", "reply_of", "tool_call"]
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class ScriptedSession:
         """Answer a request of one route, whose path holds the `{names}` of `path_params`."""
         [route] = [r for r in self.dialect.routes if (r.method, r.path) == (method, path)]
         exchange = _Exchange(self, dict(body or {}), path_params, {}, {})  # type: ignore[arg-type]
-        return await _reply_of(await route.handler(exchange))
+        return await reply_of(await route.handler(exchange))
 
 
 class _Exchange(Exchange):
@@ -89,7 +89,8 @@ class _Exchange(Exchange):
         return prompt
 
 
-async def _reply_of(response: Response) -> Reply:
+async def reply_of(response: Response) -> Reply:
+    """Return what a response says, of a stream its events."""
     if not isinstance(response, StreamingResponse):
         return Reply(json.loads(bytes(response.body)), [], [])
     text = "".join([str(piece) async for piece in response.body_iterator])

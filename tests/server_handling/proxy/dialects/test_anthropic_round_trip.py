@@ -58,16 +58,6 @@ def message_of(reply: Reply) -> Message:
     return Message.model_validate(message)
 
 
-def chat_of(turn: Turn) -> list[dict[str, Any]]:
-    """The chat messages a turn adds to the conversation."""
-    messages = [turn.given]
-    for call_id, result in zip(turn.call_ids, turn.results, strict=True):
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
-    if turn.follow_up is not None:
-        messages.append({"role": "user", "content": turn.follow_up})
-    return messages
-
-
 def sent_back(message: Message, turn: Turn, habit: Habits) -> list[dict[str, Any]]:
     """The messages an agent appends to its history."""
     blocks = [block.model_dump() for block in message.content]
@@ -100,7 +90,7 @@ def test_history_sent_back_gives_the_messages_given_out(turns: list[Turn], habit
             reply = await session.post("/messages", {**body, **options})
             assert session.requests[-1]["messages"] == expected
             history.extend(sent_back(message_of(reply), turn, habit))
-            expected.extend(chat_of(turn))
+            expected.extend(turn.chat)
 
     asyncio.run(converse())
 

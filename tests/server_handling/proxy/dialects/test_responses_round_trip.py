@@ -23,16 +23,6 @@ def response_of(reply: Reply) -> Response:
     return Response.model_validate(value)
 
 
-def chat_of(turn: Turn) -> list[dict[str, Any]]:
-    """The chat messages a turn adds to the conversation."""
-    messages = [turn.given]
-    for call_id, result in zip(turn.call_ids, turn.results, strict=True):
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
-    if turn.follow_up is not None:
-        messages.append({"role": "user", "content": turn.follow_up})
-    return messages
-
-
 def reserialised(item: dict[str, Any]) -> dict[str, Any]:
     if item["type"] != "function_call":
         return item
@@ -91,7 +81,7 @@ def test_history_sent_back_gives_the_messages_given_out(
             assert session.requests[-1]["messages"] == expected
             response = response_of(reply)
             history.extend(sent_back(response, turn, habit))
-            expected.extend(chat_of(turn))
+            expected.extend(turn.chat)
 
     asyncio.run(converse())
 
@@ -114,7 +104,7 @@ def test_previous_response_id_continues_the_messages_given_out(
             response = response_of(reply)
             previous_id = response.id
             new_input = sent_back(response, turn, Habits())[len(response.output) :]
-            expected.extend(chat_of(turn))
+            expected.extend(turn.chat)
 
     asyncio.run(converse())
 

@@ -196,9 +196,16 @@ class _Conversation:
 
     def extend(self, messages: Iterable[ChatMessage]) -> None:
         for message in messages:
-            self._digest.update(json.dumps(message, sort_keys=True, default=str).encode() + b"\n")
+            text = _bytes_of(message.get("content") or "")
+            head = [message["role"], len(text), message.get("tool_calls")]
+            self._digest.update(json.dumps(head, sort_keys=True).encode())
+            self._digest.update(text)  # not as JSON: histories are long
 
     def key(self, text: str) -> bytes:
         digest = self._digest.copy()
-        digest.update(json.dumps(text).encode())
+        digest.update(_bytes_of(text))
         return digest.digest()
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
