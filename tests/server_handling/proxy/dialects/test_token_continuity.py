@@ -158,7 +158,7 @@ async def mismatches_of(name: str, agent_type: AgentType, num_conversations: int
 async def test_random_conversations_hold_the_engines_tokens(
     name: str, agent_type: AgentType
 ) -> None:
-    assert await mismatches_of(name, agent_type, 30) == []
+    assert await mismatches_of(name, agent_type, 15) == []
 
 
 @pytest.mark.long
