@@ -22,6 +22,7 @@ from example_trainer.microbatch import (
     shift_row,
 )
 from example_trainer.packing import plan_microbatches
+from example_trainer.row_fields import unknown_fields
 from example_trainer.rows import Row, RowRules, rows_from_group
 
 __all__ = [
@@ -52,6 +53,8 @@ class BatchSummary:
     num_input_tokens: int
     """Tokens fed to the model, padding not counted."""
     padding_fraction: float
+    unknown_fields: frozenset[str] = frozenset()
+    """Fields of groups that nothing here reads."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,7 @@ def _summarise(
         num_rows_of_cut_sampling=sum(row.is_cut_sampling for row in rows),
         num_input_tokens=num_inputs,
         padding_fraction=1.0 - num_inputs / num_cells if num_cells else 0.0,
+        unknown_fields=frozenset(name for group in groups for name in unknown_fields(group)),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX
 
 __all__ = [
     "float_rows",
@@ -21,6 +21,7 @@ __all__ = [
     "samples_from_a_part",
     "teacher_row",
     "temperature_of",
+    "unknown_fields",
 ]
 
 _HONOURED_OVERRIDES = {"set_advantage_to_zero", "temperature", "sft"}
@@ -28,6 +29,8 @@ _HONOURED_OVERRIDES = {"set_advantage_to_zero", "temperature", "sft"}
 _HONOURED_GROUP_OVERRIDES = {
     "temperature", "group_size", "sft", "skip_teacher_top_k", "teacher_top_k"
 }  # fmt: skip
+# Stamped on every group, for the staleness of what was sampled.
+_KNOWN_FIELDS = {field.name for field in GROUP_FIELDS} | {"policy_version"}
 _REMEDY = "leave it out in the environment, or train without it: --unsupported-fields ignore"
 
 
@@ -55,6 +58,11 @@ def refuse_unsupported(
     for key, value in (group.get("group_overrides") or {}).items():
         if value and key not in _HONOURED_GROUP_OVERRIDES:
             raise GroupError(f"group_overrides.{key}: this trainer cannot honour it; {_REMEDY}")
+
+
+def unknown_fields(group: Mapping[str, Any]) -> set[str]:
+    """Return the filled fields of a group that are in no list of ours: they change nothing."""
+    return {name for name, value in group.items() if value and name not in _KNOWN_FIELDS}
 
 
 def is_demonstration(group: Mapping[str, Any], i: int) -> bool:

@@ -117,6 +117,7 @@ class Trainer:
         self._run_log = run_log
         self._clock = clock
         self._loss = make_loss(config)
+        self._noted_fields: frozenset[str] = frozenset()
         can = probe(model, packing=config.packing)
         self._packs = can.packs
         self._scorer = PolicyScorer(
@@ -156,7 +157,13 @@ class Trainer:
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
         self._run_log.log(metrics, step=self.steps_done)
         logger.info("%s", step_line(self.steps_done, self.config.training_steps, metrics))
+        self._note_unknown_fields(batch)
         _warn_about(batch, metrics)
+
+    def _note_unknown_fields(self, batch: Batch) -> None:
+        for name in sorted(batch.summary.unknown_fields - self._noted_fields):
+            logger.warning("groups carry a field %r, which nothing in this trainer reads", name)
+        self._noted_fields |= batch.summary.unknown_fields
 
     def _build(self, leased: LeasedBatch) -> Batch:
         try:

@@ -112,3 +112,26 @@ def test_package_offers_the_names_of_the_contract_without_loading_torch():
     assert callable(example_trainer.train_legacy)
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = example_trainer.nothing_such
+
+
+@pytest.mark.parametrize(("train_dtype", "is_learned"), [("bfloat16", False), ("mixed", True)])
+def test_small_updates_survive_under_float32_weights_only(tmp_path, train_dtype, is_learned):
+    save_tiny_model(tmp_path / "model")
+    config = tiny_config(
+        tmp_path, model_name=str(tmp_path / "model"), train_dtype=train_dtype, lr=1e-6
+    )
+    model, _ = load_model_and_tokenizer(config)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    before = weight.detach().clone()
+    optimizer = create_optimizer(model, config)
+
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=train_dtype == "mixed"):
+            logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits
+        logits.float().log_softmax(-1)[0, -1, 5].neg().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    changed = (weight != before).float().mean()
+    assert logits.dtype == torch.bfloat16
+    assert (changed > 0.9) == is_learned

@@ -287,3 +287,15 @@ def test_packing_leaves_no_padding_and_is_what_a_run_does(tmp_path):
 
     assert [batch.summary.padding_fraction for batch in batches] == [0.0, pytest.approx(0.83, 0.1)]
     assert [len(batch.microbatches) for batch in batches] == [2, 2]
+
+
+def test_mixed_training_runs_the_model_in_bfloat16_and_learns_in_float32(tmp_path):
+    whole = make_trainer(tmp_path, training_steps=1)
+    mixed = make_trainer(tmp_path, training_steps=1, train_dtype="mixed")
+    leased = whole._feed.next_batch(0)
+
+    norms = [t.train_on(t._build(leased))["train/grad_norm"] for t in (whole, mixed)]
+
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+    assert norms[1] != norms[0]
+    assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}

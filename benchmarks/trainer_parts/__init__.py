@@ -1,0 +1,1 @@
+"""What `trainer.py` measures, a process for each contender."""

@@ -1,0 +1,117 @@
+"""The batch and the model every contender gets, and how a process measures itself."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Workload", "current_mib", "peak_mib", "reset_peak", "sequences", "write_model"]
+
+_FIRST_WORD = 3  # 0 pads, 1 ends
+
+
+class Workload(NamedTuple):
+    """What is trained on."""
+
+    num_groups: int = 8
+    group_size: int = 8
+    microbatch: int = 8
+    """Sequences per forward pass."""
+    prompt_tokens: int = 32
+    median_tokens: int = 64
+    spread: float = 1.1
+    """Standard deviation of the logarithm of a completion's length."""
+    most_tokens: int = 1024
+    vocabulary: int = 16384
+    hidden: int = 256
+    layers: int = 6
+    steps: int = 3
+    """Timed steps; one more is made before them."""
+    seed: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one optimiser step."""
+        return self.num_groups * self.group_size
+
+    def describe(self) -> str:
+        """Return the batch in a line."""
+        lengths = [len(s["completion"]) for s in sequences(self)]
+        return (
+            f"{self.num_sequences} sequences a step, {self.microbatch} a forward pass, prompts of "
+            f"{self.prompt_tokens} tokens, completions of {statistics.median(lengths):.0f} "
+            f"(median), {statistics.fmean(lengths):.0f} (mean), {max(lengths)} (most); "
+            f"{self.layers} layers of {self.hidden}, {self.vocabulary} words"
+        )
+
+
+def sequences(workload: Workload) -> list[dict[str, Any]]:
+    """Return prompt, completion and score of every sequence, group after group."""
+    rng = random.Random(workload.seed)
+
+    def words(count: int) -> list[int]:
+        return [rng.randrange(_FIRST_WORD, workload.vocabulary) for _ in range(count)]
+
+    result = []
+    for _ in range(workload.num_groups):
+        prompt = words(workload.prompt_tokens)
+        for _ in range(workload.group_size):
+            length = rng.lognormvariate(0, workload.spread) * workload.median_tokens
+            length = min(workload.most_tokens, max(1, round(length)))
+            result.append(
+                {"prompt": prompt, "completion": words(length), "score": float(rng.random() < 0.5)}
+            )
+    return result
+
+
+def write_model(directory: Path, workload: Workload) -> None:
+    """Save a model of random weights and a tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(workload.seed)
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=workload.vocabulary,
+            hidden_size=workload.hidden,
+            intermediate_size=3 * workload.hidden,
+            num_hidden_layers=workload.layers,
+            num_attention_heads=workload.hidden // 64,
+            num_key_value_heads=max(1, workload.hidden // 128),
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+    ).save_pretrained(directory)
+    words = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(workload.vocabulary)}, unk_token="w2")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(
+        directory
+    )
+
+
+def reset_peak() -> None:
+    """Let the kernel forget the process's highest memory."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mib() -> float:
+    """Return the highest resident memory since `reset_peak`, in MiB."""
+    return _status_mib("VmHWM")
+
+
+def current_mib() -> float:
+    """Return the resident memory now, in MiB."""
+    return _status_mib("VmRSS")
+
+
+def _status_mib(name: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"the kernel does not tell {name}")
