@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.engine_http import EngineHttp
 from atroposlib.envs.server_handling.loop_turns import LoopTurns
+from atroposlib.envs.server_handling.openai_transport import make_http_client
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.errors import ConfigError, InferenceError
@@ -61,6 +62,7 @@ class OpenAICompatibleServer(APIServer):
                 base_url=config.known_base_url,
                 timeout=config.timeout,
                 max_retries=0,
+                http_client=make_http_client(config.known_base_url or ""),
             )
         except openai.OpenAIError as error:
             raise ConfigError(
