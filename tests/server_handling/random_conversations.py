@@ -14,102 +14,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
 from atroposlib.envs.server_handling.tool_formats import FunctionCall, registry
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from tests.server_handling.conversation_plans import Plan, Reply, Step, WayBack
 
-__all__ = ["Agent", "Family", "Plan", "Reply", "Step", "TokenEngine", "WayBack", "random_plan"]
+__all__ = ["Agent", "Family", "TokenEngine"]
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}},
     {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}},
 ]
-
-WayBack = Literal[
-    "as given",
-    "other spacing",
-    "object",
-    "no ids",
-    "no content",
-    "no thinking",
-    "parts",
-    "trimmed",
-]
-"""How the agent writes an answer back."""
-
-WAYS_BACK: tuple[WayBack, ...] = get_args(WayBack)
-
-Path = Literal["on", "again", "edit", "back"]
-"""Goes on; asks the same again; changes an earlier message; returns to an earlier reply."""
-
-TEXTS = (
-    *(
-        "",
-        " ",
-        "ok",
-        "The answer is 12.",
-        "  spaced \n\n",
-        "1",
-        "10",
-        "\n",
-        "naïve 🐈‍⬛ ünïcode",
-        "日本",
-    ),
-    *(
-        "a\u0301\u200d",
-        "<|im_end|>",
-        "</s>[INST] x [/INST]",
-        "<|eot_id|>",
-        "half <|im_",
-        "{}",
-        '"q',
-    ),
-    *("<think>", "x</think>y", "\ud7ff\ue000", "[TOOL_CALLS]", "<tool_call>", "\t\r\n", "&amp;<b>"),
-)
-THINKING = ("", "<think>\nwhy\n</think>\n\n", "<think></think>", "because</think>\n")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What the engine samples."""
-
-    text: str
-    calls: tuple[tuple[str, str], ...] = ()
-    """Name and JSON arguments of each call behind the text."""
-    is_broken: bool = False
-    """Whether the last call lacks its end."""
-    cut: int | None = None
-    """Tokens after which `max_tokens` ends it; None lets it end itself."""
-    end: int = 0
-    """Which special token ends it."""
-    seed: int = 0
-    """Chooses one of its tokenisations."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One request of the agent."""
-
-    user: str
-    replies: tuple[Reply, ...]
-    """[n] completions."""
-    follow: int = 0
-    """The reply it goes on from."""
-    way_back: WayBack = "as given"
-    path: Path = "on"
-    result: str = "42"
-    """What tools answer."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A conversation."""
-
-    steps: tuple[Step, ...]
-    system: str | None = None
-    has_tools: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,8 +47,8 @@ class Sequence_:
     tokens: list[int]
     masks: list[int]
     logprobs: list[float]
-    said: str = ""
-    """The conversation up to the reply; equal for replies that nobody can tell apart."""
+    said: tuple[str, str] = ("", "")
+    """The conversation with the reply, and without the reply's thinking."""
 
 
 @dataclass
@@ -201,6 +118,8 @@ class Agent:
         """(messages, parent) before each request."""
         self.expected: list[Sequence_] = []
         """Every completion so far."""
+        self.way_back: WayBack = "as given"
+        """How the last reply went back."""
         self.num_extended = 0
         """Requests whose prompt the template would have written differently."""
         if plan.system is not None:
@@ -271,13 +190,15 @@ class Agent:
         self.parent = made[follow]
         message = answer.choices[follow].message
         self.messages = [*self.messages, _written_back(message, step.way_back)]
+        self.way_back = step.way_back
 
-    def _made(self, said: list[str]) -> list[Sequence_]:
+    def _made(self, said: list[tuple[str, str]]) -> list[Sequence_]:
         """Return the sequences of the newest request, going on from the reply the agent meant.
 
         Of several replies that say the same the session may have taken another one.
         """
-        twins = [s for s in self.expected if self.parent and s.said == self.parent.said]
+        form = int(self.way_back == "no thinking")
+        twins = [s for s in self.expected if self.parent and s.said[form] == self.parent.said[form]]
         nodes = [_lists_of(node) for node in self._nodes()]
         prompt = self.engine.prompts[-1]
         for parent in [self.parent, *twins]:
@@ -293,7 +214,7 @@ class Agent:
         state = self.session.get_state()
         return list(state.get("nodes") or state["sequences"].values())
 
-    def _completions(self, said: list[str]) -> list[Sequence_]:
+    def _completions(self, said: list[tuple[str, str]]) -> list[Sequence_]:
         """Return what the newest request's sequences must be."""
         prompt = self.engine.prompts[-1]
         masks = [IGNORE_INDEX] * len(prompt)
@@ -329,46 +250,6 @@ class Agent:
         assert self.engine.prompts[-1] == expected
 
 
-def random_plan(chance: random.Random, *, num_steps: int = 3) -> Plan:
-    """Draw a conversation of a few turns."""
-    steps = tuple(_random_step(chance) for _ in range(num_steps + chance.randrange(3)))
-    system = chance.choice([None, "Be kind.", "<|im_end|> ü"])
-    return Plan(steps, system=system, has_tools=chance.random() < 0.8)
-
-
-def _random_step(chance: random.Random) -> Step:
-    path: Path = chance.choices(["on", "again", "edit", "back"], [20, 2, 1, 2])[0]
-    return Step(
-        user=chance.choice(TEXTS) + chance.choice(TEXTS),
-        replies=tuple(_random_reply(chance) for _ in range(chance.choice([1, 1, 1, 2, 3]))),
-        follow=chance.randrange(3),
-        way_back=chance.choice(WAYS_BACK),
-        path=path,
-        result=chance.choice(TEXTS),
-    )
-
-
-def _random_reply(chance: random.Random) -> Reply:
-    calls = tuple(
-        (chance.choice(["search", "get_time"]), _random_arguments(chance))
-        for _ in range(chance.choice([0, 0, 1, 1, 2, 3]))
-    )
-    return Reply(
-        text=chance.choice(THINKING) + chance.choice(TEXTS),
-        calls=calls,
-        is_broken=bool(calls) and chance.random() < 0.15,
-        cut=chance.choice([0, 1, 3, 9, 25]) if chance.random() < 0.15 else None,
-        end=chance.choice([0, 0, 0, 0, 0, 1]),
-        seed=chance.randrange(1 << 30),
-    )
-
-
-def _random_arguments(chance: random.Random) -> str:
-    values = [1, 2.5, 3.0, None, True, "cats", "日本", "a</think>b", [1, {"x": []}], ""]
-    names = chance.sample(["query", "b", "a b", "limit"], chance.randrange(4))
-    return json.dumps({name: chance.choice(values) for name in names}, ensure_ascii=False)
-
-
 def _written_back(message: Any, way_back: WayBack) -> Any:
     """Return an answer as an agent puts it into its next request."""
     if way_back == "object":
@@ -390,20 +271,25 @@ def _written_back(message: Any, way_back: WayBack) -> Any:
     return fields
 
 
-def _said(messages: list[Any], reply: Any) -> str:
-    """Return the words of a conversation without ids and outer space."""
-    words = []
-    for message in [*messages, reply]:
-        fields = message if isinstance(message, dict) else message.model_dump()
-        content = fields.get("content") or ""
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content)
-        calls = [
-            [call["function"]["name"], json.loads(call["function"]["arguments"])]
-            for call in fields.get("tool_calls") or ()
-        ]
-        words.append([fields["role"], content.strip() if not calls else "", calls])
-    return json.dumps(words, sort_keys=True)
+def _said(messages: list[Any], reply: Any) -> tuple[str, str]:
+    """Return the words of a conversation without ids and outer space; see `Sequence_.said`."""
+    words = [_words(message) for message in [*messages, reply]]
+    role, content, calls = words[-1]
+    bare = [role, content.rpartition("</think>")[2].strip(), calls]
+    texts = [json.dumps([*words[:-1], last], sort_keys=True) for last in (words[-1], bare)]
+    return texts[0], texts[1]
+
+
+def _words(message: Any) -> list[Any]:
+    fields = message if isinstance(message, dict) else message.model_dump()
+    content = fields.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    calls = [
+        [call["function"]["name"], json.loads(call["function"]["arguments"])]
+        for call in fields.get("tool_calls") or ()
+    ]
+    return [fields["role"], "" if calls else content.strip(), calls]
 
 
 def _respelt(call: dict[str, Any], drops_id: bool) -> dict[str, Any]:

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.server_handling.random_conversations import (
+from tests.server_handling.conversation_plans import (
     TEXTS,
     THINKING,
     WAYS_BACK,
-    Agent,
-    Family,
     Plan,
     Reply,
     Step,
     random_plan,
 )
+from tests.server_handling.random_conversations import Agent, Family
 from tests.templates.make_tokenizers import FAMILIES, FOLDER, load_tokenizer, save_tokenizer
 
 NAMES = sorted(FAMILIES)

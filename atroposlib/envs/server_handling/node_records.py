@@ -158,7 +158,7 @@ class NodeRecords:
             rank = (
                 length,
                 tuple(call[0] for call in calls) == conversation.reply.call_ids,
-                text_of_content(reply.get("content")) == conversation.reply.content,
+                conversation.reply.is_exactly(text_of_content(reply.get("content"))),
                 prompt.startswith(record.node.full_text[: end.text_length]),
                 num_ends == len(record.ends),
             )

@@ -60,7 +60,6 @@ class SampledReply:
         keeps_thinking: Whether a reply that comes back without its thinking is another one.
 
     Attributes:
-        content: As given.
         call_ids: Ids of the calls.
     """
 
@@ -72,7 +71,7 @@ class SampledReply:
         *,
         keeps_thinking: bool,
     ) -> None:
-        self.content = content
+        self._content = content
         self._raw_text = raw_text
         self._keeps_thinking = keeps_thinking
         calls = calls_of(tool_calls)
@@ -82,12 +81,16 @@ class SampledReply:
     @cached_property
     def keys(self) -> Keys:
         """The key of each form."""
-        contents = {self.content, "" if self.call_ids else self._raw_text}
+        contents = {self._content, "" if self.call_ids else self._raw_text}
         if not self._keeps_thinking:
             contents |= {text.rpartition(THINKING_END)[2] for text in contents}
         forms = {_key("assistant", None, self._calls, content.strip()) for content in contents}
         raw_form = _key("assistant", None, _calls_text([]), self._raw_text.strip())
         return frozenset(forms | {raw_form})
+
+    def is_exactly(self, content: str) -> bool:
+        """Whether a content is this reply's to the letter, with or without its thinking."""
+        return content in (self._content, self._content.rpartition(THINKING_END)[2])
 
 
 @dataclass(frozen=True)
