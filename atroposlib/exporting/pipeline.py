@@ -7,7 +7,9 @@ source ─► chunk of groups ─► recipe.pick ─► recipe.build ─► new 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,6 +23,9 @@ from atroposlib.exporting.report import DUPLICATE, ExportReport
 __all__ = ["CHUNK_GROUPS", "Progress", "export_groups", "read_groups"]
 
 CHUNK_GROUPS = 256
+
+_OBJECTS_PER_COLLECTION = 200_000
+"""Rows of tokens are containers: by default a collection would follow every few groups."""
 
 
 class Progress(Protocol):
@@ -84,19 +89,35 @@ def export_groups(
     if progress is not None:
         progress.begin()
     writer = _Writer(output, report, has_score=has_score, keeps_duplicates=keeps_duplicates)
-    while max_records is None or report.num_records < max_records:
-        chunk = list(islice(groups, chunk_groups))
-        if not chunk:
-            return
-        picks: list[Any] = []
-        for where, group in chunk:
-            picked = recipe.pick(group, where)
-            report.add_refused(picked.refused)
-            picks += picked.picks
-        room = None if max_records is None else max_records - report.num_records
-        written = writer.write(recipe.build(picks), room)
-        if progress is not None:
-            progress.advance(written, report)
+    with _rare_collections():
+        while max_records is None or report.num_records < max_records:
+            chunk = list(islice(groups, chunk_groups))
+            if not chunk:
+                return
+            room = None if max_records is None else max_records - report.num_records
+            written = writer.write(recipe.build(_pick(chunk, recipe, report)), room)
+            if progress is not None:
+                progress.advance(written, report)
+
+
+def _pick(chunk: list[tuple[str, ExportGroup]], recipe: Recipe, report: ExportReport) -> list[Any]:
+    picks: list[Any] = []
+    for where, group in chunk:
+        picked = recipe.pick(group, where)
+        report.add_refused(picked.refused)
+        picks += picked.picks
+    return picks
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage less often: what an export makes is freed without it."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Writer:

@@ -93,7 +93,7 @@ class _Reader:
 
     def read(self, group: ExportGroup) -> tuple[dict[int, _Side], dict[str, int]]:
         """Return usable trajectories by position, and how many are not, by reason."""
-        masks = group.masks if group.masks and has_prompt_masks(group) else None
+        masks = group.masks if has_prompt_masks(group) else None
         sides: dict[int, _Side] = {}
         refused: Counter[str] = Counter()
         for i, prompt_length in enumerate(prompt_lengths(group)):

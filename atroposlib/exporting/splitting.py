@@ -37,17 +37,24 @@ def prompt_lengths(group: ExportGroup) -> list[int | None]:
         [G] tokens of the prompt; None for a trajectory of which nothing is trained on while others
         of its group are.
     """
-    masks = group.masks
-    if not masks or not has_prompt_masks(group):
+    firsts = _prompt_ends(group)
+    if firsts is None:
         shared = common_prefix_length(group.tokens) if len(group.tokens) > 1 else 0
         shortest = min(map(len, group.tokens))
         return [min(shared, max(0, shortest - 1))] * len(group.tokens)
-    return [_first_trained(mask) for mask in masks]
+    return firsts
 
 
 def has_prompt_masks(group: ExportGroup) -> bool:
     """Whether some mask of the group has both trained and other tokens."""
-    return any(mask and IGNORE_INDEX in mask and not _is_masked(mask) for mask in group.masks or ())
+    return any(0 < mask.count(IGNORE_INDEX) < len(mask) for mask in group.masks or ())
+
+
+def _prompt_ends(group: ExportGroup) -> list[int | None] | None:
+    """Return the first trained position of each trajectory; None when no mask tells any."""
+    if not group.masks or not has_prompt_masks(group):
+        return None
+    return [_first_trained(mask) for mask in group.masks]
 
 
 def common_prefix_length(rows: Sequence[Any]) -> int:
@@ -90,12 +97,11 @@ def trained_spans(mask: Sequence[int]) -> list[Span]:
     return spans
 
 
-def _first_trained(mask: Sequence[int]) -> int | None:
+def _first_trained(mask: list[int]) -> int | None:
+    num_masked = mask.count(IGNORE_INDEX)
+    if mask[:num_masked].count(IGNORE_INDEX) == num_masked:  # one prompt, one completion
+        return num_masked if num_masked < len(mask) else None
     for i, value in enumerate(mask):
         if value != IGNORE_INDEX:
             return i
     return None
-
-
-def _is_masked(mask: Sequence[int]) -> bool:
-    return _first_trained(mask) is None

@@ -1,0 +1,1 @@
+"""What `benchmarks/tools.py` measures, one tool per module."""
