@@ -122,6 +122,8 @@ def _text(text: str, kind: str = "input_text") -> dict[str, str]:
         ({"input": "Hi", "tool_choice": 1}, "tool_choice", "an object"),
         ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "greater than"),
         ({"input": "Hi", "background": True}, "background", "not supported"),
+        ({"input": "Hi", "top_logprobs": 3}, "top_logprobs", "the session's nodes"),
+        ({"input": "Hi", "include": ["message.output_text.logprobs"]}, "include", "logprobs"),
         ({"input": "Hi", "conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"input": "Hi", "text": {"format": {"type": "grammar"}}}, "text.format", "grammar"),
         ({"input": [{"role": "assistant", "content": "A"}]}, "input", "not continued"),

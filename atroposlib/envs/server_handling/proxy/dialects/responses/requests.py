@@ -21,7 +21,9 @@ _UNSUPPORTED = {
     "background": "a response is answered on its own connection",
     "conversation": "use previous_response_id, or send the history",
     "prompt": "prompt templates are kept by their provider",
+    "top_logprobs": "the session's nodes have the logprobs of what was sampled",
 }
+_LOGPROBS = "message.output_text.logprobs"
 _TOOL_MODES = ("none", "auto", "required")
 
 
@@ -57,7 +59,10 @@ def read_request(body: Mapping[str, Any]) -> ResponsesFields:
     for name, remedy in _UNSUPPORTED.items():
         if body.get(name):
             refuse(name, f"not supported: {remedy}")
-    return read_fields(ResponsesFields, body)
+    fields = read_fields(ResponsesFields, body)
+    if _LOGPROBS in (fields.include or ()):
+        refuse("include", f"{_LOGPROBS} is not supported: {_UNSUPPORTED['top_logprobs']}")
+    return fields
 
 
 def chat_options(fields: ResponsesFields, body: Mapping[str, Any]) -> dict[str, Any]:
