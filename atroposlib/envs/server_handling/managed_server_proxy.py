@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atroposlib.envs.server_handling.proxy.app import create_app
+from atroposlib.envs.server_handling.proxy.http_server import KEEP_ALIVE_S
 from atroposlib.envs.server_handling.proxy.proxy_state import config_of
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, openai_error_body
 from atroposlib.envs.server_handling.proxy.request_models import (
@@ -132,7 +133,7 @@ def _serve(file: ProxyFile, *, host: str, port: int) -> None:
         settings=file.settings,
     )
     # Addresses name sessions, and while no keys are required a name is all that is asked for.
-    uvicorn.run(app, host=host, port=port, access_log=False)
+    uvicorn.run(app, host=host, port=port, access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,11 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-__all__ = ["serving"]
+__all__ = ["KEEP_ALIVE_S", "serving"]
+
+KEEP_ALIVE_S = 120
+"""How long an unused connection stays open: longer than agents usually keep theirs, so that none
+is closed in the moment it is used again."""
 
 _POLL_S = 0.005
 _GRACE_S = 1
@@ -43,6 +47,7 @@ async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[int]:
             access_log=False,
             lifespan="on",
             log_config=None,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
             ws="none",
         )
