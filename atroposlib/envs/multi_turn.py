@@ -70,6 +70,8 @@ async def play(conversation: Conversation, policy: Policy, *, limits: Limits) ->
         TimeoutError: not one turn was written within `limits.timeout_s`.
         Exception: what the conversation or the inference server raised.
     """
+    if not isinstance(conversation, Conversation):
+        raise TypeError(f"start_conversation returned {conversation!r}; expected a Conversation")
     rollout = Rollout()
     playing = asyncio.ensure_future(_play_turns(conversation, policy, limits, rollout))
     try:
@@ -110,6 +112,11 @@ async def _play_turns(
         if written.is_cut:
             return "truncated"
         reply = await conversation.reply(Turn(written.text, index, tuple(rollout.messages)))
+        if not isinstance(reply, Reply):
+            raise TypeError(
+                f"{type(conversation).__name__}.reply returned {reply!r}; expected a Reply such as "
+                'Reply("too low", reward=-0.1) or Reply(reward=1.0, is_done=True)'
+            )
         rollout.rewards[-1] = float(reply.reward)
         if reply.is_done:
             return "done"

@@ -7,7 +7,6 @@ Evaluations play the same conversations on any server that answers chats.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import statistics
 import time
@@ -104,7 +103,7 @@ class MultiTurnEnv(BaseEnv):
             return None
         self.rollouts_since_log += trajectories
         # In a thread: long groups hold a million tokens.
-        return await asyncio.to_thread(
+        return await self._side_thread.run(
             group_of_rollouts,
             trajectories,
             discount=self.config.reward_discount,

@@ -223,3 +223,16 @@ async def test_chat_policy_plays_the_same_conversation_without_tokens() -> None:
 def test_visible_text_leaves_thinking_out(text: str, visible: str) -> None:
     assert visible_text(text) == visible
     assert Turn(text, 0, ()).answer == visible
+
+
+async def test_reply_that_is_none_and_conversation_that_is_none_are_named() -> None:
+    wrong: Any = 1.0
+    conversation = ScriptedConversation([wrong])
+    async with ScriptedEngine([PROBED, "one"]) as engine:
+        with pytest.raises(TypeError, match=r"ScriptedConversation\.reply returned 1\.0; expected"):
+            await play_on(engine, conversation)
+
+    nothing: Any = None
+    with pytest.raises(TypeError, match="start_conversation returned None; expected a Conver"):
+        await play(nothing, nothing, limits=Limits())
+    assert conversation.num_closed == 1
