@@ -1,42 +1,27 @@
-"""What `atropos-sft-gen` and `atropos-dpo-gen` share: flags, progress bar, messages, exit codes."""
+"""The flags that `atropos-sft-gen` and `atropos-dpo-gen` share, and the request they make."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
-from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
+from atroposlib.errors import ConfigError
 from atroposlib.exporting.output import Mode, kind_of
-from atroposlib.exporting.report import ExportReport, report_text
-from atroposlib.exporting.run import (
-    ExportRequest,
-    ExportStoppedError,
-    SourceRequest,
-    run_export,
-)
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from atroposlib.exporting.run import ExportRequest, SourceRequest
 
 __all__ = [
     "DEFAULT_TOKENIZER",
-    "ProgressBar",
     "add_shared_flags",
-    "export_and_report",
     "format_of",
     "mode_of",
     "request_of",
     "source_of",
-    "tell",
 ]
 
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
-_INTERRUPTED = 130
 _RUNS_DIR = "atropos_runs"
 
 
@@ -147,111 +132,6 @@ def source_of(args: argparse.Namespace, register: Callable[[], None]) -> SourceR
     if args.consume:
         return SourceRequest("consume", api_url=api_url, token=token, register=register)
     return SourceRequest("live", api_url=api_url, token=token, waits=not args.no_wait)
-
-
-class ProgressBar:
-    """Records written, their rate, and what was left out so far; on standard error.
-
-    Args:
-        total: records to write; None when all there are.
-        unit: what a record is, in the plural.
-    """
-
-    def __init__(self, *, total: int | None, unit: str) -> None:
-        self._total = total
-        self._unit = unit
-        self._bar: tqdm[Any] | None = None
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def begin(self) -> None:
-        """Show the bar; its clock starts here, not when the tokenizer began to load."""
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=self._total, unit=f" {self._unit}", file=sys.stderr)
-
-    def advance(self, num_records: int, report: ExportReport) -> None:
-        """Move the bar, and say the three commonest reasons for leaving trajectories out."""
-        if self._bar is None:
-            return
-        commonest = report.refused.most_common(3)
-        left_out = ", ".join(f"{count} {reason}" for reason, count in commonest)
-        self._bar.set_postfix_str(left_out, refresh=False)
-        self._bar.update(num_records)
-
-
-def export_and_report(
-    command: str, request: ExportRequest, args: argparse.Namespace, *, unit: str
-) -> None:
-    """Export, print the report, push; ends the process with a message when that fails.
-
-    Exit codes: 2 nothing was done, 1 the export ended early, 130 somebody stopped it.
-    """
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        if args.push_to_hub:
-            from atroposlib.exporting.hub import check_repository
-
-            check_repository(args.push_to_hub)
-        report = _with_bar(request, unit)
-    except ExportStoppedError as stop:
-        print(report_text(stop.report, unit=unit))
-        _end(command, str(stop), code=_INTERRUPTED if stop.is_interrupt else 1)
-    except (ConfigError, MissingExtraError, TrajectoryApiError) as error:
-        _end(command, str(error), code=2)
-    except KeyboardInterrupt:
-        _end(command, "stopped before anything was written", code=_INTERRUPTED)
-    print(report_text(report, unit=unit))
-    print(_shortfall(request, report))
-    if args.push_to_hub and report.num_records:
-        _push(command, request.path, args)
-
-
-def tell(line: str) -> None:
-    """Print a line where the progress bar is, without breaking it."""
-    from tqdm import tqdm
-
-    tqdm.write(line, file=sys.stderr)
-
-
-def _with_bar(request: ExportRequest, unit: str) -> ExportReport:
-    with ProgressBar(total=request.max_records, unit=unit) as progress:
-        return run_export(request, tell=tell, progress=progress)
-
-
-def _shortfall(request: ExportRequest, report: ExportReport) -> str:
-    if report.num_records:
-        return f"written to {request.path}"
-    if report.refused.get("no messages") == report.num_sequences and report.num_sequences:
-        return (
-            "nothing was written: the groups have no messages; run the environment with "
-            "--env.include_messages true, or choose a --format made of text"
-        )
-    return "nothing was written: no trajectory passed, the reasons are above"
-
-
-def _push(command: str, path: Path, args: argparse.Namespace) -> None:
-    from atroposlib.exporting.hub import push_to_hub
-
-    try:
-        push_to_hub(path, args.push_to_hub, is_public=args.public)
-    except ConfigError as error:
-        _end(command, str(error), code=1)
-    print(f"pushed to {args.push_to_hub}")
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _end(command: str, message: str, *, code: int) -> NoReturn:
-    print(f"{command}: {message}", file=sys.stderr)
-    sys.exit(code)
 
 
 def request_of(

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atroposlib.cli.export_flags import tell
+from atroposlib.cli.export_command import tell
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
 from atroposlib.exporting.groups import ExportGroup, RawGroup, full_group
 from atroposlib.exporting.pipeline import read_groups

@@ -11,12 +11,11 @@ from typing import Any
 
 import msgspec
 
+from atroposlib.cli.export_command import export_and_report, tell
 from atroposlib.cli.export_flags import (
     add_shared_flags,
-    export_and_report,
     request_of,
     source_of,
-    tell,
 )
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import ExportGroup

@@ -37,17 +37,15 @@ def push_to_hub(
     Raises:
         ConfigError: the hub cannot be reached or refuses; the export is unharmed.
     """
-    from huggingface_hub.errors import HfHubHTTPError
-
     if load is None:
         from datasets import load_dataset
 
         load = load_dataset
     try:
         load(*_load_arguments(path), split="train").push_to_hub(repository, private=not is_public)
-    except (OSError, HfHubHTTPError, ValueError) as error:
+    except Exception as error:  # of three libraries, each with errors of its own
         raise ConfigError(
-            f"{path} is written but not on the hub: {error}; "
+            f"{path} is written but not on the hub ({type(error).__name__}: {error}); "
             f"when the hub can be reached: hf upload --repo-type dataset {repository} {path}"
         ) from error
 

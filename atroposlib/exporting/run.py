@@ -17,13 +17,14 @@ from atroposlib.errors import AtroposError, ConfigError, TrajectoryApiError
 from atroposlib.exporting.groups import ExportGroup, RawGroup
 from atroposlib.exporting.output import Mode, Output, OutputKind, open_output
 from atroposlib.exporting.pipeline import CHUNK_GROUPS, Progress, export_groups, read_groups
-from atroposlib.exporting.recipes import Recipe, TruncationRule
+from atroposlib.exporting.recipes import Recipe
 from atroposlib.exporting.report import ExportReport
 from atroposlib.exporting.sources.consumed import consume_groups, fetch_batch
 from atroposlib.exporting.sources.jsonl import open_jsonl, read_jsonl
 from atroposlib.exporting.sources.stored_run import find_run, read_run
 from atroposlib.exporting.texts import Decoder, decoder_of, load_tokenizer
 from atroposlib.exporting.tokenizer_check import check_tokenizer
+from atroposlib.exporting.trajectories import TruncationRule
 
 __all__ = ["ExportRequest", "ExportStoppedError", "SourceRequest", "run_export"]
 

@@ -11,10 +11,11 @@ from atroposlib.exporting.dpo_formats import DPO_FORMATS
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.lines import content_key, encode_line
 from atroposlib.exporting.pairing import PairRule
-from atroposlib.exporting.recipes import DpoRecipe, SftRecipe, TruncationRule
+from atroposlib.exporting.recipes import DpoRecipe, SftRecipe
 from atroposlib.exporting.selection import SelectionRule
 from atroposlib.exporting.sft_formats import SFT_FORMATS
 from atroposlib.exporting.texts import decoder_of, split_texts
+from atroposlib.exporting.trajectories import TruncationRule
 
 X = -100
 ASK = {"role": "user", "content": "P:"}
