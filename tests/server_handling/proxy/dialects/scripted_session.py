@@ -47,12 +47,12 @@ class ScriptedSession:
     """Plays one session to the handlers of a dialect.
 
     Attributes:
-        answers: Chat completions to give, in order.
+        answers: Chat completions to give, or errors to raise, in order.
         requests: Chat requests received.
         prompt: What rendering a request gives.
     """
 
-    def __init__(self, dialect: Dialect, answers: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, dialect: Dialect, answers: Iterable[Any] = ()) -> None:
         self.dialect = dialect
         self.answers = list(answers)
         self.requests: list[dict[str, Any]] = []
@@ -80,7 +80,9 @@ class _Exchange(Exchange):
 
     async def complete_chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self.session.requests.append(json.loads(json.dumps(request)))
-        answer: dict[str, Any] = self.session.answers.pop(0)
+        answer: dict[str, Any] | Exception = self.session.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
         return answer
 
     def render(self, request: Mapping[str, Any]) -> RenderedPrompt:

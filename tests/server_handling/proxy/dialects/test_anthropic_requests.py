@@ -10,6 +10,7 @@ from anthropic.types import Message
 from atroposlib.envs.server_handling.proxy.dialects.anthropic.objects import error_body
 from atroposlib.envs.server_handling.proxy.dialects.anthropic.routes import ANTHROPIC
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
+from atroposlib.errors import ContextOverflowError
 from tests.server_handling.proxy.dialects.scripted_session import (
     ScriptedSession,
     chat_completion,
@@ -211,6 +212,19 @@ async def test_stop_reason_follows_from_what_ended_the_text(
 
     assert message["content"][0]["text"] == text
     assert (message["stop_reason"], message["stop_sequence"]) == (stop_reason, stop_sequence)
+
+
+async def test_limit_beyond_the_context_is_lifted_once() -> None:
+    too_long = ContextOverflowError("8 of 7 tokens")
+    cut = chat_completion("Ye", finish_reason="length")
+    session = ScriptedSession(ANTHROPIC, [too_long, cut, too_long, too_long])
+
+    fitting = (await session.post("/messages", BODY)).body
+    with pytest.raises(ContextOverflowError):
+        await session.post("/messages", BODY)
+
+    assert [request["max_tokens"] for request in session.requests] == [9, None, 9, None]
+    assert fitting["stop_reason"] == "model_context_window_exceeded"
 
 
 async def test_empty_answer_has_no_blocks_and_odd_arguments_are_kept() -> None:

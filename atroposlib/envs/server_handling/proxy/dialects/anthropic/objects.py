@@ -71,9 +71,20 @@ def tool_input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-def message_object(answer: ShownAnswer, content: Sequence[Block], *, model: str) -> dict[str, Any]:
-    """Return the Message of an answer with these content blocks."""
+def message_object(
+    answer: ShownAnswer, content: Sequence[Block], *, model: str, fills_context: bool = False
+) -> dict[str, Any]:
+    """Return the Message of an answer with these content blocks.
+
+    Args:
+        answer: What is shown.
+        content: Its blocks.
+        model: Name of the session's model.
+        fills_context: Whether the answer could be as long as the context allows.
+    """
     stop_reason = _STOP_REASONS.get(answer.finish_reason, "end_turn")
+    if fills_context and stop_reason == "max_tokens":
+        stop_reason = "model_context_window_exceeded"
     was_stopped = answer.stop_sequence is not None and stop_reason == "end_turn"
     return {
         "id": new_id("msg"),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from starlette.responses import JSONResponse, Response
 
 from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange, Route
+from atroposlib.envs.server_handling.proxy.dialects.answers import ShownAnswer
 from atroposlib.envs.server_handling.proxy.dialects.anthropic.content_blocks import read_messages
 from atroposlib.envs.server_handling.proxy.dialects.anthropic.events import message_events
 from atroposlib.envs.server_handling.proxy.dialects.anthropic.objects import (
@@ -31,6 +32,7 @@ from atroposlib.envs.server_handling.proxy.dialects.anthropic.threads import (
 from atroposlib.envs.server_handling.proxy.dialects.conversing import answer_turn, chat_request
 from atroposlib.envs.server_handling.proxy.dialects.turns import ChatMessage
 from atroposlib.envs.server_handling.proxy.sse import Event, stream_events
+from atroposlib.errors import ContextOverflowError
 
 __all__ = ["ANTHROPIC"]
 
@@ -42,11 +44,12 @@ async def create_message(exchange: Exchange) -> Response:
     state = _state_of(exchange)
     fields = read_request(exchange.body)
     prompt = _prompt(fields, exchange)
-    answer = await answer_turn(exchange, prompt.request, splits_thinking=fields.splits_thinking)
+    answer, fills_context = await _answer(fields, prompt.request, exchange)
     content = content_blocks(answer, omits_thinking=fields.omits_thinking)
     signatures = [block["signature"] for block in content if block["type"] == "thinking"]
     state.turns.remember(answer.as_turn, ids=signatures, conversation=prompt.conversation)
-    message = message_object(answer, content, model=exchange.session.model_name)
+    model = exchange.session.model_name
+    message = message_object(answer, content, model=model, fills_context=fills_context)
     if fields.thread is not None:
         messages = [*prompt.conversation, answer.message]
         state.hold(message["id"], HeldConversation(messages, prompt.tools))
@@ -86,6 +89,22 @@ class _Prompt(NamedTuple):
 def _state_of(exchange: Exchange) -> MessagesState:
     state: MessagesState = exchange.session.dialect_state.setdefault(_NAME, MessagesState())
     return state
+
+
+async def _answer(
+    fields: CountFields, request: dict[str, Any], exchange: Exchange
+) -> tuple[ShownAnswer, bool]:
+    """Answer a request; also tell whether only the context limited the answer.
+
+    Clients must give a limit and often give a large one. One that does not fit behind the prompt
+    is lifted, as Anthropic does it; a prompt that does not fit itself is refused.
+    """
+    splits = fields.splits_thinking
+    try:
+        return await answer_turn(exchange, request, splits_thinking=splits), False
+    except ContextOverflowError:
+        unlimited = {**request, "max_tokens": None}
+        return await answer_turn(exchange, unlimited, splits_thinking=splits), True
 
 
 def _prompt(fields: CountFields, exchange: Exchange) -> _Prompt:
