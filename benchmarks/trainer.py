@@ -13,7 +13,7 @@ out what the process held before its first step. The fastest step counts, and it
 beside it, because others may use the machine.
 
 `--checkpointing` measures all with gradient checkpointing, which both have on by default; it is off
-otherwise. Needs TRL (the group `trl` of the development requirements). Takes about four minutes.
+otherwise. Needs TRL (the group `trl` of the development requirements). Takes about a minute on an idle machine.
 
 Usage: python benchmarks/trainer.py [--checkpointing] [--steps 3] [--json FILE]
 """

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,43 +23,20 @@ from example_trainer.batch import Batch, Microbatch, build_batch
 from example_trainer.capabilities import probe
 from example_trainer.checkpointing import drop_old_checkpoints, save_checkpoint
 from example_trainer.config import TrainingConfig
+from example_trainer.group_feed import GroupFeed
 from example_trainer.grpo_loss import compute_grpo_loss
 from example_trainer.loss import LossInputs, make_loss
 from example_trainer.metrics import StepTimes, batch_metrics, part_counts, step_line
 from example_trainer.optimizer import learning_rate_at
 from example_trainer.rows import RowRules
 from example_trainer.scoring import PolicyScorer, TokenScores
+from example_trainer.step_notes import StepNotes
 from example_trainer.step_stats import StepStats
 from example_trainer.weight_sync import WeightSync, is_sync_due
 
 __all__ = ["GroupFeed", "Trainer", "compute_grpo_loss", "make_loss", "row_rules"]
 
 logger = logging.getLogger(__name__)
-
-_MISALIGNED_LOGPROB = 0.5
-_SUSPICIOUS_GAP = 2.0
-
-
-class GroupFeed(Protocol):
-    """Where batches come from."""
-
-    def next_batch(self, step: int) -> LeasedBatch:
-        """Wait for the batch of the optimiser step that follows `step` finished ones."""
-
-    def refuse(self, step: int, batch_id: str | None) -> None:
-        """Take that batch back: it cannot be honoured."""
-
-    def acknowledge(self, batch_id: str | None) -> None:
-        """Tell whoever sent the batch that it is trained."""
-
-    def report_policy(self, version: int) -> None:
-        """Take note that the engine serves the weights of so many optimiser steps."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint made after training the latest batch has to hold, as JSON."""
-
-    def saved(self, step: int) -> None:
-        """Take note that a checkpoint of so many optimiser steps is on disk."""
 
 
 def row_rules(config: TrainingConfig) -> RowRules:
@@ -117,7 +94,7 @@ class Trainer:
         self._run_log = run_log
         self._clock = clock
         self._loss = make_loss(config)
-        self._noted_fields: frozenset[str] = frozenset()
+        self._notes = StepNotes()
         can = probe(model, packing=config.packing)
         self._packs = can.packs
         self._scorer = PolicyScorer(
@@ -157,13 +134,7 @@ class Trainer:
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
         self._run_log.log(metrics, step=self.steps_done)
         logger.info("%s", step_line(self.steps_done, self.config.training_steps, metrics))
-        self._note_unknown_fields(batch)
-        _warn_about(batch, metrics)
-
-    def _note_unknown_fields(self, batch: Batch) -> None:
-        for name in sorted(batch.summary.unknown_fields - self._noted_fields):
-            logger.warning("groups carry a field %r, which nothing in this trainer reads", name)
-        self._noted_fields |= batch.summary.unknown_fields
+        self._notes.add(batch.summary, metrics)
 
     def _build(self, leased: LeasedBatch) -> Batch:
         try:
@@ -280,28 +251,3 @@ def _memory_metrics(device: str) -> dict[str, float]:
         "train/gpu_memory_gb": torch.cuda.memory_allocated(device) / 2**30,
         "train/gpu_memory_reserved_gb": torch.cuda.memory_reserved(device) / 2**30,
     }
-
-
-def _warn_about(batch: Batch, metrics: Mapping[str, float]) -> None:
-    """Say what a person would act on."""
-    summary = batch.summary
-    if metrics["train/skipped_steps"]:
-        logger.warning("the gradient was not finite; this step left the weights as they were")
-    if summary.num_silent_groups == summary.num_groups:
-        logger.warning("no group had an advantage: this batch carried no gradient")
-    if summary.num_truncated_rows:
-        logger.warning("%d sequences were cut to seq_len", summary.num_truncated_rows)
-    if summary.num_rows_of_cut_sampling:
-        logger.warning(
-            "%d sequences were sampled with top-p, top-k or min-p: their logprobs and the "
-            "trainer's are not of the same distribution",
-            summary.num_rows_of_cut_sampling,
-        )
-    inference_mean = metrics.get("logprobs/inference_mean")
-    if inference_mean is None:
-        return
-    gap = abs(inference_mean - metrics["logprobs/training_mean"])
-    if inference_mean > _MISALIGNED_LOGPROB:
-        logger.warning("mean inference logprob %.2f: masks and logprobs disagree", inference_mean)
-    elif gap > _SUSPICIOUS_GAP:
-        logger.warning("trainer and engine logprobs differ by %.2f in the mean", gap)

@@ -15,18 +15,18 @@ _FIRST_WORD = 3  # 0 pads, 1 ends
 class Workload(NamedTuple):
     """What is trained on."""
 
-    num_groups: int = 8
+    num_groups: int = 4
     group_size: int = 8
     microbatch: int = 8
     """Sequences per forward pass."""
     prompt_tokens: int = 32
-    median_tokens: int = 64
-    spread: float = 1.1
+    median_tokens: int = 48
+    spread: float = 1.0
     """Standard deviation of the logarithm of a completion's length."""
-    most_tokens: int = 1024
-    vocabulary: int = 16384
-    hidden: int = 256
-    layers: int = 6
+    most_tokens: int = 512
+    vocabulary: int = 8192
+    hidden: int = 192
+    layers: int = 4
     steps: int = 3
     """Timed steps; one more is made before them."""
     seed: int = 0
