@@ -16,11 +16,12 @@ from atroposlib.envs.server_handling.proxy.dialects.responses.routes import RESP
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.session_server import SessionServer
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from tests.server_handling.conversation_plans import TEXTS, Plan, random_plan
 from tests.server_handling.proxy.dialects import test_anthropic_round_trip as anthropic_client
 from tests.server_handling.proxy.dialects import test_responses_round_trip as responses_client
 from tests.server_handling.proxy.dialects.conversations import Turn
 from tests.server_handling.proxy.dialects.scripted_session import Reply, reply_of
-from tests.server_handling.random_conversations import TEXTS, Plan, TokenEngine, random_plan
+from tests.server_handling.random_conversations import TokenEngine
 from tests.server_handling.test_token_continuity import family_of
 from tests.templates.make_tokenizers import FAMILIES
 
