@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import aiohttp
 
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.weight_versions import note_sampled
 from atroposlib.errors import InferenceError
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class ProxyManagedServer:
         """Fetch the sequences from the proxy and return them; RuntimeError when it refuses."""
         answer = await self._ask("GET", "/nodes", None, timeout_s=_SHORT_TIMEOUT_S)
         self._nodes = [SequenceNode.model_validate(node) for node in answer["nodes"]]
+        for node in self._nodes:
+            note_sampled((node.metadata or {}).get("policy_version"))
         return self.get_state()
 
     def reset(self) -> None:

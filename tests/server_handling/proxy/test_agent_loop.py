@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.weight_versions import sampled_versions
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.fakes import CharTokenizer, logprob_of
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
@@ -110,3 +111,18 @@ async def test_sessions_of_one_proxy_record_apart() -> None:
 
     assert ("first" in first.full_text, "second" in first.full_text) == (True, False)
     assert ("first" in second.full_text, "second" in second.full_text) == (False, True)
+
+
+async def test_policy_version_of_agents_reaches_the_rollout_that_asks() -> None:
+    engine = RecordingEngine(["Rome."])
+    manager = manager_of(engine)
+    manager.policy_version = 7
+    async with AgentProxy(manager, engine.tokenizer) as proxy, proxy.session() as agent:
+        await run_agent(client_of(agent), "first", stream=False)
+        manager.policy_version = 8
+        await run_agent(client_of(agent), "second", stream=False)
+        with sampled_versions() as versions:
+            nodes = agent.nodes()
+
+    assert [(node.metadata or {})["policy_version"] for node in nodes] == [7, 8]
+    assert versions.oldest == 7

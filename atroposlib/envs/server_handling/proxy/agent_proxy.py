@@ -17,6 +17,7 @@ from atroposlib.envs.server_handling.proxy.proxy_state import ProxyState
 from atroposlib.envs.server_handling.proxy.request_models import SessionCreateRequest
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.weight_versions import note_sampled
 
 __all__ = ["AgentProxy", "AgentSession"]
 
@@ -49,8 +50,15 @@ class AgentSession:
         }
 
     def nodes(self) -> list[SequenceNode]:
-        """Return the sequences recorded so far; empty once the session has ended."""
-        return self._session.nodes
+        """Return the sequences recorded so far; empty once the session has ended.
+
+        The rollout that asks counts as having sampled them, for the policy version of its group:
+        agents sample outside of its task.
+        """
+        nodes = self._session.nodes
+        for node in nodes:
+            note_sampled((node.metadata or {}).get("policy_version"))
+        return nodes
 
     def trajectory(self, score: float) -> AgentTrajectory:
         """Return the sequences recorded so far with the score of the rollout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
@@ -16,7 +17,7 @@ __all__ = ["Backend", "HasServers", "address_of", "choose_server", "open_backend
 
 
 class HasServers(Protocol):
-    """What the proxy needs of a `ServerManager`."""
+    """What the proxy needs of a `ServerManager`; its `policy_version` is used where it has one."""
 
     servers: list[Any]
 
@@ -67,6 +68,7 @@ def open_backend(
     request: SessionCreateRequest,
     *,
     open_sessions: Counter[int],
+    policy_version: Callable[[], int | None],
     wait_s: float,
 ) -> Backend:
     """Return a managed server for a new session.
@@ -79,6 +81,8 @@ def open_backend(
         tokenizer: Of the served model; None takes the server's.
         request: What the session was asked for with.
         open_sessions: Sessions per `id(server)`.
+        policy_version: What the service last called the policy, for engines that do not name
+            their weights.
         wait_s: Longest wait of a request for a server that is down, in seconds.
     """
     server = choose_server(servers, request.base_url, open_sessions)
@@ -89,7 +93,11 @@ def open_backend(
         managed = DummyManagedServer(face, tokenizer, track_tree=request.track_tree)
     else:
         managed = ManagedServer(
-            face, tokenizer, track_tree=request.track_tree, tool_parser=request.tool_parser
+            face,
+            tokenizer,
+            track_tree=request.track_tree,
+            tool_parser=request.tool_parser,
+            policy_version=policy_version,
         )
     return Backend(managed, address_of(server))
 

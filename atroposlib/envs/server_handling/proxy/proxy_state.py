@@ -78,6 +78,8 @@ class ProxyState:
             self._tokenizer,
             request,
             open_sessions=self.sessions.sessions_per_server,
+            # Asked for at every request; a proxy of its own has no service to tell it.
+            policy_version=lambda: getattr(self._server_manager, "policy_version", None),
             wait_s=self.settings.upstream_wait_s,
         )
         return self.sessions.add(backend, request, model_name=self.model_name)
