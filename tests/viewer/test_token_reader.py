@@ -19,7 +19,7 @@ def reader_of(tokenizer: Any) -> TokenReader:
 
 
 def other_tokenizer(*special: str) -> Any:
-    """A byte tokenizer with merges: ids of letters are shifted by the special tokens before them."""
+    """A byte tokenizer with merges: special tokens shift the ids of letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

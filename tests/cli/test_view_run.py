@@ -1,0 +1,117 @@
+"""The doors of the viewer: flags, refusals, and the helpers that scripts import from them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.cli import view_run, view_run_multimodal
+from tests.viewer.groups import PIXEL
+
+DOORS = {
+    "view_run": (view_run, "NousResearch/DeepHermes-3-Llama-3-8B-Preview"),
+    "view_run_multimodal": (view_run_multimodal, "Qwen/Qwen2-VL-2B-Instruct"),
+}
+
+
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"atroposlib.cli.{module}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("module", DOORS)
+def test_defaults_are_those_of_earlier_versions(module: str) -> None:
+    door, tokenizer = DOORS[module]
+
+    args = view_run._parser("view-run", door.DEFAULT_TOKENIZER).parse_args([])
+
+    assert (args.port, args.group_size, args.max_token_len) == (9001, 2, 2048)
+    assert args.tokenizer == tokenizer
+    assert args.api_url == "http://localhost:8000"
+    assert not args.share
+
+
+@pytest.mark.parametrize("module", DOORS)
+def test_help_answers_without_loading_gradio(module: str) -> None:
+    script = (
+        f"import sys, atroposlib.cli.{module} as door\nsys.argv = ['x', '--help']\n"
+        "try:\n    door.main()\nexcept SystemExit:\n"
+        "    print([m for m in ('gradio', 'torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--file", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--run", "none"], "there is no stored run"),
+        (["--run", "../x y"], "there is no stored run"),
+        (["--file", "a", "--run", "b"], "not allowed with"),
+        (["--port", "x"], "is no whole number"),
+        (["--group-size", "0"], "from 1 to 64"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_a_line(arguments: list[str], said: str) -> None:
+    done = run("view_run", *arguments)
+
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("strings", "prefix"),
+    [([], ""), (["abc"], "abc"), (["abc", "abd", "ab"], "ab"), (["x", "y"], ""), (["", "a"], "")],
+)
+def test_common_prefix(strings: list[str], prefix: str) -> None:
+    assert view_run.find_common_prefix(strings) == prefix
+
+
+def test_image_of_a_chat_is_found_and_a_broken_one_is_none() -> None:
+    chat = f'[{{"type": "image_url", "url": "data:image/png;base64,{PIXEL}"}}]'
+
+    image = view_run_multimodal.extract_image_from_chat(chat)
+
+    assert image is not None
+    assert image.size == (1, 1)
+    broken = chat.replace(PIXEL[:20], "AAAA")
+    assert view_run_multimodal.extract_image_from_chat(broken) is None
+    assert view_run_multimodal.extract_image_from_chat("no image") is None
+
+
+@pytest.mark.parametrize(
+    ("chat", "text"),
+    [
+        (
+            '{"type": "text", "text": "what \\"is\\" it"}, {"type": "text", "text": "b"}',
+            'what "is" it',
+        ),
+        ("before [Image] what is it ", "what is it"),
+        ("just this", "just this"),
+    ],
+)
+def test_question_of_a_chat(chat: str, text: str) -> None:
+    assert view_run_multimodal.extract_text_from_chat(chat) == text
+
+
+def test_drops_of_environments_are_read_from_their_metrics(tmp_path: Path) -> None:
+    from atroposlib.viewer.metric_files import drops_in_metrics
+
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    lines = [
+        '{"drops/scores_equal": 2}',
+        '{"drops/scores_equal": 5, "sums_0_drops/length": 1}',
+        "broken drops/",
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+
+    assert drops_in_metrics(tmp_path) == {"sums: scores_equal": 5.0, "sums: sums_0_length": 1.0}

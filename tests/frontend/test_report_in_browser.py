@@ -1,0 +1,57 @@
+"""The page of a file in a real browser, opened from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.frontend.jsonl2html import generate_html
+from tests.viewer.conftest import Watched, browser, open_page  # noqa: F401 - fixtures
+from tests.viewer.groups import hostile_group, make_group, write_groups
+from tests.viewer.waiting import wait_until
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> str:
+    groups = [make_group(f"question {i}", [f"answer {i}"], [float(i % 3)]) for i in range(6)]
+    source = write_groups(tmp_path / "groups.jsonl", [*groups, "broken", hostile_group()])
+    generate_html(source)
+    return source.with_suffix(".html").as_uri()
+
+
+def shown_groups(page: Any) -> list[str]:
+    found: list[str] = page.eval_on_selector_all(
+        "details.group:not([hidden]) > summary", "all => all.map(e => e.innerText)"
+    )
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_report_is_searched_and_sorted_and_stays_inert(
+    report: str,
+    open_page: Callable[..., Watched],  # noqa: F811
+    scheme: str,
+) -> None:
+    watched = open_page(report, scheme=scheme)
+    page = watched.page
+
+    assert shown_groups(page) == [f"Group {i}" for i in range(7)]
+    page.select_option("#order", "best")
+    assert shown_groups(page)[:4] == ["Group 2", "Group 5", "Group 1", "Group 4"]
+    page.fill("#search", "ANSWER 4")
+    wait_until(lambda: len(shown_groups(page)) == 1)
+    assert shown_groups(page) == ["Group 4"]
+    assert page.is_visible("text=answer 4")
+    page.fill("#search", "")
+    wait_until(lambda: len(shown_groups(page)) == 7)
+    page.click("#toggle")
+    page.keyboard.press("ArrowDown")
+    assert page.locator(".item.active").count() == 1
+    assert page.evaluate("window.attacked") is None
+    assert page.is_visible("h1")
+    assert watched.complaints == []
