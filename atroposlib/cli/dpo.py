@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,16 +14,17 @@ from atroposlib.cli import sft
 from atroposlib.cli.export_command import export_and_report, tell
 from atroposlib.cli.export_flags import (
     add_shared_flags,
+    consuming_request,
     request_of,
     source_of,
 )
+from atroposlib.cli.sft import check_for_batch, find_common_prefix
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.dpo_formats import DPO_FORMATS
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.pairing import STRATEGIES, PairRule
 from atroposlib.exporting.recipes import DpoRecipe
-from atroposlib.exporting.run import ExportRequest, SourceRequest, run_export
-from atroposlib.exporting.splitting import common_prefix_length
+from atroposlib.exporting.run import run_export
 from atroposlib.exporting.texts import decoder_of
 
 __all__ = [
@@ -69,11 +68,6 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     export_and_report("atropos-dpo-gen", request, args, unit="pairs")
-
-
-def find_common_prefix(strings: Sequence[str]) -> str:
-    """Return the longest text all strings begin with; empty for no strings."""
-    return str(strings[0][: common_prefix_length(strings)]) if strings else ""
 
 
 def grab_group_data(
@@ -123,11 +117,6 @@ async def register_to_api(
     await sft.register_to_api(group_size, max_token_len, api_url, num_steps, _TASKS_PER_STEP)
 
 
-async def check_for_batch(api_url: str) -> list[dict[str, Any]]:
-    """Wait for the next batch and return its groups; asks every second."""
-    return await sft.check_for_batch(api_url)
-
-
 async def dpo_data_grabber(
     filepath: str,
     api_url: str,
@@ -156,21 +145,15 @@ async def dpo_data_grabber(
         num_steps = _STEPS_PER_SEQUENCE * num_seqs_to_save
         asyncio.run(register_to_api(group_size, max_token_len, api_url, num_steps))
 
-    request = ExportRequest(
-        path=Path(filepath),
-        kind="jsonl",
-        mode="append" if append_to_previous else "new",
-        source=SourceRequest(
-            "consume",
-            api_url=api_url,
-            token=os.environ.get("ATROPOS_API_TOKEN"),
-            register=register,
-        ),
-        recipe=lambda decode, truncation: DpoRecipe(form, rule, decode, truncation),
-        has_score=True,
-        needs_tokenizer=form.needs_tokenizer,
+    request = consuming_request(
+        filepath,
+        api_url,
+        form,
+        lambda decode, truncation: DpoRecipe(form, rule, decode, truncation),
         tokenizer=tokenizer,
         max_records=num_seqs_to_save,
+        appends=append_to_previous,
+        register=register,
     )
     await asyncio.to_thread(run_export, request, tell=tell)
 

@@ -15,6 +15,7 @@ from atroposlib.exporting.run import ExportRequest, SourceRequest
 __all__ = [
     "DEFAULT_TOKENIZER",
     "add_shared_flags",
+    "consuming_request",
     "format_of",
     "mode_of",
     "request_of",
@@ -132,6 +133,43 @@ def source_of(args: argparse.Namespace, register: Callable[[], None]) -> SourceR
     if args.consume:
         return SourceRequest("consume", api_url=api_url, token=token, register=register)
     return SourceRequest("live", api_url=api_url, token=token, waits=not args.no_wait)
+
+
+def consuming_request(
+    filepath: str,
+    api_url: str,
+    form: Any,
+    recipe: Callable[..., Any],
+    *,
+    tokenizer: str,
+    max_records: int,
+    appends: bool,
+    register: Callable[[], None],
+) -> ExportRequest:
+    """Return the request of an export that is the trainer of a service.
+
+    Args:
+        filepath: JSONL to write.
+        api_url: of the service.
+        form: the format.
+        recipe: makes the recipe from a decoder and a rule about truncation.
+        tokenizer: name or folder.
+        max_records: to write.
+        appends: whether to add to a file that exists.
+        register: resets the run and registers.
+    """
+    token = os.environ.get("ATROPOS_API_TOKEN")
+    return ExportRequest(
+        path=Path(filepath),
+        kind="jsonl",
+        mode="append" if appends else "new",
+        source=SourceRequest("consume", api_url=api_url, token=token, register=register),
+        recipe=recipe,
+        has_score=form.has_score,
+        needs_tokenizer=form.needs_tokenizer,
+        tokenizer=tokenizer,
+        max_records=max_records,
+    )
 
 
 def request_of(

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,13 +13,14 @@ import msgspec
 from atroposlib.cli.export_command import export_and_report, tell
 from atroposlib.cli.export_flags import (
     add_shared_flags,
+    consuming_request,
     request_of,
     source_of,
 )
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.recipes import SftRecipe
-from atroposlib.exporting.run import ExportRequest, SourceRequest, run_export
+from atroposlib.exporting.run import run_export
 from atroposlib.exporting.selection import SelectionRule
 from atroposlib.exporting.sft_formats import SFT_FORMATS
 from atroposlib.exporting.sources.consumed import fetch_batch, register_trainer, registration
@@ -166,21 +166,15 @@ async def sft_data_grabber(
         num_steps = _STEPS_PER_SEQUENCE * num_seqs_to_save
         asyncio.run(register_to_api(group_size, max_token_len, api_url, num_steps, tasks_per_step))
 
-    request = ExportRequest(
-        path=Path(filepath),
-        kind="jsonl",
-        mode="append" if append_to_previous else "new",
-        source=SourceRequest(
-            "consume",
-            api_url=api_url,
-            token=os.environ.get("ATROPOS_API_TOKEN"),
-            register=register,
-        ),
-        recipe=lambda decode, truncation: SftRecipe(form, rule, decode, truncation),
-        has_score=True,
-        needs_tokenizer=form.needs_tokenizer,
+    request = consuming_request(
+        filepath,
+        api_url,
+        form,
+        lambda decode, truncation: SftRecipe(form, rule, decode, truncation),
         tokenizer=tokenizer,
         max_records=num_seqs_to_save,
+        appends=append_to_previous,
+        register=register,
     )
     await asyncio.to_thread(run_export, request, tell=tell)
 

@@ -126,7 +126,7 @@ def open_output(path: Path, kind: OutputKind, mode: Mode) -> Output:
         mode: `new` refuses what exists; `append` and `resume` keep it and add to it.
 
     Raises:
-        ConfigError: there is something already, or it is not an export.
+        ConfigError: there is something already, it is not an export, or nothing can be written.
     """
     part = path if kind == "jsonl" else _part_of(path)
     for found in {path, part}:
@@ -135,13 +135,14 @@ def open_output(path: Path, kind: OutputKind, mode: Mode) -> Output:
                 f"{found} exists and is left as it is; --resume goes on with that export, "
                 "--append-to-previous adds to it, or choose another name"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if part != path and path.exists() and not part.exists():
-        _write_part(part, read_columns(path))
-    existing = Existing()
-    if part.exists():
-        existing = _read_existing(part)
-    file = part.open("xb" if mode == "new" else "ab")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if part != path and path.exists() and not part.exists():
+            _write_part(part, read_columns(path))
+        existing = _read_existing(part) if part.exists() else Existing()
+        file = part.open("xb" if mode == "new" else "ab")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
     return Output(path, kind, file, existing)
 
 

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from atroposlib.api.client_inspection import InspectionClient
+from atroposlib.cli import dpo, sft
+from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import full_group
 from atroposlib.exporting.sources.live import watch_groups
 from atroposlib.exporting.sources.stored_run import find_run, read_run
@@ -234,3 +237,27 @@ def test_no_service_and_no_run_are_said(run_command: Run, free_port: int, tmp_pa
     assert "`run-api` starts one" in away.stderr
     assert f"there is no run nope; {tmp_path} has no runs" in unknown.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", [sft, dpo])
+async def test_grabber_of_the_contract_is_the_trainer(
+    module: Any, start_service: Start, tokenizer: Any, tmp_path: Path
+) -> None:
+    service = start_service("--store", "memory")
+    path = tmp_path / "out.jsonl"
+    poster = threading.Thread(target=_post_when_registered, args=(service, tokenizer))
+    poster.start()
+    grab = module.sft_data_grabber if module is sft else module.dpo_data_grabber
+    more = {"tasks_per_step": 1} if module is sft else {}
+    size = 4 if module is sft else 1  # eight groups of that size make a batch of two of ours
+
+    await grab(
+        str(path), service.url, size, 2048, tokenizer.name_or_path, False, 3, 2, False, 0.5, False,
+        **more,
+    )  # fmt: skip
+    poster.join()
+
+    keys = ["prefix", "completion", "score"] if module is sft else ["prefix", "pos", "score", "neg"]
+    assert [list(record) for record in read_records(path)] == [keys] * 2
+    with pytest.raises(ConfigError, match="left as it is"):
+        await grab(str(path), service.url, 4, 2048, "", False, 3, 2, False, 0.5, False)

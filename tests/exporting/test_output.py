@@ -90,6 +90,15 @@ def test_file_that_is_no_export_is_left_as_it_is(tmp_path: Path) -> None:
     assert path.read_text() == "my notes\nmore of them"
 
 
+@pytest.mark.parametrize("place", ["file/out.jsonl", "folder"])
+def test_place_that_cannot_be_written_is_named(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+
+    with pytest.raises(ConfigError, match=f"{place} cannot be written: "):
+        open_output(tmp_path / place, "jsonl", "append")
+
+
 def test_broken_lines_in_the_middle_stay_and_a_missing_line_break_is_added(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     lines = [json.dumps(record("a")), "oops", json.dumps(record("b"))]
