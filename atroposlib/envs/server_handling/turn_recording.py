@@ -115,7 +115,7 @@ class Turn:
             end_text=text_of_end(self.tokenizer, end_ids),
             conversation=self._conversation_of(text, given),
             weight_version=sampled.weight_version,
-            metadata=node.metadata or {},
+            metadata=dict(node.metadata or {}),
         )
         return given, NodeRecord(node, (*self._earlier_ends(sampled.prompt_ids), end))
 
