@@ -16,7 +16,10 @@ from tests.api.soak.actors import Actor
 from tests.api.soak.ledger import Ledger
 from tests.fakes import Fault, ScriptedEngine
 
-__all__ = ["ChaosEngine", "ChaosEnv", "LeasingTrainer", "Odds"]
+__all__ = ["LEASE_S", "ChaosEngine", "ChaosEnv", "LeasingTrainer", "Odds"]
+
+LEASE_S = 30
+"""How long the trainer may keep a batch."""
 
 KINDS = ("status", "drop", "garbage", "fewer_choices", "no_logprobs", "hang")
 WORDS = ("", "\\boxed{", "\\boxed{}", "garbage ((( \\frac{", "<think>never ends", "\\boxed{-1}")
@@ -119,7 +122,7 @@ class LeasingTrainer(Actor):
     def step(self) -> None:
         """Take one batch, if there is one within a moment."""
         headers = {"Accept": MEDIA_TYPES["msgpack"], "Accept-Encoding": "identity"}
-        answer = self.ask("GET", "/batch", params={"wait": 0.5, "lease": 30}, headers=headers)
+        answer = self.ask("GET", "/batch", params={"wait": 0.5, "lease": LEASE_S}, headers=headers)
         if answer is None:
             return
         assert answer.status_code == 200, f"GET /batch: {answer.status_code} {answer.text[:300]}"

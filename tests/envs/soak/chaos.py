@@ -27,7 +27,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.utils.math_check import check_math_answer
 from tests.api.soak.ledger import Ledger
 from tests.api.soak.service_process import Replica
-from tests.envs.soak.actors import ChaosEngine, ChaosEnv, LeasingTrainer, Odds
+from tests.envs.soak.actors import LEASE_S, ChaosEngine, ChaosEnv, LeasingTrainer, Odds
 from tests.fakes import CharTokenizer
 
 __all__ = ["Account", "chaos"]
@@ -208,9 +208,16 @@ def _kill_and_start(service: Replica, ledger: Ledger) -> None:
 
 
 def _drain(url: str, trainer: LeasingTrainer, ledger: Ledger) -> None:
-    """Let the trainer take every batch there is; count the groups that are left."""
-    deadline = time.monotonic() + 60
-    while _queued(url) >= GROUPS_PER_BATCH and time.monotonic() < deadline:
+    """Let the trainer take every batch there is; count the groups that are left.
+
+    A batch whose answer was lost when the service was killed comes back when its lease is over.
+    """
+    deadline = time.monotonic() + 2 * LEASE_S
+    while time.monotonic() < deadline:
+        queued = _queued(url)
+        missing = len(ledger.acknowledged - ledger.delivered.keys()) - queued
+        if queued < GROUPS_PER_BATCH and missing <= 0:
+            break
         time.sleep(0.1)
     trainer.stop()
     trainer.join(timeout=60)
