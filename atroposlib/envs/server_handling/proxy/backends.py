@@ -10,7 +10,7 @@ from atroposlib.envs.server_handling.managed_server import DummyManagedServer, M
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, upstream_unavailable
 from atroposlib.envs.server_handling.proxy.request_models import SessionCreateRequest
-from atroposlib.envs.server_handling.proxy.session_server import SessionServer
+from atroposlib.envs.server_handling.proxy.session_server import SampledServer
 from atroposlib.envs.server_handling.routing import least_loaded
 
 __all__ = ["Backend", "HasServers", "address_of", "choose_server", "open_backend"]
@@ -87,7 +87,7 @@ def open_backend(
     """
     server = choose_server(servers, request.base_url, open_sessions)
     others = [] if request.base_url is not None else _replacements(server, servers)
-    face = SessionServer(server, others, wait_s=wait_s)
+    face = SampledServer(server, others, wait_s=wait_s)
     managed: ManagedServer | DummyManagedServer
     if isinstance(server, OpenAIServer):
         managed = DummyManagedServer(face, tokenizer, track_tree=request.track_tree)

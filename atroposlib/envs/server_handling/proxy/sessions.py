@@ -52,7 +52,7 @@ class SessionStore:
     def sessions_per_server(self) -> Counter[int]:
         """Open sessions per `id` of the server they use now."""
         faces: list[Any] = [s.managed_server.server for s in self._by_uuid.values()]
-        return Counter(id(face.server) for face in faces)
+        return Counter(id(face.current) for face in faces)
 
     def check_room(self) -> None:
         """Raise the 429 when as many sessions are open as are allowed."""

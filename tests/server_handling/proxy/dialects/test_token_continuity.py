@@ -14,7 +14,6 @@ from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange
 from atroposlib.envs.server_handling.proxy.dialects.anthropic.routes import ANTHROPIC
 from atroposlib.envs.server_handling.proxy.dialects.responses.routes import RESPONSES
 from atroposlib.envs.server_handling.proxy.session import SessionState
-from atroposlib.envs.server_handling.proxy.session_server import SessionServer
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.server_handling.conversation_plans import TEXTS, Plan, random_plan
 from tests.server_handling.proxy.dialects import test_anthropic_round_trip as anthropic_client
@@ -31,11 +30,10 @@ TOOL_NAMES = ("search", "get_time")
 
 def session_of(engine: TokenEngine) -> SessionState:
     now = time.time()
-    server = SessionServer(engine, wait_s=0)
     return SessionState(
         uuid="session",
         api_key="key",  # pragma: allowlist secret
-        managed_server=ManagedServer(server, tool_parser=engine.family.tool_parser),
+        managed_server=ManagedServer(engine, tool_parser=engine.family.tool_parser),
         model_name="tiny",
         tool_parser=engine.family.tool_parser,
         base_url=None,
