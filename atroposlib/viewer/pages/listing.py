@@ -35,7 +35,7 @@ def _row(position: int, row: GroupSummary, is_selected: bool) -> str:
     mean = sum(row.scores) / len(row.scores) if row.scores else None
     return (
         f'<tr data-group="{position}" tabindex="0"{" class=v-selected" if is_selected else ""}>'
-        f"<td>{shown(row.label)}</td><td>{shown(row.environment)}</td>"
+        f"<td>{shown(row.label)}</td><td>{shown(row.environment or '-')}</td>"
         f"<td>{number(row.step)}</td><td>{scores}{f' +{more}' if more > 0 else ''}</td>"
         f"<td>{number(mean)}</td><td>{row.longest:,}</td>"
         f'<td class="v-excerpt">{shown(row.excerpt)}</td></tr>'

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 
-from atroposlib.viewer.pages.markup import block, chip, empty, folded, number, score_chip, shown
-from atroposlib.viewer.rollouts import Group, Rollout
+from atroposlib.viewer.pages.markup import block, chip, empty, folded, score_chip
+from atroposlib.viewer.rollouts import Group, Rollout, text_of_content
 from atroposlib.viewer.texts import RolloutText
 
 __all__ = ["side_by_side_page"]
 
 _MAX_ANSWER_CHARACTERS = 6000
-_OPEN_PROMPT_CHARACTERS = 600
+_OPEN_PROMPT_CHARACTERS = 1200
 _GROUP_FIELDS = ("generation_params", "group_overrides")
 
 
@@ -26,12 +26,7 @@ def side_by_side_page(group: Group, texts: list[RolloutText], *, selected: int) 
     """
     if not group.rollouts:
         return empty("This group has no rollouts.")
-    prompt = texts[0].prompt
-    title = f"question, {len(prompt):,} characters"
-    is_shared = all(text.prompt == prompt for text in texts)
-    if not is_shared:
-        title += " (of rollout 0; others differ)"
-    parts = [folded(title, block(prompt), is_open=len(prompt) <= _OPEN_PROMPT_CHARACTERS)]
+    parts = [_question(group, texts)]
     for name in _GROUP_FIELDS:
         if group.fields.get(name):
             parts.append(folded(name, block(json.dumps(group.fields[name], default=str))))
@@ -40,6 +35,27 @@ def side_by_side_page(group: Group, texts: list[RolloutText], *, selected: int) 
         for rollout, text in zip(group.rollouts, texts, strict=True)
     )
     return "".join(parts) + f'<div class="v-cards">{cards}</div>'
+
+
+def _question(group: Group, texts: list[RolloutText]) -> str:
+    """Show what was asked: the last message before the answers, those before it folded."""
+    shared = group.rollouts[0].chat[: group.num_shared_messages]
+    if not shared:
+        prompt = texts[0].prompt
+        is_shared = all(text.prompt == prompt for text in texts)
+        title = f"prompt, {len(prompt):,} characters"
+        title += "" if is_shared else " (of rollout 0; others differ)"
+        return folded(title, block(prompt), is_open=len(prompt) <= _OPEN_PROMPT_CHARACTERS)
+    before = "".join(
+        folded(f"{message.get('role') or 'text'}, {len(text):,} characters", block(text))
+        for message in shared[:-1]
+        for text in [text_of_content(message.get("content"))]
+    )
+    asked = text_of_content(shared[-1].get("content"))
+    title = str(shared[-1].get("role") or "text")
+    return before + folded(
+        title, block(asked, max_characters=_OPEN_PROMPT_CHARACTERS), is_open=True
+    )
 
 
 def _card(group: Group, rollout: Rollout, answer: str, is_selected: bool) -> str:
@@ -63,4 +79,4 @@ def _card(group: Group, rollout: Rollout, answer: str, is_selected: bool) -> str
 
 
 def _nothing() -> str:
-    return f'<p class="v-empty">{shown("an empty answer")} {number(0)}</p>'
+    return '<p class="v-empty">an empty answer</p>'
