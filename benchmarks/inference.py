@@ -3,7 +3,9 @@
 A mock engine in a process of its own answers as vLLM does, with ids and logprobs, and at once, so
 that the client is what limits. A thousand requests are in flight all the time; direct aiohttp and
 our path take turns in one process, with the garbage collector set as environments set it. The cost
-is processor time per request. `text` goes through the OpenAI client and has no target.
+is processor time per request. The longest stall is that of the loop's own work; by the clock it
+includes what the kernel gave to other processes, as a watcher in an idle process shows.
+`text` goes through the OpenAI client and has no target.
 
 Usage: python benchmarks/inference.py [--only plain-short ...] [--rounds 5] [--json FILE]
 """
@@ -27,8 +29,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from inference_parts.pass_watch import PassWatch
 from inference_parts.paths import NUM_IN_FLIGHT, PROMPT_WORDS, Paths, load_tokenizer
-from scheduler_parts.loop_watch import LoopWatch
 
 MOCK_ENGINE = Path(__file__).parent / "inference_parts" / "mock_engine.py"
 LOOP_WATCH = Path(__file__).parent / "scheduler_parts" / "loop_watch.py"
@@ -45,8 +47,8 @@ class Round(NamedTuple):
 
     cpu_us: float
     wall_us: float
-    stall_max_ms: float
-    stall_p99_ms: float
+    clock_stall_ms: float
+    own_stall_ms: float
 
 
 async def measure(one: Callable[[], Awaitable[None]], num_requests: int) -> Round:
@@ -61,18 +63,12 @@ async def measure(one: Callable[[], Awaitable[None]], num_requests: int) -> Roun
 
     gc.collect()
     gc.freeze()
-    watch = LoopWatch()
+    watch = PassWatch()
     watch.start()
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*(worker() for _ in range(NUM_IN_FLIGHT)))
-    wall_s = time.perf_counter() - started
-    figures = watch.stop()
-    return Round(
-        1e6 * figures["cpu_s"] / num_requests,
-        1e6 * wall_s / num_requests,
-        figures["stall_max_ms"],
-        figures["stall_p99_ms"],
-    )
+    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
+    return Round(1e6 * cpu_s / num_requests, 1e6 * wall_s / num_requests, *watch.stop())
 
 
 def run_case(case: str, tokenizer: Any, *, num_rounds: int) -> dict[str, Any]:
@@ -109,7 +105,7 @@ def figures_of(case: str, rounds: list[tuple[Round, Round]]) -> dict[str, Any]:
     """Return medians over the rounds; the stall is the longest of our rounds."""
     path = case.split("-")[0]
     overhead = statistics.median(ours.cpu_us / direct.cpu_us for direct, ours in rounds)
-    stall_ms = max(ours.stall_max_ms for _, ours in rounds)
+    stall_ms = max(ours.own_stall_ms for _, ours in rounds)
     is_met = overhead <= MOST_OVERHEAD and stall_ms <= LONGEST_STALL_MS
     return {
         "case": case,
@@ -120,8 +116,8 @@ def figures_of(case: str, rounds: list[tuple[Round, Round]]) -> dict[str, Any]:
             ours.wall_us / direct.wall_us for direct, ours in rounds
         ),
         "stall_max_ms": stall_ms,
-        "stall_p99_ms": statistics.median(ours.stall_p99_ms for _, ours in rounds),
-        "direct_stall_max_ms": max(direct.stall_max_ms for direct, _ in rounds),
+        "clock_stall_max_ms": max(ours.clock_stall_ms for _, ours in rounds),
+        "direct_stall_max_ms": max(direct.own_stall_ms for direct, _ in rounds),
         "met": is_met if path in HELD_TO_TARGET else None,
     }
 
@@ -130,7 +126,7 @@ def print_table(results: list[dict[str, Any]], idle_stall_ms: float) -> None:
     """Print one line per case."""
     table = Table(title=f"{NUM_IN_FLIGHT:,} requests in flight, prompt of {PROMPT_WORDS} tokens")
     columns = ["case", "direct, CPU/request", "ours", f"ours / direct (<= {MOST_OVERHEAD})"]
-    columns += ["wall time, ratio", f"longest stall (<= {LONGEST_STALL_MS:.0f} ms)", "p99"]
+    columns += ["wall time, ratio", f"longest stall (<= {LONGEST_STALL_MS:.0f} ms)", "by the clock"]
     for column in [*columns, "longest stall, direct", "met"]:
         table.add_column(column, justify="left" if column == "case" else "right")
     for row in results:
@@ -141,7 +137,7 @@ def print_table(results: list[dict[str, Any]], idle_stall_ms: float) -> None:
             f"{row['overhead']:.2f}",
             f"{row['overhead_wall']:.2f}",
             f"{row['stall_max_ms']:.1f} ms",
-            f"{row['stall_p99_ms']:.1f} ms",
+            f"{row['clock_stall_max_ms']:.1f} ms",
             f"{row['direct_stall_max_ms']:.0f} ms",
             {True: "yes", False: "NO", None: ""}[row["met"]],
         )

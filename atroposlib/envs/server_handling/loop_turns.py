@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-__all__ = ["SEND_COST_S", "LoopTurns", "answer_cost_s"]
+__all__ = ["ROUTE_COST_S", "SEND_COST_S", "LoopTurns", "answer_cost_s"]
 
 SHARE_S = 0.004
 """Work admitted to one pass of the loop, in seconds as estimated."""
 
 SEND_COST_S = 0.0004
 """What one request takes to be written: its prompt rendered, its body encoded and sent."""
+
+
+ROUTE_COST_S = 0.0001
+"""What it takes to choose a server for one request and to come to its slots."""
 
 
 def answer_cost_s(num_bytes: int) -> float:

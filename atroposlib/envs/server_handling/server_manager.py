@@ -14,13 +14,17 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.config import ServerManagerConfig
 from atroposlib.envs.server_handling.engines import find_configs, make_server
-from atroposlib.envs.server_handling.loop_turns import SEND_COST_S, LoopTurns
+from atroposlib.envs.server_handling.loop_turns import ROUTE_COST_S, SEND_COST_S, LoopTurns
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
-from atroposlib.envs.server_handling.openai_compatible import append_choices
+from atroposlib.envs.server_handling.merged_answers import (
+    Answered,
+    merge_choices,
+    merge_tokens,
+)
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
 from atroposlib.envs.server_handling.retry import ServerDownError
@@ -40,12 +44,6 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.stickiness import ConversationMemory, is_overloaded
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.envs.server_handling.weight_versions import (
-    join_answers,
-    note_sampled,
-    policy_version_of,
-    versions_in,
-)
 from atroposlib.errors import ConfigError, EngineSetupError
 
 if TYPE_CHECKING:
@@ -151,7 +149,7 @@ class ServerManager:
         messages = kwargs.get("messages") or ()
         memory = self._conversation_memory() if len(self.servers) > 1 else None
         known = memory.find(messages) if memory is not None else None
-        parts: list[_Answered] = await self._split(
+        parts: list[Answered] = await self._split(
             lambda s: s.chat_completion,
             kwargs,
             preferred=None if known is None else self.servers[known],
@@ -160,21 +158,17 @@ class ServerManager:
             for part in parts:
                 replies = [choice.message.content for choice in part.answer.choices]
                 memory.remember(messages, replies, self.servers.index(part.server))
-        return _merged(parts)  # type: ignore[no-any-return]
+        return merge_choices(parts)  # type: ignore[no-any-return]
 
     async def completion(self, **kwargs: Any) -> Completion:
         """Return the least loaded server's continuation of a `prompt`."""
-        return _merged(await self._split(lambda s: s.completion, kwargs))  # type: ignore[no-any-return]
+        return merge_choices(await self._split(lambda s: s.completion, kwargs))  # type: ignore[no-any-return]
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
         """Return ids and logprobs from the least loaded server; see `APIServer`."""
         reported = self.policy_version
-        answered = await self._split(lambda s: s.tokens_and_logprobs_completion, kwargs)
-        parts: list[TokensAndLogprobs] = [part.answer for part in answered]
-        answer = join_answers(parts)
-        for version in versions_in(answer, len(answer[1])):
-            note_sampled(policy_version_of(version, reported))
-        return answer
+        parts = await self._split(lambda s: s.tokens_and_logprobs_completion, kwargs)
+        return merge_tokens(parts, reported=reported)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return prompt logprobs from the least loaded server."""
@@ -320,7 +314,7 @@ class ServerManager:
         kwargs: dict[str, Any],
         *,
         preferred: Any = None,
-    ) -> list[_Answered]:
+    ) -> list[Answered]:
         """Route a request in parts of at most `max_n_completions` completions."""
         n = kwargs.get("n") or 1
         if n <= self.max_n_completions:
@@ -335,15 +329,17 @@ class ServerManager:
         kwargs: dict[str, Any],
         *,
         preferred: Any = None,
-    ) -> _Answered:
+    ) -> Answered:
         """Send a request to a server, and to another when that one goes down."""
         is_training = kwargs.get("split", "train") == "train"
+        if self._turns is not None:
+            await self._turns.turn(ROUTE_COST_S)
         while True:
             await self.wait_for_sem(is_training)
             server = self._pick(preferred, is_training)
             token = RAISE_WHEN_DOWN.set(len(self.servers) > 1)
             try:
-                return _Answered(server, await method_of(server)(**kwargs))
+                return Answered(server, await method_of(server)(**kwargs))
             except ServerDownError as error:
                 logger.debug("%s; sending the request to another server", error)
             finally:
@@ -378,13 +374,6 @@ class ServerManager:
         return self._conversations
 
 
-class _Answered(NamedTuple):
-    """An answer and who gave it."""
-
-    server: Any
-    answer: Any
-
-
 def _is_hopeless(server: Any, *, waited_s: float) -> bool:
     """Whether a server that never answered has been down for longer than it may take to start."""
     if not isinstance(server, APIServer) or server.server_healthy or server.health.has_answered:
@@ -394,10 +383,3 @@ def _is_hopeless(server: Any, *, waited_s: float) -> bool:
 
 def _present(server: Any) -> Any:
     return server.current if isinstance(server, SessionServer) else server
-
-
-def _merged(parts: Sequence[_Answered]) -> Any:
-    """Return one chat or completion with the choices of all."""
-    if len(parts) == 1:
-        return parts[0].answer
-    return append_choices(parts[0].answer, [part.answer for part in parts[1:]])
