@@ -103,6 +103,8 @@ def _shortfall(request: ExportRequest, report: ExportReport) -> str:
             "nothing was written: the groups have no messages; run the environment with "
             "--env.include_messages true, or choose a --format made of text"
         )
+    if not report.num_groups and request.mode == "resume" and request.path.exists():
+        return f"nothing was added: {request.path} has as many records as were asked for, or more"
     if not report.num_groups:
         return "nothing was written: there are no groups"
     return "nothing was written: no trajectory passed, the reasons are above"

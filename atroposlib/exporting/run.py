@@ -126,6 +126,11 @@ def _export(
     tell: Callable[[str], None],
     progress: Progress | None,
 ) -> None:
+    room = request.max_records
+    if room is not None and request.mode == "resume":
+        room = max(0, room - output.existing.num_records)
+    if room == 0:
+        return  # without waiting for a group whose tokenizer could be judged
     groups = read_groups(source, report, tell)
     decode, truncation = None, TruncationRule()
     if request.needs_tokenizer:
@@ -138,9 +143,6 @@ def _export(
         decode = decoder_of(tokenizer)
         truncation = TruncationRule(frozenset(tokenizer.all_special_ids), request.drops_truncated)
         report.knows_truncation = bool(truncation.end_ids)
-    room = request.max_records
-    if room is not None and request.mode == "resume":
-        room = max(0, room - output.existing.num_records)
     export_groups(
         groups,
         request.recipe(decode, truncation),
