@@ -228,13 +228,13 @@ async def test_models_are_listed(openai_client: openai.AsyncOpenAI) -> None:
 async def test_text_parts_are_joined(
     openai_client: openai.AsyncOpenAI, engine: RecordingEngine
 ) -> None:
-    parts: Any = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    parts: Any = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "you"}]
 
     await openai_client.chat.completions.create(
         model="any", messages=[{"role": "user", "content": parts}]
     )
 
-    assert engine.calls[0].options["prompt"] == "[user]Hello</s>\n[assistant]"
+    assert engine.calls[0].options["prompt"] == "[user]Hello, you</s>\n[assistant]"
 
 
 async def test_concurrent_requests_of_a_session_are_all_recorded(
