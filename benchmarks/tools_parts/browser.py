@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.viewer.app import build_app, launch_app
 from atroposlib.viewer.group_index import GroupFilter
 from atroposlib.viewer.sources.jsonl import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
 from atroposlib.viewer.viewer import Viewer
 
-__all__ = ["BrowserFigure", "measure_browser"]
+__all__ = ["BrowserFigure", "measure_browser", "measure_report"]
 
 REPEATS = 20
+REPORT_GROUPS = 1000
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 _CHANGED = "([selector, before]) => document.querySelector(selector).innerText !== before"
 
@@ -59,6 +64,20 @@ def measure_browser(source: Path, tokenizer: Any) -> Iterator[BrowserFigure]:
         yield from _pages(page)
         browser.close()
     viewer.close()
+
+
+def measure_report(source: Path) -> Iterator[BrowserFigure]:
+    """Write the page of the first thousand groups of a file."""
+    part = source.with_name("part.jsonl")
+    with source.open("rb") as lines:
+        part.write_bytes(b"".join(islice(lines, REPORT_GROUPS)))
+    times = [_timed_ms(lambda: _write_report(part)) for _ in range(3)]
+    yield _figure(f"page of a file, {REPORT_GROUPS:,} groups", times)
+
+
+def _write_report(source: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        generate_html(source)
 
 
 def _pages(page: Any) -> Iterator[BrowserFigure]:
