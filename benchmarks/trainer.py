@@ -10,12 +10,14 @@ making a batch (reward, advantages, padding) is left out of its time, ours is le
 the first gradient is printed for both: it is the same, so both do the same work. Peak memory is the
 highest resident set of the process while it steps, read from the kernel; `above the model` leaves
 out what the process held before its first step. The fastest step counts, and its CPU time stands
-beside it, because others may use the machine.
+beside it, because others may use the machine; for the same reason each process has one thread
+unless `--threads` says otherwise (threads that wait for a busy core burn time on both sides).
 
 `--checkpointing` measures all with gradient checkpointing, which both have on by default; it is off
-otherwise. Needs TRL (the group `trl` of the development requirements). Takes about a minute on an idle machine.
+otherwise. Needs TRL, which the development requirements bring. Takes about two minutes of
+one core.
 
-Usage: python benchmarks/trainer.py [--checkpointing] [--steps 3] [--json FILE]
+Usage: python benchmarks/trainer.py [--checkpointing] [--threads 1] [--steps 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,7 +42,9 @@ _SPEED_TARGET, _MEMORY_TARGET = 1.5, 0.7
 _SAME_GRADIENT = 0.01
 
 
-def measure(name: str, folder: Path, workload: Workload, *, checkpointing: bool) -> dict[str, Any]:
+def measure(
+    name: str, folder: Path, workload: Workload, *, checkpointing: bool, threads: int
+) -> dict[str, Any]:
     """Run one contender in a process of its own; returns what it found."""
     result = folder / "result.json"
     task = {
@@ -51,7 +56,14 @@ def measure(name: str, folder: Path, workload: Workload, *, checkpointing: bool)
         "result": str(result),
     }
     command = [sys.executable, "-m", f"trainer_parts.{_CONTENDERS[name]}", json.dumps(task)]
-    done = subprocess.run(command, cwd=_HERE, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=_HERE,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(result.read_text())
@@ -98,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="timed optimiser steps")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
+    parser.add_argument("--threads", type=int, default=1, help="of each contender")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
     workload = Workload(steps=arguments.steps)
@@ -106,7 +119,11 @@ def main() -> None:
         write_model(Path(folder) / "model", workload)
         for name in _CONTENDERS:
             results[name] = measure(
-                name, Path(folder), workload, checkpointing=arguments.checkpointing
+                name,
+                Path(folder),
+                workload,
+                checkpointing=arguments.checkpointing,
+                threads=arguments.threads,
             )
     print(workload.describe())
     show(results)
