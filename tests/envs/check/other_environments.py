@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import numpy
+import openai  # noqa: F401 - `self.client` needs it, and importing it holds the loop
 
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from tests.envs.check.defects import CleanEnv
