@@ -40,6 +40,7 @@ format:  ## Format and fix what can be fixed
 docs:  ## Rewrite the generated pages
 	@.ci/install.sh all,dev
 	$(BIN)/python -m atroposlib.envs.config_docs > CONFIG.md
+	@$(BIN)/python -m environments.card_table
 
 clean:  ## Remove what the targets made
 	rm -rf .venv demo_runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,10 +32,19 @@ from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.local_records import read_splits
 from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
 from atroposlib.utils.score_pool import ScorePool
+from environments.shared.card import EnvironmentCard
 
 __all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer", "group_scores", "load_splits"]
 
 logger = logging.getLogger(__name__)
+
+CARD = EnvironmentCard(
+    task="grade-school word problems",
+    turns="1",
+    reward="+1 right, -1 wrong; by length when all are right",
+    data="GSM8K from the hub, or `--env.dataset_path`",
+    command="process --env.dataset_path environments/data/gsm8k_sample",
+)
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
 SAMPLE = Path(__file__).with_name("data") / "gsm8k_sample"

@@ -28,8 +28,17 @@ from atroposlib.envs.multi_turn_env import (
     Reply,
     Turn,
 )
+from environments.shared.card import EnvironmentCard
 
 __all__ = ["GuessingGame", "NumberGuessingEnv", "NumberGuessingEnvConfig"]
+
+CARD = EnvironmentCard(
+    task='find a hidden number by "higher" and "lower"',
+    turns="up to 10",
+    reward="per turn, by what a guess tells; +1 when found",
+    data="made on the spot",
+    command="process --env.total_steps 4",
+)
 
 WIN = 1.0
 TURN_COST = 0.05

@@ -20,8 +20,17 @@ from pydantic import Field
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Turn
 from atroposlib.envs.tool_conversation import ToolConversation
 from atroposlib.envs.tools import ToolResult
+from environments.shared.card import EnvironmentCard
 
 __all__ = ["Problem", "SumConversation", "WordSumsEnv", "WordSumsEnvConfig"]
+
+CARD = EnvironmentCard(
+    task="sums of large numbers, with a calculator as tools",
+    turns="up to 6",
+    reward="0 or 1; a faulty call -0.1",
+    data="made on the spot",
+    command="process --env.total_steps 4",
+)
 
 ERROR_REWARD = -0.1
 NUM_EVAL_ITEMS = 32

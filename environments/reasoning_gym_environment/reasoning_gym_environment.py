@@ -30,10 +30,20 @@ from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
 from environments.reasoning_gym_environment.curriculum import Curriculum
 from environments.reasoning_gym_environment.rollout_dump import RolloutDump
 from environments.reasoning_gym_environment.tasks import TaskItem
+from environments.shared.card import EnvironmentCard
 
 __all__ = ["ReasoningGymEnv", "ReasoningGymEnvConfig", "group_scores"]
 
 logger = logging.getLogger("environments.reasoning_gym_environment")
+
+CARD = EnvironmentCard(
+    task="about a hundred procedural tasks",
+    turns="1",
+    reward="0 to 1 from the task's own scorer",
+    data="made on the spot",
+    needs="`atroposlib[examples]`",
+    command="process --env.task_names chain_sum",
+)
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
 CORRECT = 0.5

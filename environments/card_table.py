@@ -1,0 +1,92 @@
+"""Rewrite the table of `environments/README.md`: `python -m environments.card_table`.
+
+    environments/**/*.py -> CARD = EnvironmentCard(...) -> one row each, between two marks
+
+The modules are read, not imported: the table needs none of what they need.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from atroposlib.errors import ConfigError
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["card_table", "find_cards", "page_with_table"]
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER / "README.md"
+BEGIN = "<!-- table: python -m environments.card_table -->"
+END = "<!-- end of table -->"
+COLUMNS = ("environment", "task", "turns", "reward", "data", "needs", "try it")
+
+
+def find_cards(folder: Path = FOLDER) -> dict[str, EnvironmentCard]:
+    """Return path of the module below `folder` -> its card, in the order of the paths.
+
+    Raises:
+        ConfigError: a card is no call with plain strings, or lacks a field.
+    """
+    cards = {}
+    for path in sorted(folder.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "\nCARD = " in source:
+            cards[path.relative_to(folder).as_posix()] = _read_card(path, source)
+    return cards
+
+
+def card_table(cards: dict[str, EnvironmentCard]) -> str:
+    """Return a Markdown table with one row per card."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(_row(path, card) for path, card in cards.items())]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def page_with_table(page: str, table: str) -> str:
+    """Return a page with what lies between its marks replaced.
+
+    Raises:
+        ConfigError: the page lacks a mark.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ConfigError(f"the page has no place for the table, expected {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def _read_card(path: Path, source: str) -> EnvironmentCard:
+    for call in _card_calls(ast.parse(source)):
+        try:
+            return EnvironmentCard(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: CARD cannot be read ({error}); expected EnvironmentCard(...) with plain "
+                "strings by name"
+            ) from error
+    raise ConfigError(f"{path}: CARD is no call of EnvironmentCard")
+
+
+def _card_calls(tree: ast.Module) -> Iterator[ast.Call]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if "CARD" in names:
+                yield node.value
+
+
+def _row(path: str, card: EnvironmentCard) -> tuple[str, ...]:
+    cells = (card.task, card.turns, card.reward, card.data, card.needs)
+    escaped = (" ".join(cell.replace("|", "\\|").split()) for cell in cells)
+    return (f"[`{path}`]({path})", *escaped, f"`python environments/{path} {card.command}`")
+
+
+def main() -> None:
+    """Rewrite the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(page_with_table(page, card_table(find_cards())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

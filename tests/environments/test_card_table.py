@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atroposlib.errors import ConfigError
+from environments.card_table import PAGE, card_table, find_cards, page_with_table
+
+CARD = 'CARD = EnvironmentCard(task="sums", turns="1", reward="0 | 1", data="made", command="{}")'
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import no_such_package\n{text}\n")
+
+
+def test_table_of_the_page_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+
+    assert page == page_with_table(page, card_table(find_cards())), (
+        "environments/README.md is out of date; run: python -m environments.card_table"
+    )
+
+
+def test_every_environment_with_a_command_line_has_a_card() -> None:
+    doors = {
+        path.relative_to(PAGE.parent).as_posix()
+        for path in PAGE.parent.rglob("*.py")
+        if ".cli()" in path.read_text(encoding="utf-8")
+    }
+
+    assert doors - set(find_cards()) == set()
+
+
+def test_cards_are_read_without_importing(tmp_path: Path) -> None:
+    write(tmp_path / "folder" / "sums.py", CARD.format("process"))
+    write(tmp_path / "helper.py", "")
+
+    [row] = card_table(find_cards(tmp_path)).splitlines()[2:]
+
+    assert row == (
+        "| [`folder/sums.py`](folder/sums.py) | sums | 1 | 0 \\| 1 | made | core install | "
+        "`python environments/folder/sums.py process` |"
+    )
+
+
+@pytest.mark.parametrize("card", ['CARD = EnvironmentCard(task="sums")', "CARD = make_card()"])
+def test_incomplete_card_is_an_error(tmp_path: Path, card: str) -> None:
+    write(tmp_path / "sums.py", card)
+
+    with pytest.raises(ConfigError, match="CARD"):
+        find_cards(tmp_path)
+
+
+def test_page_without_marks_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no place for the table"):
+        page_with_table("text", "table")
