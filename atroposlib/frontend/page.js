@@ -75,6 +75,17 @@
     }).forEach(function (group) { container.appendChild(group); });
   }
 
+  groups.forEach(function (group) {
+    var scores = [];
+    group.querySelectorAll(".item").forEach(function (item) {
+      if (item.dataset.score === "") { return; }
+      scores.push(item.dataset.score);
+      item.querySelector("h3").dataset.score = "reward " + item.dataset.score;
+    });
+    var shown = scores.slice(0, 16).join(", ") + (scores.length > 16 ? ", ..." : "");
+    group.querySelector("summary").dataset.scores = scores.length ? "rewards " + shown : "";
+  });
+
   container.addEventListener("click", function (event) {
     var item = event.target.closest(".item");
     if (item && !event.target.closest("a")) { activate(item); }

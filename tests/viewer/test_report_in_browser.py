@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.frontend.jsonl2html import generate_html
-from tests.viewer.conftest import Watched, browser, open_page  # noqa: F401 - fixtures
+from tests.viewer.conftest import Watched
 from tests.viewer.groups import hostile_group, make_group, write_groups
 from tests.viewer.waiting import wait_until
 
@@ -34,7 +34,7 @@ def shown_groups(page: Any) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_report_is_searched_and_sorted_and_stays_inert(
     report: str,
-    open_page: Callable[..., Watched],  # noqa: F811
+    open_page: Callable[..., Watched],
     scheme: str,
 ) -> None:
     watched = open_page(report, scheme=scheme)
@@ -50,6 +50,10 @@ def test_report_is_searched_and_sorted_and_stays_inert(
     page.fill("#search", "")
     wait_until(lambda: len(shown_groups(page)) == 7)
     page.click("#toggle")
+    heading = page.evaluate(
+        "getComputedStyle(document.querySelector('#group-2-item-0 h3'), '::after').content"
+    )
+    assert "2.0" in heading
     page.keyboard.press("ArrowDown")
     assert page.locator(".item.active").count() == 1
     assert page.evaluate("window.attacked") is None
