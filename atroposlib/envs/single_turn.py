@@ -7,14 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
 
-__all__ = ["Trajectory", "build_group", "completion_budget", "sample_trajectories"]
+__all__ = [
+    "Answer",
+    "Trajectory",
+    "ask",
+    "build_group",
+    "completion_budget",
+    "sample_trajectories",
+]
 
 RESERVED_TOKENS = 2
+
+
+class Answer(NamedTuple):
+    """One completion as text."""
+
+    completion: str
+    """With the prefill before it, if there was one."""
+    finish_reason: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,11 @@ class Trajectory:
 
 
 def completion_budget(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, max_token_length: int
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    max_token_length: int,
+    prefill: str = "",
 ) -> int:
     """Return how many tokens a completion may have; below 1 the prompt leaves no room.
 
@@ -56,7 +76,33 @@ def completion_budget(
     too long, its whole group with it, and some engines put a start token before the prompt.
     """
     prompt = render_chat_ids(tokenizer, messages, add_generation_prompt=True)
-    return max_token_length - len(prompt) - RESERVED_TOKENS
+    begun = tokenizer.encode(prefill, add_special_tokens=False) if prefill else ()
+    return max_token_length - len(prompt) - len(begun) - RESERVED_TOKENS
+
+
+async def ask(
+    server: Any,
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    prefill: str = "",
+    **sampling: Any,
+) -> list[Answer]:
+    """Wait for the completions of one prompt.
+
+    Args:
+        server: a `ServerManager` or a managed server.
+        tokenizer: renders the prompt where there is a prefill.
+        messages: the prompt.
+        prefill: how every completion begins; it is part of what the policy reads.
+        sampling: what the engine takes, as `n` and `max_tokens`.
+    """
+    if not prefill:
+        chat = await server.chat_completion(messages=list(messages), **sampling)
+        return [Answer(c.message.content or "", c.finish_reason or "stop") for c in chat.choices]
+    prompt = render_messages(tokenizer, messages) + prefill
+    texts = await server.completion(prompt=prompt, **sampling)
+    return [Answer(prefill + c.text, c.finish_reason or "stop") for c in texts.choices]
 
 
 async def sample_trajectories(
@@ -76,25 +122,25 @@ async def sample_trajectories(
         messages: the prompt.
         group_size: G.
         max_tokens: budget of one completion.
-        sampling: what else the engine takes, as `temperature`.
+        sampling: what else `ask` takes, as `temperature`.
 
     Returns:
         [G] trajectories, in the order of the engine's choices.
     """
     async with server.managed_server(tokenizer=tokenizer) as managed:
-        answer = await managed.chat_completion(
-            messages=list(messages), n=group_size, max_tokens=max_tokens, **sampling
+        answers = await ask(
+            managed, tokenizer, messages, n=group_size, max_tokens=max_tokens, **sampling
         )
         nodes = managed.get_state()["nodes"]
     return [
         Trajectory(
-            completion=choice.message.content or "",
-            finish_reason=choice.finish_reason or "stop",
+            completion=answer.completion,
+            finish_reason=answer.finish_reason,
             tokens=node.tokens,
             masks=node.masked_tokens,
             inference_logprobs=node.logprobs,
         )
-        for choice, node in zip(answer.choices, nodes, strict=True)
+        for answer, node in zip(answers, nodes, strict=True)
     ]
 
 

@@ -12,14 +12,20 @@ import statistics
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.single_turn import build_group, completion_budget, sample_trajectories
+from atroposlib.envs.single_turn import (
+    Trajectory,
+    ask,
+    build_group,
+    completion_budget,
+    sample_trajectories,
+)
 from atroposlib.utils.awaiting import all_results
 
 __all__ = ["SingleTurnEnv", "SingleTurnEnvConfig"]
@@ -41,9 +47,15 @@ class SingleTurnEnv(BaseEnv):
     """Write `get_next_item`, `prompt` and `score`; `eval_items` for evaluations.
 
     Attributes:
-        scores_since_log: scores whose mean the next log carries.
+        scores_thinking: whether `score` reads the thinking as well.
+        min_trained_tokens: shorter completions stay in their group but do not move the policy.
+        prefill: how every completion begins; read by the policy, not trained.
+        scores_since_log: what `score` returned since the last log.
     """
 
+    scores_thinking: ClassVar[bool] = False
+    min_trained_tokens: ClassVar[int] = 0
+    prefill: str = ""
     env_config_cls = SingleTurnEnvConfig
     config: SingleTurnEnvConfig
 
@@ -61,9 +73,27 @@ class SingleTurnEnv(BaseEnv):
 
         Args:
             item: what was asked.
-            answer: the completion without its thinking; empty when the completion was cut, for
-                half an answer is none.
+            answer: the completion without its thinking, or with it where `scores_thinking`; empty
+                when the completion was cut, for half an answer is none.
         """
+
+    def sampling(self) -> dict[str, Any]:
+        """Return how rollouts are sampled: what the engine takes."""
+        return {"temperature": self.config.temperature}
+
+    def group_scores(
+        self, scores: Sequence[float], trajectories: Sequence[Trajectory]
+    ) -> Sequence[float]:
+        """Return [G] scores as they are sent, for rules that look at lengths or at the group."""
+        return scores
+
+    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
+        """Return what is logged of the scores since the last log; there is at least one."""
+        return {"train/mean_score": statistics.fmean(scores)}
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return the result of an evaluation from its records, at least one."""
+        return {"eval/mean_score": statistics.fmean(sample["score"] for sample in samples)}
 
     def eval_items(self) -> Sequence[Item]:
         """Return the items `evaluate` asks; none by default."""
@@ -88,7 +118,8 @@ class SingleTurnEnv(BaseEnv):
             messages,
             group_size=self.config.group_size,
             max_tokens=budget,
-            temperature=self.config.temperature,
+            prefill=self.prefill,
+            **self.sampling(),
         )
         scores = await all_results(
             self._score(item, t.completion, is_cut=t.is_truncated) for t in trajectories
@@ -97,9 +128,9 @@ class SingleTurnEnv(BaseEnv):
         group = build_group(
             messages,
             trajectories,
-            scores,
-            is_muted=[self.config.mute_truncated and t.is_truncated for t in trajectories],
-            generation_params={"temperature": self.config.temperature},
+            self.group_scores(scores, trajectories),
+            is_muted=[self._is_muted(trajectory) for trajectory in trajectories],
+            generation_params=self.sampling(),
             include_messages=self.config.include_messages,
         )
         return group, []
@@ -111,7 +142,7 @@ class SingleTurnEnv(BaseEnv):
         if not samples:
             logger.info("no evaluation: eval_items gives none")
             return
-        metrics = {"eval/mean_score": statistics.fmean(sample["score"] for sample in samples)}
+        metrics = self.evaluation_metrics(samples)
         await self.evaluate_log(
             metrics=metrics,
             samples=samples,
@@ -124,32 +155,34 @@ class SingleTurnEnv(BaseEnv):
     async def evaluate_item(self, item: Item) -> dict[str, Any]:
         """Wait for one answer to an evaluation item; returns its record."""
         messages = self._checked_prompt(item)
-        answer = await self.server.chat_completion(
-            messages=list(messages),
+        [answer] = await ask(
+            self.server,
+            self.tokenizer,
+            messages,
+            prefill=self.prefill,
             n=1,
             max_tokens=self._budget(messages),
             temperature=self.config.eval_temperature,
             split="eval",
         )
-        [choice] = answer.choices
-        completion = choice.message.content or ""
-        is_cut = choice.finish_reason == "length"
+        is_cut = answer.finish_reason == "length"
         return {
-            "messages": [*messages, {"role": "assistant", "content": completion}],
-            "score": await self._score(item, completion, is_cut=is_cut),
-            "finish_reason": choice.finish_reason,
+            "messages": [*messages, {"role": "assistant", "content": answer.completion}],
+            "score": await self._score(item, answer.completion, is_cut=is_cut),
+            "finish_reason": answer.finish_reason,
         }
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the mean score since the last log."""
+        """Add what the scores since the last log tell."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         if self.scores_since_log:
-            metrics["train/mean_score"] = statistics.fmean(self.scores_since_log)
+            metrics.update(self.train_metrics(self.scores_since_log))
         self.scores_since_log = []
         await super().wandb_log(metrics)
 
     async def _score(self, item: Item, completion: str, *, is_cut: bool) -> float:
-        score = await settle(self.score(item, "" if is_cut else visible_text(completion)))
+        shown = completion if self.scores_thinking else visible_text(completion)
+        score = await settle(self.score(item, "" if is_cut else shown))
         try:
             return float(score)
         except (TypeError, ValueError):
@@ -167,6 +200,12 @@ class SingleTurnEnv(BaseEnv):
             )
         return messages
 
+    def _is_muted(self, trajectory: Trajectory) -> bool:
+        is_cut = self.config.mute_truncated and trajectory.is_truncated
+        return is_cut or trajectory.num_completion_tokens < self.min_trained_tokens
+
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
         limit = self.config.max_token_length
-        return completion_budget(self.tokenizer, messages, max_token_length=limit)
+        return completion_budget(
+            self.tokenizer, messages, max_token_length=limit, prefill=self.prefill
+        )

@@ -174,3 +174,27 @@ async def test_wrong_value_of_the_author_is_named(
         with pytest.raises(TypeError, match=message):
             await env.collect_trajectories({"word": "one"})
         await env.server.close()
+
+
+class ThinkingEcho(EchoEnv):
+    """The same, begun for the policy, scored with its thinking and by length."""
+
+    scores_thinking = True
+    min_trained_tokens = 5
+    prefill = "<think>"
+
+    def group_scores(self, scores: Sequence[float], trajectories: Sequence[Any]) -> list[float]:
+        return [score - len(t.tokens) / 1000 for score, t in zip(scores, trajectories, strict=True)]
+
+
+async def test_prefill_is_read_and_not_trained(make_echo: Callable[..., EchoEnv]) -> None:
+    async with ScriptedEngine([PROBED, "hm</think>one", "one", "two"]) as engine:
+        plain = make_echo(engine)
+        env = ThinkingEcho(plain.config, plain.server_configs)
+        group, _ = await env.collect_trajectories({"word": "one"})
+
+    assert env.answers == ["<think>hm</think>one", "<think>one", "<think>two"]
+    masked = [m.count(-100) for m in group["masks"]]
+    assert masked == [28 + len("<think>")] * 3  # 27 prompt tokens behind the start token
+    assert group["overrides"] == [{}] + [{"set_advantage_to_zero": True}] * 2
+    assert group["scores"] == [-len(tokens) / 1000 for tokens in group["tokens"]]
