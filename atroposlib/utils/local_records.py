@@ -34,12 +34,15 @@ def find_split(folder: Path, names: Sequence[str]) -> Path:
     raise ConfigError(f"no data in {folder}: expected one of {wanted}")
 
 
-def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+def read_records(
+    path: Path, columns: Sequence[str], *, optional: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Return the rows of a JSON Lines, JSON or Parquet file, cut to some columns.
 
     Args:
         path: the file; a `.json` file holds one list of objects.
         columns: every row must have them.
+        optional: columns a row may lack; None stands in for them.
 
     Raises:
         ConfigError: the file is missing, unreadable, empty or lacks a column; the message says
@@ -58,11 +61,16 @@ def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         missing = [c for c in columns if not isinstance(row, dict) or row.get(c) is None]
         if missing:
             raise ConfigError(f"{path}: row {number} has no {', '.join(missing)}; {expected}")
-    return [{column: row[column] for column in columns} for row in rows]
+    return [{column: row.get(column) for column in (*columns, *optional)} for row in rows]
 
 
 def read_splits(
-    path: Path, columns: Sequence[str], *, shuffle_seed: int, test_fraction: float = 0.1
+    path: Path,
+    columns: Sequence[str],
+    *,
+    shuffle_seed: int,
+    test_fraction: float = 0.1,
+    optional: Sequence[str] = (),
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the shuffled training and test rows of a folder or of one file.
 
@@ -72,17 +80,19 @@ def read_splits(
         columns: every row must have them.
         shuffle_seed: the same seed gives the same order and the same split.
         test_fraction: part of a single file, at least one row.
+        optional: columns a row may lack; None stands in for them.
 
     Raises:
         ConfigError: a file or column is missing; the message says which are expected.
     """
     if path.is_dir():
-        train = read_records(find_split(path, ["train"]), columns)
-        test = read_records(find_split(path, ["test", "validation", "valid", "val"]), columns)
+        train = read_records(find_split(path, ["train"]), columns, optional=optional)
+        names = ["test", "validation", "valid", "val"]
+        test = read_records(find_split(path, names), columns, optional=optional)
         random.Random(shuffle_seed).shuffle(train)
         random.Random(shuffle_seed).shuffle(test)
         return train, test
-    rows = read_records(path, columns)
+    rows = read_records(path, columns, optional=optional)
     random.Random(shuffle_seed).shuffle(rows)
     num_test = max(1, round(test_fraction * len(rows)))
     return rows[num_test:] or rows, rows[:num_test]

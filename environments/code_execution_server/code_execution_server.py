@@ -1,0 +1,284 @@
+"""Code execution: programming problems, the answer's program run on tests in a sandbox.
+
+    problem -> [system, user] -> G completions -> last fenced block -> sandbox -> +1 or -1
+
+Needs a sandbox, by default bubblewrap (`atroposlib/sandbox/README.md`). With a vLLM server on
+port 9001 and without the hub:
+
+    python environments/code_execution_server/code_execution_server.py process \
+        --env.dataset_path environments/data/code_execution_sample --env.total_steps 4
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, Item, ScoredDataGroup
+from atroposlib.envs.conversation import visible_text
+from atroposlib.envs.single_turn import (
+    Trajectory,
+    build_group,
+    completion_budget,
+    sample_trajectories,
+)
+from atroposlib.sandbox import SandboxLimits, open_sandbox
+from atroposlib.utils.awaiting import all_results
+from environments.code_execution_server.execution import passes_all_tests
+from environments.code_execution_server.figures import Answer, eval_figures, train_figures
+from environments.code_execution_server.lookup import lookup_program
+from environments.code_execution_server.problems import Problem, load_problems
+from environments.shared.card import EnvironmentCard
+from environments.shared.code_blocks import last_code_block
+
+__all__ = ["CodeConfig", "CodingEnv", "prompt_messages", "score"]
+
+logger = logging.getLogger("environments.code_execution_server")
+
+CARD = EnvironmentCard(
+    task="programming problems with tests",
+    turns="1",
+    reward="+1 when all tests pass, else -1",
+    data="RLVR coding problems or code contests from the hub, or `--env.dataset_path`",
+    needs="a sandbox: `apt-get install bubblewrap`",
+    command="process --env.dataset_path environments/data/code_execution_sample",
+)
+
+SAMPLE = Path(__file__).parents[1] / "data" / "code_execution_sample"
+NUM_EVAL_SAMPLES = 16
+SYSTEM_PROMPT = (
+    "You are an expert Python programmer. You are given a programming problem and write a correct "
+    "Python program that solves it and passes all of its tests."
+)
+STDIN_NOTE = (
+    "Read the input from standard input and write the answer to standard output; do not run the "
+    "program on inputs of your own. Put the whole program into one fenced block:\n"
+    "```python\n# your program\n```"
+)
+STARTER_NOTE = (
+    "Complete the code below and keep its names. Put the whole program into one fenced block:\n"
+    "```python\n{starter_code}\n```"
+)
+
+
+class CodeConfig(BaseEnvConfig):
+    """Where the problems come from, how completions are drawn, and where programs run."""
+
+    dataset_name: Literal["normal", "deepmind"] = Field(
+        "normal", description="Training problems of the hub: RLVR coding problems or code contests."
+    )
+    dataset_path: str | None = Field(
+        None,
+        description="JSONL, JSON or Parquet file, or folder with a train and a test file, with the "
+        "columns problem and tests; None loads from the hub.",
+    )
+    temperature: float = Field(0.6, ge=0, description="Sampling temperature of rollouts.")
+    eval_temperature: float = Field(0.6, ge=0, description="Sampling temperature of evaluations.")
+    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of rollouts.")
+    eval_top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of evaluations.")
+    start_idx: int = Field(0, ge=0, description="Training problem to begin with.")
+    max_eval_token_length: int = Field(
+        40960, ge=1, description="Tokens of prompt and completion in evaluations."
+    )
+    sandbox: str | None = Field(
+        None,
+        description="Where programs run: bubblewrap, gvisor or container:IMAGE; None takes what "
+        "ATROPOS_SANDBOX names, bubblewrap without it.",
+    )
+    test_timeout_s: float = Field(6.0, gt=0, description="Seconds one test of a program may take.")
+
+
+def prompt_messages(problem: Problem) -> list[dict[str, str]]:
+    """Return the messages that pose a problem."""
+    note = STDIN_NOTE
+    if problem.kind == "func":
+        note = STARTER_NOTE.format(starter_code=problem.starter_code or f"def {problem.function}")
+    return [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": f"{problem.question}\n\n{note}"},
+    ]
+
+
+def score(*, passes: bool) -> float:
+    """Return what an answer is worth."""
+    return 1.0 if passes else -1.0
+
+
+class CodingEnv(BaseEnv):
+    """Programming problems; an item is one.
+
+    Attributes:
+        iter: problems handed out so far; kept in checkpoints.
+        answers: groups of answers since the last log.
+    """
+
+    env_config_cls = CodeConfig
+    config: CodeConfig
+    default_model = "Qwen/Qwen3-14B"
+    default_settings: ClassVar[dict[str, Any]] = {
+        "group_size": 8,
+        "total_steps": 600,
+        "batch_size": -1,
+        "steps_per_eval": 10,
+        "max_batches_offpolicy": 2,
+        "max_eval_workers": 128,
+        "eval_handling": EvalHandlingEnum.STOP_TRAIN,
+        "max_token_length": 32768,
+        "min_items_sent_before_logging": 0,
+        "worker_timeout": 7200,
+        "temperature": 1.0,
+        "top_p": 1.0,
+    }
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+        self.answers: list[list[Answer]] = []
+
+    async def setup(self) -> None:
+        """Open the sandbox and load the problems."""
+        self.sandbox = open_sandbox(self.config.sandbox)
+        seconds = self.config.test_timeout_s
+        self.limits = SandboxLimits(wall_s=seconds + 1, cpu_s=max(1, round(seconds)))
+        self.eval_slots = asyncio.Semaphore(max(1, self.config.max_eval_workers))
+        self.train, self.test = await asyncio.to_thread(
+            load_problems, self.config.dataset_path, self.config.dataset_name
+        )
+        logger.info("%d training and %d test problems", len(self.train), len(self.test))
+
+    async def get_next_item(self) -> Problem:
+        """Return the next training problem, from the start again after the last."""
+        problem = self.train[(self.config.start_idx + self.iter) % len(self.train)]
+        self.iter += 1
+        return problem
+
+    async def collect_trajectories(
+        self, item: Problem
+    ) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """Wait for one group of programs and their verdicts."""
+        messages = prompt_messages(item)
+        budget = completion_budget(
+            self.tokenizer, messages, max_token_length=self.config.max_token_length
+        )
+        if budget < 1:
+            logger.warning("a problem leaves no room in max_token_length; skipped")
+            return None, []
+        sampling = {"temperature": self.config.temperature, "top_p": self.config.top_p}
+        trajectories = await sample_trajectories(
+            self.server,
+            self.tokenizer,
+            messages,
+            group_size=self.config.group_size,
+            max_tokens=budget,
+            **sampling,
+        )
+        return await self._group(item, messages, trajectories, sampling), []
+
+    async def passes(self, problem: Problem, completion: str, *, is_cut: bool = False) -> bool:
+        """Run the program of a completion; False when it was cut or holds none."""
+        program = None if is_cut else last_code_block(visible_text(completion))
+        if program is None:
+            return False
+        return await passes_all_tests(self.sandbox, program, problem, limits=self.limits)
+
+    def check_gold_answer(self, item: Problem) -> str | None:
+        """Return a program that prints the answers to the tests it was shown."""
+        return f"<think>Look them up.</think>\n```python\n{lookup_program(item)}\n```"
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Sample programs for each test problem and log how likely one of them passes."""
+        started_at = time.time()
+        evaluated = await all_results(self.evaluate_problem(problem) for problem in self.test)
+        difficulties = [problem.difficulty for problem in self.test]
+        groups = [answers for answers, _ in evaluated]
+        metrics = eval_figures(groups, difficulties, group_size=self.config.group_size)
+        await self.evaluate_log(
+            metrics=metrics,
+            samples=[sample for _, samples in evaluated for sample in samples],
+            start_time=started_at,
+            end_time=time.time(),
+            generation_parameters={
+                "temperature": self.config.eval_temperature,
+                "top_p": self.config.eval_top_p,
+                "max_tokens": self.config.max_eval_token_length,
+            },
+        )
+        await self.wandb_log(metrics)
+
+    async def evaluate_problem(self, problem: Problem) -> tuple[list[Answer], list[dict[str, Any]]]:
+        """Wait for the programs to one test problem; returns their verdicts and records."""
+        messages = prompt_messages(problem)
+        budget = completion_budget(
+            self.tokenizer, messages, max_token_length=self.config.max_eval_token_length
+        )
+        async with self.eval_slots:
+            reply = await self.server.chat_completion(
+                messages=messages,
+                n=NUM_EVAL_SAMPLES,
+                max_tokens=budget,
+                temperature=self.config.eval_temperature,
+                top_p=self.config.eval_top_p,
+                split="eval",
+            )
+        texts = [choice.message.content or "" for choice in reply.choices]
+        is_cut = [choice.finish_reason == "length" for choice in reply.choices]
+        verdicts = await all_results(
+            self.passes(problem, text, is_cut=cut) for text, cut in zip(texts, is_cut, strict=True)
+        )
+        lengths = [len(self.tokenizer.encode(text)) for text in texts]
+        answers = [Answer(*row) for row in zip(verdicts, is_cut, lengths, strict=True)]
+        samples = [
+            {
+                "messages": [*messages, {"role": "assistant", "content": text}],
+                "score": score(passes=p),
+            }
+            for text, p in zip(texts, verdicts, strict=True)
+        ]
+        return answers, samples
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add the figures of the rollouts since the last log."""
+        metrics = {} if wandb_metrics is None else wandb_metrics
+        metrics.update(train_figures(self.answers))
+        self.answers = []
+        await super().wandb_log(metrics)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position in the training problems."""
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+
+    async def _group(
+        self,
+        problem: Problem,
+        messages: Sequence[Mapping[str, str]],
+        trajectories: Sequence[Trajectory],
+        sampling: Mapping[str, float],
+    ) -> ScoredDataGroup:
+        verdicts = await all_results(
+            self.passes(problem, t.completion, is_cut=t.is_truncated) for t in trajectories
+        )
+        self.answers.append(
+            [
+                Answer(passes, t.is_truncated, t.num_completion_tokens)
+                for passes, t in zip(verdicts, trajectories, strict=True)
+            ]
+        )
+        return build_group(
+            messages,
+            trajectories,
+            [score(passes=passes) for passes in verdicts],
+            is_muted=[t.is_truncated for t in trajectories],
+            generation_params=sampling,
+            include_messages=self.config.include_messages,
+        )
+
+
+if __name__ == "__main__":
+    CodingEnv.cli()
