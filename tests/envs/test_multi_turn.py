@@ -233,6 +233,6 @@ async def test_reply_that_is_none_and_conversation_that_is_none_are_named() -> N
             await play_on(engine, conversation)
 
     nothing: Any = None
-    with pytest.raises(TypeError, match="start_conversation returned None; expected a Conver"):
+    with pytest.raises(TypeError, match="start_conversation returned None; expected a"):
         await play(nothing, nothing, limits=Limits())
     assert conversation.num_closed == 1

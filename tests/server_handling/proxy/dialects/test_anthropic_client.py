@@ -183,7 +183,9 @@ async def test_errors_are_those_of_the_official_client(
     source: Any = {"type": "url", "url": "http://example.org/a.png"}
     image: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     wrong_key = anthropic.AsyncAnthropic(
-        base_url=agent.anthropic_base_url, api_key="wrong", max_retries=0
+        base_url=agent.anthropic_base_url,
+        api_key="wrong",  # pragma: allowlist secret
+        max_retries=0,
     )
 
     with pytest.raises(anthropic.BadRequestError, match="the model reads text") as caught:
