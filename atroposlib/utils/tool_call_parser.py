@@ -71,7 +71,7 @@ def _read(text: str) -> Any:
         try:
             # Not strict: models put line breaks into strings.
             return json.loads(candidate, strict=False)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # ValueError: a number of too many digits, too
             continue
     return None
 

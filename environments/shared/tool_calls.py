@@ -1,0 +1,123 @@
+"""Reading tool calls out of a text, and telling whether they are the expected ones. Pure.
+
+"<tool_call>{...}</tool_call>" ─► read_calls ─► [call] ─► calls_match(expected, written)
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["ReadCalls", "calls_match", "covers", "read_calls"]
+
+BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+MAX_DEPTH = 50
+"""JSON nested deeper is no call."""
+
+
+class ReadCalls(NamedTuple):
+    """The calls of a text."""
+
+    calls: list[dict[str, Any]]
+    """Blocks that hold a JSON object, in order."""
+    num_broken: int
+    """Blocks that hold none."""
+
+
+def read_calls(text: str, *, allow_literals: bool = False) -> ReadCalls:
+    """Read every closed `<tool_call>` block of a text.
+
+    Args:
+        text: a completion without its thinking.
+        allow_literals: also take a Python literal, as `{'name': 'f'}`, for the JSON it resembles.
+    """
+    read = [_read_object(block.strip(), allow_literals) for block in BLOCK.findall(text)]
+    calls = [call for call in read if call is not None]
+    return ReadCalls(calls, len(read) - len(calls))
+
+
+def calls_match(
+    expected: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]], *, coerce: bool = False
+) -> bool:
+    """Say whether each call written covers another expected one and none is missing.
+
+    The order does not matter. A call may fit several expected ones, so pairs are exchanged until
+    all have one or no exchange helps.
+    """
+    if len(expected) != len(written):
+        return False
+    fits = [
+        [i for i, call in enumerate(written) if covers(wanted, call, coerce=coerce)]
+        for wanted in expected
+    ]
+    taken_by: dict[int, int] = {}
+
+    def place(wanted: int, tried: set[int]) -> bool:
+        for call in fits[wanted]:
+            if call in tried:
+                continue
+            tried.add(call)
+            if call not in taken_by or place(taken_by[call], tried):
+                taken_by[call] = wanted
+                return True
+        return False
+
+    return all(place(wanted, set()) for wanted in range(len(expected)))
+
+
+def covers(expected: Any, actual: Any, *, coerce: bool = False) -> bool:
+    """Say whether a value has all that is expected, at any depth; objects may have more keys.
+
+    Args:
+        expected: parsed JSON.
+        actual: parsed JSON.
+        coerce: take a text that is JSON for its value where the other side is no text, so that
+            `"5"` equals 5.
+    """
+    if coerce and isinstance(expected, str) != isinstance(actual, str):
+        expected, actual = _as_value(expected), _as_value(actual)
+    if isinstance(expected, dict):
+        return isinstance(actual, dict) and all(
+            key in actual and covers(value, actual[key], coerce=coerce)
+            for key, value in expected.items()
+        )
+    if isinstance(expected, list):
+        return (
+            isinstance(actual, list)
+            and len(expected) == len(actual)
+            and all(covers(e, a, coerce=coerce) for e, a in zip(expected, actual, strict=True))
+        )
+    # Python has True == 1.
+    return isinstance(expected, bool) == isinstance(actual, bool) and bool(expected == actual)
+
+
+def _read_object(text: str, allow_literals: bool) -> dict[str, Any] | None:
+    readers = (json.loads, ast.literal_eval) if allow_literals else (json.loads,)
+    for read in readers:
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        if isinstance(value, dict) and _depth_is_fine(value, MAX_DEPTH):
+            return value
+    return None
+
+
+def _depth_is_fine(value: Any, left: int) -> bool:
+    if not isinstance(value, dict | list | tuple | set):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return left > 0 and all(_depth_is_fine(part, left - 1) for part in parts)
+
+
+def _as_value(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return parsed if _depth_is_fine(parsed, MAX_DEPTH) else value

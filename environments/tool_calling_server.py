@@ -1,0 +1,204 @@
+"""Single tool calling: the tools are listed, a request is made, the right calls are to be written.
+
+    [system with tools, request] -> G completions -> calls against the expected ones -> +1 or -1
+
+Calls inside the thinking do not count. With a vLLM server on port 9004, and without the hub:
+
+    python environments/tool_calling_server.py process --env.total_steps 4 \
+        --env.dataset_path environments/data/tool_calling_sample \
+        --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.conversation import visible_text
+from atroposlib.envs.single_turn import Trajectory
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.utils.length_penalty import length_factor
+from atroposlib.utils.local_records import read_splits
+from environments.shared.card import EnvironmentCard
+from environments.shared.hub import hub_rows
+from environments.shared.tool_calls import calls_match, read_calls
+
+__all__ = ["Request", "SingleToolCallingEnv", "SingleToolCallingEnvConfig", "request_of", "score"]
+
+CARD = EnvironmentCard(
+    task="write the tool calls that a request needs",
+    turns="1",
+    reward="+1 the expected calls, -1 anything else; by length when all are right",
+    data="XLAM-Atropos from the hub, or `--env.dataset_path`",
+    command="process --env.dataset_path environments/data/tool_calling_sample",
+)
+
+MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+DATASET = "NousResearch/XLAM-Atropos"
+SAMPLE = Path(__file__).with_name("data") / "tool_calling_sample"
+SEED = 42
+NUM_TEST_ROWS = 100
+FREE_LENGTH_FRACTION = 0.5
+SYSTEM_PROMPT = (
+    "You are an AI that thinks deeply before it acts. Put your reasoning inside <think> </think> "
+    "tags, at whatever length it needs: which tools help, what each argument must be, which calls "
+    "are left. Behind the closing tag, write only what is to be done."
+)
+
+Request = dict[str, str]
+"""One item: `tools` (the system text that lists them), `request` and `expected`."""
+
+
+class SingleToolCallingEnvConfig(SingleTurnEnvConfig):
+    """Where the requests come from."""
+
+    dataset_path: str | None = Field(
+        None,
+        description="JSONL or Parquet file, or folder with train and test files, with the column "
+        "conversations; None loads XLAM-Atropos from the hub.",
+    )
+    temperature: float = Field(0.8, ge=0, description="Sampling temperature of rollouts.")
+
+
+def request_of(row: Mapping[str, Any]) -> Request | None:
+    """Return the first system, human and gpt text of a row; None without a readable call."""
+    texts: dict[str, str] = {}
+    for message in row["conversations"]:
+        texts.setdefault(message["from"], message["value"])
+    if not {"system", "human", "gpt"} <= texts.keys():
+        return None
+    expected = visible_text(texts["gpt"])
+    if not read_calls(expected).calls:
+        return None
+    return {"tools": texts["system"], "request": texts["human"], "expected": expected}
+
+
+def score(expected: str, answer: str) -> float:
+    """Return 1.0 when the calls of two texts are the same ones, else -1.0.
+
+    Args:
+        expected: text with at least one call.
+        answer: a completion without its thinking. Blocks that are no JSON object are left out; an
+            object may have more keys than expected.
+    """
+    return 1.0 if calls_match(read_calls(expected).calls, read_calls(answer).calls) else -1.0
+
+
+def load_requests(dataset_path: str | None) -> tuple[list[Request], list[Request]]:
+    """Return the training and the test requests in a fixed order.
+
+    Raises:
+        ConfigError: the data cannot be read; the message says what is expected.
+    """
+    if dataset_path is None:
+        rows = hub_rows(DATASET, split="train", shuffle_seed=SEED)
+        train, test = rows[NUM_TEST_ROWS:], rows[:NUM_TEST_ROWS]
+    else:
+        train, test = read_splits(Path(dataset_path), ["conversations"], shuffle_seed=SEED)
+    readable = [[r for r in map(request_of, rows) if r is not None] for rows in (train, test)]
+    return readable[0], readable[1]
+
+
+class SingleToolCallingEnv(SingleTurnEnv):
+    """Requests and the calls that fulfil them.
+
+    Attributes:
+        iter: requests handed out so far; kept in checkpoints.
+    """
+
+    env_config_cls = SingleToolCallingEnvConfig
+    config: SingleToolCallingEnvConfig
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+        self.train: list[Request] = []
+        self.test: list[Request] = []
+
+    @classmethod
+    def config_init(cls) -> tuple[SingleToolCallingEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        env_config = SingleToolCallingEnvConfig(
+            tokenizer_name=MODEL,
+            group_size=16,
+            max_num_workers_per_node=16,
+            total_steps=2000,
+            batch_size=1024,
+            steps_per_eval=25,
+            max_token_length=16384,
+            min_batch_allocation=0.1,
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            eval_limit_ratio=0.1,
+            wandb_name="toolcall_think",
+        )
+        server = APIServerConfig(
+            model_name=MODEL,
+            base_url="http://localhost:9004/v1",
+            api_key="x",
+            server_type="vllm",
+            num_requests_for_eval=256,
+        )
+        return env_config, server
+
+    async def setup(self) -> None:
+        """Load both splits."""
+        self.train, self.test = await asyncio.to_thread(load_requests, self.config.dataset_path)
+
+    async def get_next_item(self) -> Request:
+        """Return the next training request, from the start again after the last."""
+        self.iter += 1
+        return self.train[(self.iter - 1) % len(self.train)]
+
+    def eval_items(self) -> Sequence[Request]:
+        """Return the test requests."""
+        return self.test
+
+    def prompt(self, item: Request) -> list[dict[str, str]]:
+        """Ask for the calls, under the list of tools."""
+        return [
+            {"role": "system", "content": f"{SYSTEM_PROMPT}\n\n{item['tools']}"},
+            {"role": "user", "content": item["request"]},
+        ]
+
+    async def score(self, item: Request, answer: str) -> float:
+        """Return 1.0 or -1.0."""
+        return score(item["expected"], answer)
+
+    def group_scores(
+        self, scores: Sequence[float], trajectories: Sequence[Trajectory]
+    ) -> Sequence[float]:
+        """Return the scores; a group in which all are right is ranked by length."""
+        if min(scores) < 1.0:
+            return scores
+        limit = self.config.max_token_length
+        return [
+            length_factor(len(t.tokens), max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION)
+            for t in trajectories
+        ]
+
+    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
+        """Return the share of right answers."""
+        return {"train/percent_correct": statistics.fmean(score > 0 for score in scores)}
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return the share of right answers."""
+        return {"eval/percent_correct": statistics.fmean(s["score"] > 0 for s in samples)}
+
+    def check_gold_answer(self, item: Request) -> str:
+        """Return the expected calls, after a thought."""
+        return f"<think>These calls do it.</think>{item['expected']}"
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position."""
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+
+
+if __name__ == "__main__":
+    SingleToolCallingEnv.cli()
