@@ -1,0 +1,205 @@
+"""MCQA: questions with lettered options, thought about, answered in one sentence.
+
+    question, options -> [system, user] -> G completions -> the one option named -> +1 or -1
+
+Reads the columns of AcademicMCQA and those of MMLU, with up to 26 options:
+
+    prompt, answer (index), ground_truth (letter), options      question, answer, choices
+
+    python environments/mcqa_thinking_env.py process --env.dataset_path \
+        environments/data/mcqa_sample --env.total_steps 4
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
+from atroposlib.errors import ConfigError
+from environments.shared.card import EnvironmentCard
+from environments.shared.hub_items import HubItems, HubItemsConfig
+from environments.shared.percent_correct import PercentCorrect
+from environments.shared.rollout_columns import RolloutColumns
+from environments.shared.thinking import DEEP_THINKING, ThinkingEnv, answer_after_thinking
+
+__all__ = ["MCQAThinkingEnv", "MCQAThinkingEnvConfig", "Question", "read_question", "score_answer"]
+
+CARD = EnvironmentCard(
+    task="questions with lettered options (AcademicMCQA, MMLU)",
+    turns="1",
+    reward="+1 right, -1 wrong",
+    data="AcademicMCQA from the hub, or `--env.dataset_path`",
+    command="process --env.dataset_path environments/data/mcqa_sample",
+)
+
+MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+SAMPLE = Path(__file__).with_name("data") / "mcqa_sample"
+INSTRUCTION = (
+    "Close with one sentence that names the option you choose, in exactly this form:\n"
+    "The best answer is: {Answer}"
+)
+
+LEADS = (
+    r"(?i:\bthe\s{1,9}(?:(?:correct|best)\s{1,9})?answer\s{1,9}is|\bfinal\s{1,9}answer\b)"
+    r"[ :*\n]{0,9}"
+)
+"""What an answer is announced by; the bounds keep the search short on any text."""
+
+LETTER_END = r"(?=$|[^\w\s'\u2019-]|\s*\n|\s+(?:(?i:because|since|as|for)\b|[^\w\s]))"
+"""Behind a letter: the sentence ends or goes on with a reason, so that 'a dog' is no A."""
+
+OTHER_LETTER = r"(?!\w\)?[\s,/&]{{1,5}}(?:(?:or|and)\s{{1,5}})?\(?[A-{last}]\b)"
+"""Not before a letter that another one follows: 'B or C', 'B, C'."""
+
+
+class Question(NamedTuple):
+    """One question."""
+
+    prompt: str
+    """With the options in it."""
+    letter: str
+    """Of the right option."""
+    options: tuple[str, ...]
+    """Without their letters."""
+
+    @property
+    def text(self) -> str:
+        """The right option."""
+        return self.options[ascii_uppercase.index(self.letter)]
+
+
+class MCQAThinkingEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
+    """Where the questions come from and how completions are drawn."""
+
+    eval_temperature: float = Field(0.5, ge=0, description="Sampling temperature of evaluations.")
+
+
+def read_question(row: Mapping[str, Any]) -> Question:
+    """Return the question of a row in either of the two sets of columns.
+
+    Raises:
+        ConfigError: the row has neither, or its answer is none of the options.
+    """
+    options = row.get("options") or row.get("choices")
+    body = row.get("prompt") or row.get("question")
+    if not options or not body or len(options) > len(ascii_uppercase):
+        raise ConfigError(
+            "a row has no question with options; expected the columns prompt, options, answer "
+            f"and ground_truth, or question, choices and answer; got {str(row)[:200]}"
+        )
+    letters = ascii_uppercase[: len(options)]
+    gold = row.get("ground_truth") or row["answer"]
+    letter = letters[gold] if isinstance(gold, int) and 0 <= gold < len(letters) else str(gold)
+    if len(letter) != 1 or letter.upper() not in letters:
+        raise ConfigError(f"the answer {gold!r} is none of the options {', '.join(letters)}")
+    if not row.get("prompt"):
+        pairs = zip(letters, options, strict=True)
+        body = "\n".join([str(body), *(f"{name}. {option}" for name, option in pairs)])
+    return Question(str(body), letter.upper(), tuple(str(option) for option in options))
+
+
+def named_options(answer: str, options: Sequence[str]) -> set[int]:
+    """Return the indices of the options that an answer names, by letter or by their exact text."""
+    last = ascii_uppercase[len(options) - 1]
+    longest = sorted(enumerate(options), key=lambda pair: -len(pair[1]))
+    # An option that is itself one letter cannot be told from the letter of an option.
+    whole = [(i, option.strip()) for i, option in longest if len(option.strip()) > 1]
+    texts = [(i, re.compile(rf"(?i:{re.escape(option)})(?!\w)")) for i, option in whole]
+    other, either = OTHER_LETTER.format(last=last), f"A-{last}a-{last.lower()}"
+    letter = re.compile(rf"\(?{other}(?:([{either}])\)?{LETTER_END}|((?![AI])[A-{last}])\s)")
+    found = set()
+    for lead in re.finditer(LEADS, answer):
+        named = [i for i, text in texts if text.match(answer, lead.end())]
+        read = letter.match(answer, lead.end())
+        if named:
+            found.add(named[0])
+        elif read:
+            found.add(ascii_uppercase.index((read[1] or read[2]).upper()))
+    boxed = rf"\\boxed\{{\s{{0,9}}(?:\\text\{{)?\(?([{either}])\)?\}}{{1,2}}"
+    return found | {ascii_uppercase.index(box.upper()) for box in re.findall(boxed, answer)}
+
+
+def score_answer(completion: str, question: Question) -> float:
+    """Return 1.0 when the thinking is followed by the right option and no other, else -1.0."""
+    answer = answer_after_thinking(completion)
+    if answer is None:
+        return -1.0
+    gold = ascii_uppercase.index(question.letter)
+    return 1.0 if named_options(answer, question.options) == {gold} else -1.0
+
+
+class MCQAThinkingEnv(RolloutColumns, HubItems, PercentCorrect, ThinkingEnv):
+    """Questions with lettered options."""
+
+    env_config_cls = MCQAThinkingEnvConfig
+    config: MCQAThinkingEnvConfig
+    hub_dataset = "NousResearch/AcademicMCQA"
+    hub_subset = "default"
+    columns = ("answer",)
+    optional_columns = ("prompt", "ground_truth", "options", "question", "choices")
+    rollout_columns = ("answer", "string_answer")
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+
+    @classmethod
+    def config_init(cls) -> tuple[MCQAThinkingEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        config = MCQAThinkingEnvConfig(
+            tokenizer_name=MODEL,
+            group_size=32,
+            max_num_workers=128,
+            total_steps=2000,
+            batch_size=1024,
+            steps_per_eval=20,
+            max_token_length=15360,
+            inference_weight=1.0,
+            wandb_name="mcqa_deep_thinking",
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            eval_limit_ratio=0.1,
+        )
+        server = APIServerConfig(
+            model_name=MODEL,
+            base_url="http://localhost:9004/v1",
+            api_key="x",
+            server_type="vllm",
+            num_max_requests_at_once=32,
+            num_requests_for_eval=256,
+        )
+        return config, server
+
+    async def setup(self) -> None:
+        """Read the questions."""
+        await super().setup()
+        for row in (*self.train, *self.test):
+            read_question(row)
+
+    def prompt(self, item: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Return the question and how to answer it."""
+        question = read_question(item)
+        return [
+            {"role": "system", "content": DEEP_THINKING},
+            {"role": "user", "content": f"{question.prompt}\n\n{INSTRUCTION}"},
+        ]
+
+    async def score(self, item: Mapping[str, Any], answer: str) -> float:
+        """Return 1.0 for the right option, else -1.0."""
+        return score_answer(self.opened_tag + answer, read_question(item))
+
+    def rollout_cells(self, item: Mapping[str, Any]) -> Sequence[Any]:
+        """Return letter and text of the right option."""
+        question = read_question(item)
+        return question.letter, question.text
+
+    def check_gold_answer(self, item: Mapping[str, Any]) -> str:
+        """Return a thought and the right option."""
+        return f"<think>I compare them.</think> The best answer is: {read_question(item).letter}"
+
+
+if __name__ == "__main__":
+    MCQAThinkingEnv.cli()

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from atroposlib.envs.check import check_environment
+from atroposlib.errors import ConfigError
+from environments.mcqa_thinking_env import MCQAThinkingEnv, Question, read_question, score_answer
+from tests.environments.offline import PROBED, make_env
+from tests.fakes import ScriptedEngine
+
+OPTIONS = ("Bananas", "Apple pie", "a dog", "Cats and dogs")
+QUESTION = Question("Which?", "B", OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ("The best answer is: B", "B"),
+        ("The correct answer is (B).", "B"),
+        ("The answer is b", "B"),
+        ("**The best answer is B**", "B"),
+        ("**The best answer is: B**", "B"),
+        ("The best answer is: **B**", "B"),
+        ("Thus, final answer: B)", "B"),
+        ("It is \\boxed{B}.", "B"),
+        ("\\boxed{\\text{B}}", "B"),
+        ("The best answer is: Apple pie", "B"),
+        ("The best answer is: B. Apple pie", "B"),
+        ("The best answer is B because of the crust.", "B"),
+        ("The answer is B. So \\boxed{B}, and the best answer is: B", "B"),  # one, named thrice
+        # An option whose text begins with a letter is read as its text.
+        ("The best answer is: Bananas", "A"),
+        ("The answer is a dog", "C"),
+        ("The answer is A", "A"),
+        ("The best answer is: a cat", ""),
+        ("The best answer is: A cat", ""),
+        ("The best answer is: Bananarama", ""),
+        ("The best answer is: B-cells", ""),
+        # Several options, none, or no announcement.
+        ("The best answer is: B. No, the best answer is: C", ""),
+        ("\\boxed{B} \\boxed{A}", ""),
+        ("The best answer is: B or C", ""),
+        ("The best answer is: (B), (C)", ""),
+        ("The best answer is not B", ""),
+        ("The best answer is: {Answer}", ""),
+        ("The best answer is: E", ""),
+        ("The best answer is: \uff22", ""),  # a full-width letter
+        ("B", ""),
+        ("", ""),
+        ("I am sure of it, give me the point.", ""),
+    ],
+)
+def test_option_named_by_an_answer(answer: str, named: str) -> None:
+    scores = {
+        letter: score_answer(f"<think>hm</think> {answer}", QUESTION._replace(letter=letter))
+        for letter in "ABCD"
+    }
+
+    assert "".join(letter for letter, score in scores.items() if score == 1.0) == named
+    assert set(scores.values()) <= {1.0, -1.0}
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "The best answer is: B",
+        "<think>The best answer is: B</think>",
+        "<think>The best answer is: B",
+        "</think><think> The best answer is: B",
+        "<think>a</think> The best answer is: B <think>b</think>",
+        "<THINK>a</think></think> The best answer is: B",
+    ],
+)
+def test_thinking_must_be_one_pair_of_tags_before_the_answer(completion: str) -> None:
+    assert score_answer(completion, QUESTION) == -1.0
+
+
+def test_long_hostile_answers_are_read_quickly() -> None:
+    started_at = time.perf_counter()
+    for text in ("the answer is " * 20_000, "the" + " " * 300_000, "\\boxed{" * 50_000):
+        assert score_answer(f"<think>a</think>{text}", QUESTION) == -1.0
+
+    assert time.perf_counter() - started_at < 5  # a quadratic search takes minutes
+
+
+def test_rows_of_both_data_sets_give_the_same_question() -> None:
+    ours = {"prompt": "Q?\nA. x\nB. y", "answer": 1, "ground_truth": "B", "options": ["x", "y"]}
+    mmlu = {"question": "Q?", "subject": "s", "choices": ["x", "y"], "answer": 1}
+
+    assert read_question(ours) == read_question(mmlu) == Question("Q?\nA. x\nB. y", "B", ("x", "y"))
+    assert read_question(ours).text == "y"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Q?", "answer": 1},
+        {"question": "Q?", "answer": 2, "choices": ["x", "y"]},
+        {"question": "Q?", "answer": "yes", "choices": ["x", "y"]},
+    ],
+)
+def test_row_without_a_readable_answer_is_refused(row: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="options"):
+        read_question(row)
+
+
+async def test_group_metrics_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged = {}
+    right, wrong = ("<think>well</think> The best answer is: " + letter for letter in "CD")
+    async with ScriptedEngine([PROBED, right, wrong, "short"]) as engine:
+        path = MCQAThinkingEnv.check_settings["dataset_path"]
+        env = make_env(MCQAThinkingEnv, engine, monkeypatch, group_size=3, dataset_path=path)
+        await env.setup()
+        item = next(row for row in env.train if row["answer"] == 2)
+        group, _ = await env.collect_trajectories(item)
+        await env.add_rollouts_for_wandb(group, item)
+        monkeypatch.setattr(env.run_log, "table", lambda columns, rows: (columns, rows))
+        monkeypatch.setattr(env.run_log, "log", lambda metrics, step: logged.update(metrics))
+        await env.wandb_log()
+        await env.server.close()
+
+    assert group["scores"] == [1.0, -1.0, -1.0]
+    assert group["overrides"] == [{}, {}, {"set_advantage_to_zero": True}]
+    assert logged["train/percent_correct"] == pytest.approx(1 / 3)
+    columns, [row] = logged["train/rollouts"]
+    assert columns == ["text", "score", "answer", "string_answer"]
+    assert row[1:] == (1.0, "C", read_question(item).text)
+
+
+def test_published_settings() -> None:
+    config, server = MCQAThinkingEnv.config_init()
+
+    assert (config.group_size, config.max_token_length, config.eval_limit_ratio) == (32, 15360, 0.1)
+    assert (config.temperature, config.eval_temperature) == (1.0, 0.5)
+    assert (server.num_max_requests_at_once, server.num_requests_for_eval) == (32, 256)
+
+
+def test_environment_passes_the_check() -> None:
+    report = check_environment(MCQAThinkingEnv)
+
+    assert report.passed, report.text
