@@ -21,6 +21,7 @@ __all__ = [
     "delivered_groups",
     "leased_batch",
     "read_answer",
+    "says_unregistered",
     "unreachable",
     "with_status_defaults",
 ]
@@ -223,6 +224,12 @@ def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]
         )
     batch: list[dict[str, Any]] | None = answer.get("batch")
     return batch
+
+
+def says_unregistered(error: TrajectoryApiError) -> bool:
+    """Tell whether an error means that the service has forgotten the trainer, or never knew it."""
+    # The service answers 200 with status "error"; the client passes its sentence on.
+    return "not registered" in str(error).lower()
 
 
 def leased_batch(answer: Mapping[str, Any], url: str) -> LeasedBatch | None:

@@ -68,7 +68,7 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
         as_arrays: give rows of numbers as arrays, views on `blob` where possible, not as lists.
 
     Returns:
-        The fourteen fields, None where absent.
+        The fourteen fields, None where absent, and `policy_version` where the group has one.
 
     Raises:
         WireError: the blob is not a group.
@@ -84,6 +84,8 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
         else:
             text = opaque_text(group, field.name)
             values[field.name] = decode_value(_any_decoder, text or b"null", (field.name,))
+    if group.policy_version is not None:
+        values["policy_version"] = group.policy_version
     return values
 
 

@@ -114,7 +114,7 @@ async def test_batch_waits_for_the_group_that_completes_it(url, trainer):
         assert await asyncio.wait_for(waiting, 5)
 
 
-async def test_policy_version_reaches_environments_and_stays_out_of_batches(url, trainer):
+async def test_policy_version_reaches_environments_and_comes_back_with_their_groups(url, trainer):
     assert trainer.set_policy_version(3) is True
 
     async with TrajectoryApiClient(url) as client:
@@ -126,7 +126,7 @@ async def test_policy_version_reaches_environments_and_stays_out_of_batches(url,
 
     assert status["policy_version"] == 3
     (group,) = trainer.batch() or []
-    assert "policy_version" not in group
+    assert group["policy_version"] == 3
 
 
 async def test_tokens_open_what_their_role_may_do(free_port, tmp_path: Path):

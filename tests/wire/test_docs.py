@@ -45,7 +45,7 @@ def test_example_is_what_the_codec_reads():
     decoded = decode_group(blob, "msgpack")
     (read,) = decode_batch(body, "msgpack")["batch"]
 
-    assert (decoded.num_tokens, decoded.policy_version) == (5, group.pop("policy_version"))
+    assert (decoded.num_tokens, decoded.policy_version) == (5, group["policy_version"])
     assert {key: value for key, value in read.items() if value is not None} == group
 
 

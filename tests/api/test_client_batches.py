@@ -1,0 +1,163 @@
+"""Batches as an iterator: leases, acknowledgements, the end, registration; on a real service."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from atroposlib.api.client import AsyncBatches, TrainerClient, batches
+from atroposlib.errors import ConfigError, TrajectoryApiError
+from tests.api.helpers import make_group
+from tests.envs.live_service import LiveService
+
+
+@pytest.fixture
+def service(free_port: int) -> Iterator[LiveService]:
+    live = LiveService(free_port)
+    live.start()
+    yield live
+    live.stop()
+
+
+def post(service: LiveService, *scores: float) -> None:
+    groups = [make_group(2, score=score, policy_version=3) for score in scores]
+    for group in groups:
+        assert httpx.post(f"{service.url}/scored_data", json=group).status_code == 200
+
+
+def status(service: LiveService) -> dict[str, object]:
+    return dict(httpx.get(f"{service.url}/status").json())
+
+
+def scores_of(batch) -> list[float]:
+    return [group["scores"][0] for group in batch.groups]
+
+
+def two_per_step(service: LiveService, num_steps: int = 3, **options):
+    return batches(service.url, batch_size=2, num_steps=num_steps, **options)
+
+
+def test_iteration_acknowledges_each_batch_when_the_next_is_asked_for_and_ends_with_the_run(
+    service,
+):
+    steps_before = []
+
+    with two_per_step(service) as stream:
+        stream.set_policy_version(0)  # registers
+        post(service, 0.0, 1.0, 2.0, 3.0)
+        seen = []
+        for batch in stream:
+            steps_before.append(status(service)["current_step"])
+            seen += scores_of(batch)
+
+    assert seen == [0.0, 1.0, 2.0]
+    assert steps_before == [0, 1, 2]
+    assert stream.num_acknowledged == 3
+    left = status(service)
+    assert (left["current_step"], left["queue_size"]) == (3, 1)
+
+
+def test_a_batch_of_a_loop_that_was_left_comes_again(service):
+    with two_per_step(service) as stream:
+        stream.set_policy_version(0)
+        post(service, 5.0)
+        assert scores_of(next(stream)) == [5.0]
+
+    with two_per_step(service) as again:
+        assert scores_of(next(again)) == [5.0]
+    assert next(again, None) is None
+
+
+def test_explicit_acknowledgement_lets_several_batches_be_held(service):
+    with two_per_step(service, acknowledge="explicit") as stream:
+        stream.set_policy_version(0)
+        post(service, 0.0, 1.0, 2.0)
+        first, second = next(stream), next(stream)
+        assert status(service)["leased_batches"] == 2
+        stream.ack(first)
+        stream.ack(first)
+        stream.nack(second)
+
+        assert status(service)["current_step"] == 1
+        assert scores_of(next(stream)) == scores_of(second)
+
+
+def test_iteration_ends_when_nothing_came_for_so_long(service):
+    with two_per_step(service, idle_limit_s=0.05) as stream:
+        assert list(stream) == []
+
+
+def test_two_consumers_share_a_run_and_end_together(service):
+    with two_per_step(service, num_steps=2) as one, two_per_step(service, num_steps=2) as other:
+        one.set_policy_version(0)
+        post(service, 0.0, 1.0)
+        first, second = next(one), next(other)
+        assert (scores_of(first), scores_of(second)) == ([0.0], [1.0])
+        one.ack(first)
+        other.ack(second)
+
+        assert (next(one, None), next(other, None)) == (None, None)
+
+
+def test_a_service_that_forgot_the_run_is_registered_with_again(service):
+    with two_per_step(service) as stream:
+        stream.set_policy_version(0)
+        post(service, 0.0)
+        stream.ack(next(stream))
+        assert httpx.get(f"{service.url}/reset_data").status_code == 200
+        with TrainerClient(service.url) as plain, pytest.raises(TrajectoryApiError):
+            plain.batch()
+        with ThreadPoolExecutor() as threads:
+            asked = threads.submit(next, stream)
+            while httpx.get(f"{service.url}/info").json()["batch_size"] == -1:
+                time.sleep(0.01)
+            post(service, 7.0)
+            batch = asked.result()
+
+    assert scores_of(batch) == [7.0]
+    assert status(service)["current_step"] == 1
+
+
+def test_registration_for_another_run_is_refused(service):
+    with two_per_step(service) as stream:
+        stream.set_policy_version(0)
+        other = batches(service.url, batch_size=4, num_steps=3)
+        with other, pytest.raises(TrajectoryApiError, match="batch_size"):
+            next(other)
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"num_steps": 0}, {"acknowledge": "never"}])
+def test_settings_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        batches("http://127.0.0.1:9", **{"batch_size": 2, "num_steps": 2, **wrong})
+
+
+async def test_async_iteration_sees_the_same_and_keeps_a_batch_of_a_cancelled_wait(service):
+    async with AsyncBatches(two_per_step(service, num_steps=2)) as stream:
+        await stream.set_policy_version(0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.05)
+        post(service, 0.0, 1.0)
+
+        seen = [scores_of(batch) async for batch in stream]
+
+    assert seen == [[0.0], [1.0]]
+    assert status(service)["current_step"] == 2
+
+
+async def test_async_explicit_acknowledgement(service):
+    batches_of_two = two_per_step(service, acknowledge="explicit")
+    async with AsyncBatches(batches_of_two) as stream:
+        await stream.set_policy_version(0)
+        post(service, 0.0, 1.0)
+        first, second = await anext(stream), await anext(stream)
+        await stream.ack(first)
+        await stream.nack(second)
+
+    left = status(service)
+    assert (left["current_step"], left["returned_batches"]) == (1, 1)
