@@ -53,6 +53,8 @@ class Rollout:
     """The chat at the end."""
     outcome: Outcome = "done"
     """How it ended."""
+    conversation: Conversation | None = None
+    """What was played, in its last state."""
 
 
 async def play(conversation: Conversation, policy: Policy, *, limits: Limits) -> Rollout:
@@ -72,7 +74,7 @@ async def play(conversation: Conversation, policy: Policy, *, limits: Limits) ->
     """
     if not isinstance(conversation, Conversation):
         raise TypeError(f"start_conversation returned {conversation!r}; expected a Conversation")
-    rollout = Rollout()
+    rollout = Rollout(conversation=conversation)
     playing = asyncio.ensure_future(_play_turns(conversation, policy, limits, rollout))
     try:
         await asyncio.wait({playing}, timeout=limits.timeout_s)

@@ -119,7 +119,7 @@ class MultiTurnEnv(BaseEnv):
         if not rollouts:
             logger.info("no evaluation: eval_items gives none")
             return
-        metrics = rollout_metrics(rollouts, "eval", discount=self.config.reward_discount)
+        metrics = self.metrics_of(rollouts, "eval")
         await self.evaluate_log(
             metrics=metrics,
             samples=[
@@ -146,6 +146,15 @@ class MultiTurnEnv(BaseEnv):
         )
         return await play(self.start_conversation(item), policy, limits=self.limits())
 
+    def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
+        """Return the figures of finished rollouts; override it to add those of a game.
+
+        Args:
+            rollouts: since the last log, or of one evaluation; their `conversation` is the game.
+            area: `train` or `eval`, for the names.
+        """
+        return rollout_metrics(rollouts, area, discount=self.config.reward_discount)
+
     def limits(self) -> Limits:
         """Return the limits of a conversation under the settings of this run and its trainer."""
         max_tokens = self.config.max_token_length
@@ -162,7 +171,7 @@ class MultiTurnEnv(BaseEnv):
         """Add the figures of the conversations since the last log."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         finished, self.rollouts_since_log = self.rollouts_since_log, []
-        metrics.update(rollout_metrics(finished, "train", discount=self.config.reward_discount))
+        metrics.update(self.metrics_of(finished, "train"))
         await super().wandb_log(metrics)
 
 
