@@ -1,0 +1,108 @@
+"""What games share: an item per seed, the move of a turn, and how many games were won.
+
+seed -> item {"seed": n} -> the same game for every rollout of a group
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+from pydantic import Field
+
+from atroposlib.envs.conversation import Conversation
+from atroposlib.envs.multi_turn import Rollout
+from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
+
+__all__ = [
+    "NUM_TRAINING_SEEDS",
+    "THINK_FIRST",
+    "Difficulty",
+    "Game",
+    "GameEnv",
+    "GameEnvConfig",
+    "evaluation_seeds",
+    "only_tagged",
+]
+
+Difficulty = Literal["easy", "medium", "hard"]
+
+NUM_TRAINING_SEEDS = 1_000_001
+"""Training games have the seeds below, evaluation games those from here on."""
+
+THINK_FIRST = "Think first, between <think> and </think>; only what stands behind it is read."
+
+
+def evaluation_seeds(num_games: int) -> range:
+    """Return the seeds of the evaluation, which no training game has."""
+    return range(NUM_TRAINING_SEEDS, NUM_TRAINING_SEEDS + num_games)
+
+
+def only_tagged(answer: str, tag: str) -> str | None:
+    """Return what stands between the tags; None unless there is exactly one such pair.
+
+    Args:
+        answer: a completion without its thinking.
+        tag: name of the tag.
+    """
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>", answer, re.DOTALL)
+    return found[0].strip() if len(found) == 1 else None
+
+
+class GameEnvConfig(MultiTurnEnvConfig):
+    """Which games are played."""
+
+    thinking_active: bool = Field(True, description="Ask the policy to think before each move.")
+    seed: int = Field(
+        0, ge=0, lt=NUM_TRAINING_SEEDS, description="Seed of the first game; the next has the next."
+    )
+    eval_episodes: int = Field(100, ge=0, description="Games of one evaluation.")
+
+
+class Game(Conversation):
+    """One game seen as a conversation.
+
+    Attributes:
+        is_won: whether the policy reached the goal.
+    """
+
+    is_won: bool = False
+
+
+class GameEnv(MultiTurnEnv):
+    """Games from seeds; write `start_conversation`, which returns a `Game`.
+
+    Attributes:
+        iter: training games handed out so far; kept in checkpoints.
+    """
+
+    env_config_cls = GameEnvConfig
+    config: GameEnvConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+
+    async def get_next_item(self) -> dict[str, int]:
+        """Return the next training game."""
+        seed = (self.config.seed + self.iter) % NUM_TRAINING_SEEDS
+        self.iter += 1
+        return {"seed": seed}
+
+    def eval_items(self) -> Sequence[dict[str, int]]:
+        """Return the same games in every evaluation."""
+        return [{"seed": seed} for seed in evaluation_seeds(self.config.eval_episodes)]
+
+    def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
+        """Add `<area>/win_rate`, the share of won games."""
+        metrics = super().metrics_of(rollouts, area)
+        if rollouts:
+            games = [cast(Game, rollout.conversation) for rollout in rollouts]
+            metrics[f"{area}/win_rate"] = statistics.fmean(game.is_won for game in games)
+        return metrics
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position."""
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
