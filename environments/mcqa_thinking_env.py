@@ -20,10 +20,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
 from atroposlib.errors import ConfigError
 from environments.shared.card import EnvironmentCard
+from environments.shared.deep_hermes import deep_hermes_settings
 from environments.shared.hub_items import HubItems, HubItemsConfig
 from environments.shared.percent_correct import PercentCorrect
 from environments.shared.rollout_columns import RolloutColumns
@@ -39,7 +40,6 @@ CARD = EnvironmentCard(
     command="process --env.dataset_path environments/data/mcqa_sample",
 )
 
-MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 SAMPLE = Path(__file__).with_name("data") / "mcqa_sample"
 INSTRUCTION = (
     "Close with one sentence that names the option you choose, in exactly this form:\n"
@@ -150,28 +150,15 @@ class MCQAThinkingEnv(RolloutColumns, HubItems, PercentCorrect, ThinkingEnv):
     @classmethod
     def config_init(cls) -> tuple[MCQAThinkingEnvConfig, APIServerConfig]:
         """Return the published settings of this environment."""
-        config = MCQAThinkingEnvConfig(
-            tokenizer_name=MODEL,
+        return deep_hermes_settings(
+            MCQAThinkingEnvConfig,
             group_size=32,
             max_num_workers=128,
             total_steps=2000,
-            batch_size=1024,
             steps_per_eval=20,
             max_token_length=15360,
-            inference_weight=1.0,
             wandb_name="mcqa_deep_thinking",
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            eval_limit_ratio=0.1,
         )
-        server = APIServerConfig(
-            model_name=MODEL,
-            base_url="http://localhost:9004/v1",
-            api_key="x",
-            server_type="vllm",
-            num_max_requests_at_once=32,
-            num_requests_for_eval=256,
-        )
-        return config, server
 
     async def setup(self) -> None:
         """Read the questions."""

@@ -1,0 +1,211 @@
+"""Fundamental prediction: what a company will do with a figure it guides, from a report about it.
+
+    report, metric -> [system, user] -> G completions -> direction and percentage -> +1 or -1
+
+The reward is 0 for a wrong direction and 1 + 0..1 for a right one, by how near the percentage is.
+Scores are its sign, +1 or -1, unless `magnitude_in_score` asks for the reward itself.
+
+    python environments/fundamental_prediction_environment.py process --env.dataset_path \
+        environments/data/fundamental_prediction_sample --env.total_steps 4
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.single_turn import Trajectory
+from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
+from environments.shared.card import EnvironmentCard
+from environments.shared.deep_hermes import deep_hermes_settings
+from environments.shared.hub_items import HubItems, HubItemsConfig
+from environments.shared.rollout_columns import RolloutColumns
+from environments.shared.thinking import ThinkingEnv, answer_after_thinking
+
+__all__ = [
+    "FundamentalPredictionEnv",
+    "FundamentalPredictionEnvConfig",
+    "Prediction",
+    "magnitude_score",
+    "read_prediction",
+    "reward_of",
+]
+
+CARD = EnvironmentCard(
+    task="direction and size of the change of a company's figure",
+    turns="1",
+    reward="+1 right direction, -1 wrong; 0 to 2 with `--env.magnitude_in_score true`",
+    data="company-fundamentals-prediction-lite from the hub, or `--env.dataset_path`",
+    command="process --env.dataset_path environments/data/fundamental_prediction_sample",
+)
+
+SAMPLE = Path(__file__).with_name("data") / "fundamental_prediction_sample"
+
+SYSTEM_PROMPT = (
+    "You are a financial analyst who thinks deeply. Before you commit to a forecast, reason for as "
+    "long as you need about the company's position, the tone of what it says and the figures it "
+    "gives, and weigh what speaks against your view. Put all of that inside <think> </think> tags, "
+    "and give your forecast after the closing tag."
+)
+TASK = (
+    "Read the material below about a company and predict whether its {metric} will be maintained, "
+    "raised or reduced, and by what percentage. Give the forecast in one sentence of exactly this "
+    "form, with 0% where it is maintained:\n"
+    "The {metric} will be: {{answer}} and the magnitude will be: {{percentage}}%\n\n"
+    "{context}"
+)
+
+DIRECTIONS = "maintained|raised|reduced"
+NEARNESS = ((0.0, 1.0), (1.0, 0.9), (5.0, 0.7), (10.0, 0.5), (20.0, 0.3))
+"""Difference in percentage points up to which a forecast is worth so much."""
+
+LONG_FRACTION, LONG_PENALTY = 0.95, 0.5
+
+
+class Prediction(NamedTuple):
+    """What a completion forecasts."""
+
+    direction: str
+    magnitude: str
+    """Percent, with its sign if it has one."""
+
+
+class FundamentalPredictionEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
+    """Where the reports come from, and what counts in training."""
+
+    temperature: float = Field(0.8, ge=0, description="Sampling temperature of rollouts.")
+    eval_temperature: float = Field(0.2, ge=0, description="Sampling temperature of evaluations.")
+    magnitude_in_score: bool = Field(
+        False,
+        description="Score 0 to 2 with the nearness of the percentage, instead of +1 or -1 for the "
+        "direction alone.",
+    )
+
+
+def read_prediction(completion: str, metric: str) -> Prediction | None:
+    """Return the one forecast behind the thinking; None when there is none, or more than one."""
+    answer = answer_after_thinking(completion)
+    if answer is None:
+        return None
+    name = r"\s{1,9}".join(map(re.escape, metric.split()))
+    sentence = (
+        rf"The\s{{1,9}}{name}\s{{1,9}}will\s{{1,9}}be:?\s{{0,9}}({DIRECTIONS})\s{{1,9}}and\s{{1,9}}"
+        r"the\s{1,9}magnitude\s{1,9}will\s{1,9}be:?\s{0,9}([-+]?[0-9]{1,12}(?:\.[0-9]{1,12})?)\s?%"
+    )
+    found = re.findall(sentence, answer, re.IGNORECASE)
+    return Prediction(found[0][0].lower(), found[0][1]) if len(found) == 1 else None
+
+
+def magnitude_score(predicted: str, expected: str) -> float:
+    """Return how near two percentages are, 1.0 to 0.0; 0.0 where one is no number."""
+    try:
+        difference = abs(float(predicted) - float(expected.strip().rstrip("%")))
+    except ValueError:
+        return 0.0
+    return next((worth for limit, worth in NEARNESS if difference <= limit), 0.0)
+
+
+def reward_of(prediction: Prediction | None, *, answer: str, magnitude: str) -> float:
+    """Return 0.0 for a wrong or missing direction, else 1.0 and the nearness of the percentage."""
+    if prediction is None or prediction.direction != answer.strip().lower():
+        return 0.0
+    return 1.0 + magnitude_score(prediction.magnitude, magnitude)
+
+
+def _accuracies(rewards: Sequence[float]) -> tuple[float, float]:
+    """Return the part of right directions, and how near the percentages of those are."""
+    right = [reward - 1.0 for reward in rewards if reward >= 1.0]
+    return len(right) / len(rewards), statistics.fmean(right) if right else 0.0
+
+
+class FundamentalPredictionEnv(RolloutColumns, HubItems, ThinkingEnv):
+    """Reports about companies, and what became of a figure."""
+
+    env_config_cls = FundamentalPredictionEnvConfig
+    config: FundamentalPredictionEnvConfig
+    hub_dataset = "NousResearch/company-fundamentals-prediction-lite"
+    hub_subset = "default"
+    test_fraction = 0.05
+    columns = ("context", "answer", "magnitude", "fundamental_metric")
+    rollout_columns = ("expected_direction", "expected_magnitude", "fundamental_metric")
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+
+    @classmethod
+    def config_init(cls) -> tuple[FundamentalPredictionEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        return deep_hermes_settings(
+            FundamentalPredictionEnvConfig,
+            group_size=16,
+            max_num_workers=128,
+            total_steps=2000,
+            steps_per_eval=20,
+            max_token_length=16384,
+            wandb_name="fundamental_metric_prediction",
+        )
+
+    def prompt(self, item: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Return the task, the sentence to answer with, and the report."""
+        task = TASK.format(metric=item["fundamental_metric"], context=item["context"])
+        return [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": task},
+        ]
+
+    async def score(self, item: Mapping[str, Any], answer: str) -> float:
+        """Return the reward of a completion, 0 to 2."""
+        prediction = read_prediction(self.opened_tag + answer, item["fundamental_metric"])
+        return reward_of(prediction, answer=item["answer"], magnitude=str(item["magnitude"]))
+
+    def group_scores(
+        self, scores: Sequence[float], trajectories: Sequence[Trajectory]
+    ) -> list[float]:
+        """Return the rewards less what nearly filling the budget costs, or their signs."""
+        limit = self.config.max_token_length
+        lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
+        rewards = [
+            reward - (LONG_PENALTY * length / limit if length > LONG_FRACTION * limit else 0.0)
+            for reward, length in zip(scores, lengths, strict=True)
+        ]
+        if self.config.magnitude_in_score:
+            return rewards
+        return [1.0 if reward > 0 else -1.0 for reward in rewards]
+
+    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
+        """Return how often the direction is right, how near the percentage, and their sum."""
+        direction, magnitude = _accuracies(scores)
+        return {
+            "train/direction_accuracy": direction,
+            "train/magnitude_accuracy": magnitude,
+            "train/combined_score": direction + magnitude,
+        }
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return the same of an evaluation, and the mean reward."""
+        rewards = [sample["score"] for sample in samples]
+        direction, magnitude = _accuracies(rewards)
+        return {
+            "eval/direction_accuracy": direction,
+            "eval/magnitude_accuracy": magnitude,
+            "eval/combined_score": statistics.fmean(rewards),
+        }
+
+    def rollout_cells(self, item: Mapping[str, Any]) -> Sequence[Any]:
+        """Return what was expected."""
+        return item["answer"], item["magnitude"], item["fundamental_metric"]
+
+    def check_gold_answer(self, item: Mapping[str, Any]) -> str:
+        """Return a thought and the forecast that came true."""
+        return (
+            f"<think>I weigh the report.</think> The {item['fundamental_metric']} will be: "
+            f"{item['answer']} and the magnitude will be: {item['magnitude'].rstrip('%')}%"
+        )
+
+
+if __name__ == "__main__":
+    FundamentalPredictionEnv.cli()
