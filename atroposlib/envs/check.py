@@ -155,6 +155,7 @@ async def _perform(
         judge_stalls(stalls, findings)
     with judging(findings, "leftovers", env_cls, ["close"]):
         await settle(stage.env.close())
+        await stage.env._close_score_pool()
         await stage.env.server.close()
     stage.env._close_records()
     await judge_leftovers(before, findings)

@@ -30,8 +30,14 @@ def make_env(
     config, server_config = env_cls.config_init()
     chosen = {"use_wandb": False, "num_score_workers": 0, "max_token_length": 4000, **settings}
     config = config.model_copy(update=chosen)
+    [server_config] = server_config if isinstance(server_config, list) else [server_config]
     server: APIServerConfig = server_config.model_copy(
-        update={"base_url": engine.base_url, "model_name": "scripted", "health_check": False}
+        update={
+            "base_url": engine.base_url,
+            "model_name": "scripted",
+            "server_type": "vllm",
+            "health_check": False,
+        }
     )
     return env_cls(config=config, server_configs=server)
 

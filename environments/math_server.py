@@ -1,0 +1,333 @@
+"""Math: problems, and what grows out of them: preferences, judging, and self-correction.
+
+    normal: problem -> G solutions -> +1 or -1
+      all right -> rlaif: which of the two least similar is better -> +1 and -1
+      mixed     -> judge: is this solution right -> +1, -1, or how many retries it helps
+                     retries -> selfcorrect: a group of their own
+
+With a server on port 9004, and without the hub:
+
+    python environments/math_server.py process --env.dataset_path environments/data/math_sample \
+        --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ScoredDataGroup
+from atroposlib.envs.single_turn import (
+    Trajectory,
+    build_group,
+    completion_budget,
+    sample_trajectories,
+)
+from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.math_check import answer_text
+from environments.math_environment.config import MathConfig
+from environments.math_environment.items import KeptGroup, KeptGroups, MathItem
+from environments.math_environment.problems import MATH_SETS, MathProblem
+from environments.math_environment.prompts import (
+    judge_messages,
+    preference_messages,
+    retry_messages,
+    solve_messages,
+)
+from environments.math_environment.rules import (
+    boxed_word,
+    lead_of_first,
+    least_similar_pair,
+    score,
+)
+from environments.math_environment.solving_env import SolvingEnv
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["MathEnv", "RSConfig"]
+
+logger = logging.getLogger(__name__)
+
+CARD = EnvironmentCard(
+    task="mathematics; judging solutions; correcting them",
+    turns="1",
+    reward="+1 right, -1 wrong; a verdict on a wrong solution by the retries it helps",
+    data="DeepMath from the hub, or `--env.dataset_path`",
+    command="process --env.dataset_path environments/data/math_sample",
+)
+
+MODEL = "NousResearch/Hermes-4-14B"
+SAMPLING = {"temperature": 1.0, "top_p": 0.95}
+MIN_BUDGET = 1024
+"""With fewer tokens left for a solution an item is skipped."""
+MAX_EVAL_TOKENS = 32765
+DIFFERENT = 0.975
+"""Correct solutions are compared by a judge when they have less than this in common."""
+NUM_VOTES = 3
+"""Votes in each order of the two solutions."""
+Messages = Sequence[Mapping[str, Any]]
+Rollout = tuple[ScoredDataGroup | None, list[MathItem]]
+
+
+class RSConfig(MathConfig):
+    """How often solutions are judged."""
+
+    percent_to_judge: float = Field(
+        0.3, ge=0, le=1, description="Probability with which two solutions of a group are judged."
+    )
+
+
+class MathEnv(SolvingEnv):
+    """Problems of competitions and textbooks.
+
+    Attributes:
+        kept: trajectories that items of the backlog name.
+    """
+
+    env_config_cls = RSConfig
+    config: RSConfig
+    eval_sets = MATH_SETS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept = KeptGroups()
+
+    @classmethod
+    def config_init(cls) -> tuple[RSConfig, list[APIServerConfig]]:
+        """Return the default settings."""
+        config = RSConfig(
+            tokenizer_name=MODEL,
+            group_size=16,
+            max_token_length=16384,
+            max_num_workers_per_node=12,
+            inference_weight=4,
+            min_batch_allocation=0.1,
+            batch_size=1024,
+            steps_per_eval=25,
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            eval_limit_ratio=0.1,
+            total_steps=1000,
+            wandb_name="math",
+        )
+        server = APIServerConfig(
+            model_name=MODEL,
+            base_url="http://localhost:9004/v1",
+            api_key="x",
+            server_type="sglang",
+        )
+        return config, [server]
+
+    async def collect_trajectories(self, item: MathItem) -> Rollout:
+        """Roll an item out as its kind asks for."""
+        if item.kind == "rlaif":
+            return await self.prefer(item), []
+        if item.kind == "judge":
+            return await self.judge(item)
+        if item.kind == "selfcorrect":
+            return self.emit_retries(item), []
+        return await self.solve(item)
+
+    async def solve(self, item: MathItem) -> Rollout:
+        """Sample solutions; their group, and what to judge next."""
+        messages = solve_messages(item.problem)
+        trajectories = await self._sample(messages)
+        answers = [trajectory.completion for trajectory in trajectories]
+        correct = await self.check_answers(answers, item.answer)
+        if not trajectories or correct is None:
+            return None, []
+        scores = [
+            score(is_correct=is_correct, is_cut=trajectory.is_truncated)
+            for is_correct, trajectory in zip(correct, trajectories, strict=True)
+        ]
+        self.figures.note_solutions(trajectories, scores)
+        self._note("normal", item, messages, trajectories[0], scores[0])
+        if all(value == 1.0 for value in scores):
+            later = await self._to_prefer(item, messages, trajectories)
+            return self._concise_group(messages, trajectories), later
+        if all(value == -1.0 for value in scores):
+            return None, []
+        later = self._to_judge(item, trajectories, scores)
+        return self._group(messages, trajectories, scores), later
+
+    async def prefer(self, item: MathItem) -> ScoredDataGroup | None:
+        """Let judges choose between two correct solutions; None when they are of two minds."""
+        kept = self.kept.take(item.kept)
+        if kept is None:
+            return None
+        first, second = item.solutions
+        forward, backward = await all_results(
+            self._votes(preference_messages(item.problem, *order))
+            for order in ((first, second), (second, first))
+        )
+        lead = lead_of_first(forward, backward)
+        if lead == 0:
+            return None
+        scores = [1.0, -1.0] if lead > 0 else [-1.0, 1.0]
+        self._note("rlaif", item, kept.messages, kept.trajectories[0], scores[0])
+        group = self._group(kept.messages, kept.trajectories, scores)
+        group["group_overrides"] = {"group_size": len(scores)}
+        return group
+
+    async def judge(self, item: MathItem) -> Rollout:
+        """Let the policy judge a solution; a right verdict on a wrong one earns what it helps."""
+        messages = judge_messages(item.problem, item.solutions[0])
+        trajectories = await self._sample(messages)
+        verdicts = [answer_text(trajectory.completion) for trajectory in trajectories]
+        is_right = [
+            not trajectory.is_truncated
+            and boxed_word(verdict, ("True", "False")) == str(item.is_right)
+            for verdict, trajectory in zip(verdicts, trajectories, strict=True)
+        ]
+        self.figures.note("judge_train/percent_judge_correct", *map(float, is_right))
+        if not any(is_right):
+            return None, []
+        later: list[MathItem] = []
+        scores = [1.0 if right else -1.0 for right in is_right]
+        if not item.is_right:
+            helpful = [i for i, right in enumerate(is_right) if right]
+            shares = await all_results(self._retry(item, verdicts[i], later) for i in helpful)
+            for i, share in zip(helpful, shares, strict=True):
+                scores[i] = share
+        self._note("judge", item, messages, trajectories[0], scores[0])
+        if all(value == 1.0 for value in scores):
+            return self._concise_group(messages, trajectories), later
+        if len(set(scores)) == 1:
+            return None, later
+        return self._group(messages, trajectories, scores), later
+
+    def emit_retries(self, item: MathItem) -> ScoredDataGroup | None:
+        """Return the group of retries that were sampled for a verdict."""
+        kept = self.kept.take(item.kept)
+        if kept is None:
+            return None
+        self._note("selfcorrect", item, kept.messages, kept.trajectories[0], kept.scores[0])
+        return self._group(kept.messages, kept.trajectories, kept.scores)
+
+    def check_gold_answer(self, item: MathItem) -> str:
+        """Return the gold answer behind a thought; asked by `check`."""
+        return f"<think>Straight to it.</think>The answer is {item.answer}."
+
+    async def answer_for_evaluation(self, problem: MathProblem) -> tuple[bool, dict[str, Any]]:
+        """Wait for the likeliest answer to a test problem."""
+        messages = solve_messages(problem.question)
+        reply = await self.server.chat_completion(
+            messages=messages, n=1, max_tokens=MAX_EVAL_TOKENS, temperature=0.0, split="eval"
+        )
+        [choice] = reply.choices
+        completion = choice.message.content or ""
+        correct = await self.check_answers([completion], problem.answer)
+        is_correct = bool(correct and correct[0]) and choice.finish_reason != "length"
+        return is_correct, {
+            "messages": [*messages, {"role": "assistant", "content": completion}],
+            "gold_answer": problem.answer,
+            "subset": problem.subset,
+            "score": int(is_correct),
+            "finish_reason": choice.finish_reason,
+        }
+
+    async def _retry(self, item: MathItem, verification: str, later: list[MathItem]) -> float:
+        """Solve again, told what is wrong; returns the share that is right."""
+        messages = retry_messages(item.problem, item.solutions[0], verification)
+        trajectories = await self._sample(messages)
+        answers = [trajectory.completion for trajectory in trajectories]
+        correct = await self.check_answers(answers, item.answer)
+        if not trajectories or correct is None:
+            return 0.0
+        scores = [
+            0.0 if trajectory.is_truncated else score(is_correct=is_correct)
+            for is_correct, trajectory in zip(correct, trajectories, strict=True)
+        ]
+        share = scores.count(1.0) / len(scores)
+        self.figures.note("judge_train/judge_success_rate", share)
+        if len(set(scores)) > 1:
+            number = self.kept.put(KeptGroup(messages, trajectories, scores))
+            later.append(MathItem(item.problem, item.answer, "selfcorrect", kept=number))
+        return share
+
+    async def _to_prefer(
+        self, item: MathItem, messages: Messages, trajectories: Sequence[Trajectory]
+    ) -> list[MathItem]:
+        texts = [answer_text(trajectory.completion).strip() for trajectory in trajectories]
+        if len(texts) < 2:
+            return []
+        pair = await self.score_pool.run(least_similar_pair, texts, default=None)
+        if pair is None or pair.similarity >= DIFFERENT:
+            return []
+        chosen = (pair.first, pair.second)
+        number = self.kept.put(KeptGroup(messages, [trajectories[i] for i in chosen], ()))
+        solutions = tuple(texts[i] for i in chosen)
+        return [MathItem(item.problem, item.answer, "rlaif", solutions, kept=number)]
+
+    def _to_judge(
+        self, item: MathItem, trajectories: Sequence[Trajectory], scores: Sequence[float]
+    ) -> list[MathItem]:
+        """A right and a wrong solution; none when there is no wrong one that was not cut."""
+        if self.random.random() >= self.config.percent_to_judge:
+            return []
+        whole = [i for i, trajectory in enumerate(trajectories) if not trajectory.is_truncated]
+        found = [next((i for i in whole if scores[i] == worth), None) for worth in (1.0, -1.0)]
+        if None in found:
+            return []
+        texts = [answer_text(trajectories[i].completion).strip() for i in found if i is not None]
+        return [
+            MathItem(item.problem, item.answer, "judge", (text,), is_right=is_right)
+            for text, is_right in zip(texts, (True, False), strict=True)
+        ]
+
+    async def _sample(self, messages: Messages) -> list[Trajectory]:
+        """A whole group, or nothing when the prompt leaves too little room."""
+        budget = self._budget(messages)
+        if budget < min(MIN_BUDGET, self.config.max_token_length // 2):
+            logger.warning("an item leaves no room in max_token_length; skipped")
+            return []
+        return await sample_trajectories(
+            self.server,
+            self.tokenizer,
+            messages,
+            group_size=self.config.group_size,
+            max_tokens=budget,
+            **SAMPLING,
+        )
+
+    async def _votes(self, messages: Messages) -> list[str]:
+        budget = self._budget(messages)
+        if budget < 1:
+            return []
+        reply = await self.server.chat_completion(
+            messages=list(messages), n=NUM_VOTES, max_tokens=budget, **SAMPLING
+        )
+        return [answer_text(choice.message.content or "") for choice in reply.choices]
+
+    def _budget(self, messages: Messages) -> int:
+        limit = self.config.max_token_length
+        return completion_budget(self.tokenizer, messages, max_token_length=limit)
+
+    def _concise_group(
+        self, messages: Messages, trajectories: Sequence[Trajectory]
+    ) -> ScoredDataGroup | None:
+        scores = self.maybe_concise_scores(trajectories)
+        return None if scores is None else self._group(messages, trajectories, scores)
+
+    def _group(
+        self, messages: Messages, trajectories: Sequence[Trajectory], scores: Sequence[float]
+    ) -> ScoredDataGroup:
+        return build_group(
+            messages,
+            trajectories,
+            scores,
+            is_muted=self.is_muted(trajectories),
+            generation_params=SAMPLING,
+            include_messages=self.config.include_messages,
+        )
+
+    def _note(
+        self, kind: str, item: MathItem, messages: Messages, trajectory: Trajectory, value: float
+    ) -> None:
+        prompt, gold = str(messages[-1]["content"]), item.answer
+        self.figures.note_rollout(kind, prompt, trajectory.completion, value, gold)
+
+
+if __name__ == "__main__":
+    MathEnv.cli()

@@ -1,0 +1,243 @@
+"""Math zero: problems for a base model, which goes on with a plain text instead of a chat.
+
+    text ending in "<think>" -> G continuations -> box in the last <answer> -> +1 or -1
+
+The length that a continuation may have grows with the trainer's steps. With a vLLM server on port
+9001, and without the hub:
+
+    python environments/math_server_zero.py process --env.total_steps 4 \
+        --env.dataset_path environments/data/math_sample \
+        --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ScoredDataGroup
+from atroposlib.envs.single_turn import Trajectory, build_group
+from environments.math_environment.config import MathConfig
+from environments.math_environment.figures import subset_counts
+from environments.math_environment.items import MathItem
+from environments.math_environment.problems import ZERO_SETS, MathProblem
+from environments.math_environment.prompts import ZERO_STOPS, zero_prompt
+from environments.math_environment.rules import score, zero_answer, zero_reply
+from environments.math_environment.solving_env import SolvingEnv
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["MathEnv", "RSConfig", "curriculum_length"]
+
+logger = logging.getLogger(__name__)
+
+CARD = EnvironmentCard(
+    task="mathematics for a base model, without a chat template",
+    turns="1",
+    reward="+1 right, -1 wrong",
+    data="DeepMath from the hub, or `--env.dataset_path`",
+    command="process --env.dataset_path environments/data/math_sample",
+)
+
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+SAMPLING = {"temperature": 1.0, "top_p": 1.0}
+THINK_START = "<think>"
+"""End of the prompt; in the chats of groups it stands before the continuation."""
+RESERVED_TOKENS = 2
+
+
+class RSConfig(MathConfig):
+    """How long continuations may be."""
+
+    percent_length_penalty: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Probability with which a group of correct answers is scored by length; "
+        "otherwise it is dropped.",
+    )
+    start_tok_length: int = Field(
+        8192, ge=1, description="Tokens of a continuation at the first step of the trainer."
+    )
+
+
+def curriculum_length(
+    *, num_prompt_tokens: int, max_length: int, start_length: int, step: int, total_steps: int
+) -> int:
+    """Return how many tokens a continuation may have; below 1 the prompt leaves no room."""
+    part = step / total_steps if total_steps > 0 else 1.0
+    grown = start_length + (max_length - start_length) * part
+    return int(min(max_length - num_prompt_tokens - RESERVED_TOKENS, grown))
+
+
+class MathEnv(SolvingEnv):
+    """Problems of competitions and textbooks, asked of a base model."""
+
+    env_config_cls = RSConfig
+    config: RSConfig
+    eval_sets = ZERO_SETS
+
+    @classmethod
+    def config_init(cls) -> tuple[RSConfig, APIServerConfig]:
+        """Return the default settings."""
+        config = RSConfig(
+            tokenizer_name=MODEL,
+            group_size=8,
+            batch_size=64,
+            total_steps=120,
+            steps_per_eval=20,
+            max_token_length=32000,
+            start_tok_length=32000,
+            max_num_workers_per_node=24,
+            worker_timeout=1500,
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            eval_limit_ratio=0.1,
+            wandb_name="math-zero-env",
+        )
+        server = APIServerConfig(
+            model_name=MODEL,
+            base_url="http://localhost:9001/v1",
+            api_key="x",
+            server_type="vllm",
+            num_requests_for_eval=256,
+        )
+        return config, server
+
+    async def collect_trajectories(
+        self, item: MathItem
+    ) -> tuple[ScoredDataGroup | None, list[MathItem]]:
+        """Sample continuations and check them."""
+        prompt = zero_prompt(item.problem)
+        budget = self._budget(prompt)
+        if budget < 1:
+            logger.warning("a problem leaves no room in max_token_length; skipped")
+            return None, []
+        self.figures.note("train/curr_token_length", budget)
+        trajectories = await self._sample(prompt, budget)
+        replies = [trajectory.completion[len(THINK_START) :] for trajectory in trajectories]
+        is_cut = [trajectory.is_truncated for trajectory in trajectories]
+        correct = await self._are_correct(replies, is_cut, item.answer)
+        if correct is None:
+            return None, []
+        scores = [score(is_correct=is_correct) for is_correct in correct]
+        self.figures.note_solutions(trajectories, scores)
+        gold = item.answer
+        self.figures.note_rollout("normal", item.problem, replies[0], scores[0], gold)
+        return self._group(item, trajectories, scores), []
+
+    def check_gold_answer(self, item: MathItem) -> str:
+        """Return a thought and the gold answer in its tag; asked by `check`."""
+        return f" Straight to it. </think> <answer> {item.answer} </answer>"
+
+    async def answer_for_evaluation(self, problem: MathProblem) -> tuple[bool, dict[str, Any]]:
+        """Wait for the likeliest continuation of a test problem."""
+        prompt = zero_prompt(problem.question)
+        limit = self.config.max_token_length - self._num_tokens(prompt) - RESERVED_TOKENS
+        reply = await self.server.completion(
+            prompt=prompt,
+            n=1,
+            max_tokens=max(1, limit),
+            temperature=0.0,
+            stop=list(ZERO_STOPS),
+            split="eval",
+        )
+        [choice] = reply.choices
+        is_cut = choice.finish_reason == "length"
+        correct = await self._are_correct([choice.text], [is_cut], problem.answer)
+        is_correct = bool(correct and correct[0])
+        return is_correct, {
+            "messages": [
+                {"role": "user", "content": problem.question},
+                {"role": "assistant", "content": THINK_START + choice.text},
+            ],
+            "gold_answer": problem.answer,
+            "subset": problem.subset,
+            "score": int(is_correct),
+            "finish_reason": choice.finish_reason,
+        }
+
+    async def log_evaluation(
+        self,
+        correct: Mapping[str, Sequence[bool]],
+        samples: Sequence[Mapping[str, Any]],
+        started_at: float,
+    ) -> None:
+        """Write the counts of each subset to disk."""
+        await self.evaluate_log(
+            metrics=subset_counts(correct),
+            task_name="math_zero",
+            samples=samples,
+            start_time=started_at,
+            end_time=time.time(),
+            generation_parameters={"temperature": 0.0},
+        )
+
+    async def _sample(self, prompt: str, budget: int) -> list[Trajectory]:
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            answer = await managed.completion(
+                prompt=prompt,
+                n=self.config.group_size,
+                max_tokens=budget,
+                stop=list(ZERO_STOPS),
+                **SAMPLING,
+            )
+            nodes = managed.get_state()["nodes"]
+        return [
+            Trajectory(
+                completion=THINK_START + choice.text,
+                finish_reason=choice.finish_reason or "stop",
+                tokens=node.tokens,
+                masks=node.masked_tokens,
+                inference_logprobs=node.logprobs,
+            )
+            for choice, node in zip(answer.choices, nodes, strict=True)
+        ]
+
+    async def _are_correct(
+        self, replies: Sequence[str], is_cut: Sequence[bool], gold: str
+    ) -> list[bool] | None:
+        """Whether the answer tag of each reply holds the gold answer; a cut reply has none."""
+        whole = [zero_reply(reply, is_cut=cut) for reply, cut in zip(replies, is_cut, strict=True)]
+        answers = [
+            "" if cut else zero_answer(reply) or ""
+            for reply, cut in zip(whole, is_cut, strict=True)
+        ]
+        return await self.check_answers(answers, gold, skip_thinking=False)
+
+    def _group(
+        self, item: MathItem, trajectories: Sequence[Trajectory], scores: Sequence[float]
+    ) -> ScoredDataGroup | None:
+        if all(value == 1.0 for value in scores):
+            concise = self.maybe_concise_scores(trajectories)
+            if concise is None:
+                return None
+            scores = concise
+        elif all(value == -1.0 for value in scores):
+            return None
+        return build_group(
+            [{"role": "user", "content": item.problem}],
+            trajectories,
+            scores,
+            is_muted=self.is_muted(trajectories),
+            generation_params=SAMPLING,
+            include_messages=self.config.include_messages,
+        )
+
+    def _budget(self, prompt: str) -> int:
+        return curriculum_length(
+            num_prompt_tokens=self._num_tokens(prompt),
+            max_length=self.config.max_token_length,
+            start_length=self.config.start_tok_length,
+            step=self.curr_step,
+            total_steps=self.config.total_steps,
+        )
+
+    def _num_tokens(self, prompt: str) -> int:
+        return len(self.tokenizer.encode(prompt))
+
+
+if __name__ == "__main__":
+    MathEnv.cli()
