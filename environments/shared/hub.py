@@ -6,7 +6,7 @@ from typing import Any
 
 from atroposlib.errors import ConfigError
 
-__all__ = ["hub_rows"]
+__all__ = ["hub_dataset", "hub_rows"]
 
 
 def hub_rows(
@@ -23,15 +23,23 @@ def hub_rows(
     Raises:
         ConfigError: it cannot be loaded; the message says that local files do as well.
     """
+    rows = hub_dataset(path, split=split, subset=subset)
+    if shuffle_seed is not None:
+        rows = rows.shuffle(seed=shuffle_seed)
+    return [dict(row) for row in rows]
+
+
+def hub_dataset(path: str, *, split: str, subset: str | None = None) -> Any:
+    """Return a split whose rows are decoded when they are asked for, as images should be.
+
+    Arguments and errors are those of `hub_rows`.
+    """
     import datasets
 
     try:
-        rows = datasets.load_dataset(path, subset, split=split)
+        return datasets.load_dataset(path, subset, split=split)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be loaded from the hub ({error}); --env.dataset_path takes local files "
             "instead"
         ) from error
-    if shuffle_seed is not None:
-        rows = rows.shuffle(seed=shuffle_seed)
-    return [dict(row) for row in rows]

@@ -202,7 +202,7 @@ def _context_problem(
     path: str, tokens: Sequence[int], spans: Sequence[Span], tokenizer: Any
 ) -> str | None:
     for span in spans:
-        if span.is_exact:
+        if span.is_exact or span.reply.has_images:
             continue
         read, found = span.reply.prompt_ids, list(tokens[: span.start])
         pairs = zip(read, found, strict=False)

@@ -91,7 +91,10 @@ def _check_alignments(
         findings.fail("masks", "every token of the group is masked; nothing is trained", site)
     findings.passed("masks", f"{trained} of {sum(map(len, group['tokens']))} tokens are trained")
     spans = [span for alignment in alignments for span in alignment.spans]
-    findings.passed("context", f"{len(spans)} replies stand behind the tokens the model read")
+    if any(span.reply.has_images for span in spans):
+        findings.skip("context", "the model saw images, which no tokens of the group stand for")
+    else:
+        findings.passed("context", f"{len(spans)} replies stand behind the tokens the model read")
     if group.get("inference_logprobs"):
         findings.passed("logprobs", "each is the one the engine reported")
     else:

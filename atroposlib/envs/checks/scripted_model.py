@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from atroposlib.envs.checks.message_parts import has_images, text_only
 from atroposlib.envs.checks.script import Reply, Role, RoleBook, Script, make_script
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.server_handling.completion_objects import (
@@ -57,6 +58,17 @@ class SampledReply:
     """[C] what it wrote, with the end-of-turn token unless the reply was cut."""
     logprobs: list[float] | None
     """[C]; None when the request asked for text only."""
+    has_images: bool = False
+    """Whether the model saw images, which no tokens of the environment stand for."""
+
+
+class _Seen(NamedTuple):
+    """What the model read for one request."""
+
+    prompt: str
+    prompt_ids: list[int]
+    has_images: bool
+    is_judge: bool
 
 
 class ScriptedModel:
@@ -133,10 +145,8 @@ class ScriptedModel:
             replies = [Reply("gold", judged)] * num_replies
         else:
             replies = self._book.replies(prompt, num_replies)
-        pairs = [
-            (reply, self._sampled(reply, prompt, prompt_ids, with_logprobs, is_judge=judged))
-            for reply in replies
-        ]
+        seen = _Seen(prompt, list(prompt_ids), has_images(messages), is_judge=judged is not None)
+        pairs = [(reply, self._sampled(reply, seen, with_logprobs)) for reply in replies]
         if is_training:
             self.sampled += [sampled for _, sampled in pairs]
         return pairs
@@ -152,25 +162,18 @@ class ScriptedModel:
             await asyncio.Event().wait()
         await asyncio.sleep(self.latency_s)
 
-    def _sampled(
-        self,
-        reply: Reply,
-        prompt: str,
-        prompt_ids: Sequence[int],
-        with_logprobs: bool,
-        *,
-        is_judge: str | None,
-    ) -> SampledReply:
+    def _sampled(self, reply: Reply, seen: _Seen, with_logprobs: bool) -> SampledReply:
         ids = list(self.tokenizer.encode(reply.text, add_special_tokens=False))
         if not reply.is_cut and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
         logprobs = [known_logprob(token_id, i) for i, token_id in enumerate(ids)]
         return SampledReply(
-            role=None if is_judge is not None else reply.role,
-            prompt=prompt,
-            prompt_ids=list(prompt_ids),
+            role=None if seen.is_judge else reply.role,
+            prompt=seen.prompt,
+            prompt_ids=seen.prompt_ids,
             ids=ids,
             logprobs=logprobs if with_logprobs else None,
+            has_images=seen.has_images,
         )
 
 
@@ -193,8 +196,9 @@ class ScriptedServer(ServerHarness):
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the scripted answers to `messages`."""
         messages = list(kwargs["messages"])
-        prompt = render_messages(self.tokenizer, messages)
-        ids = render_chat_ids(self.tokenizer, messages, add_generation_prompt=True)
+        shown = [text_only(message) for message in messages]
+        prompt = render_messages(self.tokenizer, shown)
+        ids = render_chat_ids(self.tokenizer, shown, add_generation_prompt=True)
         pairs = await self.model.answer(prompt, ids, messages, kwargs)
         return build_chat(_answers(pairs), model=self.config.model_name, id_="check", created=0)
 

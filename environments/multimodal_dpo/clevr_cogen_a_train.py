@@ -1,0 +1,80 @@
+"""CLEVR counting: how many things of a kind are in a drawn scene.
+
+picture, question -> [system, user] -> G completions -> boxed number -> +1 or -1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from environments.multimodal_dpo.answers import RIGHT, WRONG, answer_boxed, usable
+from environments.multimodal_dpo.image_env import DATA, ImageEnv
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["MultimodalExampleEnv", "gold_count", "score"]
+
+CARD = EnvironmentCard(
+    task="count things in a drawn scene",
+    turns="1",
+    reward="+1 right, -1 wrong",
+    data="leonardPKU/clevr_cogen_a_train from the hub, or `--env.dataset_path`",
+    needs="`atroposlib[examples]`",
+    command="process --env.dataset_path environments/data/clevr_cogen_a_train_sample",
+)
+
+INSTRUCTIONS = (
+    "Look at the picture and count with care: say in a few sentences what you see and how you "
+    "count. Then give the number once, in digits, as \\boxed{number}."
+)
+
+_COUNT = re.compile(r"<answer>\s*([0-9]{1,2})\s*</answer>")
+
+
+def gold_count(solution: str) -> str:
+    """Return the one or two digits inside the `<answer>` pair of a solution.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = _COUNT.search(solution)
+    if found is None:
+        raise ValueError(f"no count in the solution {solution[:60]!r}")
+    return found[1]
+
+
+def score(answer: str, gold: str) -> float:
+    """Return 1.0 when the last box holds exactly the gold number, else -1.0."""
+    return RIGHT if answer_boxed(answer) == gold else WRONG
+
+
+class MultimodalExampleEnv(ImageEnv):
+    """Counting in drawn scenes."""
+
+    name = "clevr_cogen_a_train"
+    hub_name = "leonardPKU/clevr_cogen_a_train"
+    columns = ("image", "problem", "solution")
+    answer_form = "\\boxed{{{}}}"
+    max_tokens = 2048
+    instructions = INSTRUCTIONS
+    check_settings: ClassVar[dict[str, Any]] = {
+        "dataset_path": str(DATA / "clevr_cogen_a_train_sample")
+    }
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        """Return the problem."""
+        return usable(row["problem"])
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """Return the number."""
+        return gold_count(row["solution"])
+
+    @staticmethod
+    def score_answer(answer: str, gold: str) -> float:
+        """Return 1.0 or -1.0."""
+        return score(answer, gold)
+
+
+if __name__ == "__main__":
+    MultimodalExampleEnv.cli()

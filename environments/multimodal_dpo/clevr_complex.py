@@ -1,0 +1,75 @@
+"""CLEVR questions of several steps about a drawn scene.
+
+picture, question -> [system, user] -> G completions -> boxed answer -> +1 or -1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from environments.multimodal_dpo.answers import RIGHT, WRONG, answer_boxed, usable
+from environments.multimodal_dpo.image_env import DATA, ImageEnv
+from environments.shared.card import EnvironmentCard
+from environments.shared.marked_answers import tagged_answer
+
+__all__ = ["MultimodalComplexEnv", "score"]
+
+CARD = EnvironmentCard(
+    task="questions of several steps about a drawn scene",
+    turns="1",
+    reward="+1 right, -1 wrong",
+    data="MMInstruction/Clevr_CoGenT_TrainA_70K_Complex from the hub, or `--env.dataset_path`",
+    needs="`atroposlib[examples]`",
+    command="process --env.dataset_path environments/data/clevr_complex_sample",
+)
+
+INSTRUCTIONS = (
+    "Look at the picture and answer the question about it. Take its steps one after the other and "
+    "say what each gives. Then give the answer once, as a number or a single word, in the form "
+    "\\boxed{answer}."
+)
+
+YES_NO = ("yes", "no")
+
+
+def score(answer: str, gold: str) -> float:
+    """Return 1.0 when the last box holds the gold answer, else -1.0.
+
+    Yes and no are compared without regard to case, everything else exactly.
+    """
+    found = answer_boxed(answer)
+    if gold.lower() in YES_NO:
+        return RIGHT if found.lower() == gold.lower() else WRONG
+    return RIGHT if found == gold else WRONG
+
+
+class MultimodalComplexEnv(ImageEnv):
+    """Questions about drawn scenes."""
+
+    name = "clevr_complex"
+    hub_name = "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex"
+    columns = ("image", "problem", "solution")
+    answer_form = "\\boxed{{{}}}"
+    max_tokens = 2048
+    instructions = INSTRUCTIONS
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(DATA / "clevr_complex_sample")}
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        """Return the problem."""
+        return usable(row["problem"])
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """Return what the solution marks as its answer, or all of it."""
+        return usable(
+            tagged_answer(row["solution"]) or answer_boxed(row["solution"]) or row["solution"]
+        )
+
+    @staticmethod
+    def score_answer(answer: str, gold: str) -> float:
+        """Return 1.0 or -1.0."""
+        return score(answer, gold)
+
+
+if __name__ == "__main__":
+    MultimodalComplexEnv.cli()

@@ -1,0 +1,61 @@
+"""OCR-VQA: questions that are answered by reading a book cover.
+
+cover, question -> [system, user] -> G completions -> tagged answer -> +1 or -1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from environments.multimodal_dpo.answers import answer_tagged, score_text, usable
+from environments.multimodal_dpo.image_env import DATA, ImageEnv
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["OcrVqaEnv", "score"]
+
+CARD = EnvironmentCard(
+    task="read a book cover",
+    turns="1",
+    reward="+1 right, -1 wrong",
+    data="howard-hou/OCR-VQA from the hub, or `--env.dataset_path`",
+    needs="`atroposlib[examples]`",
+    command="process --env.dataset_path environments/data/ocr_vqa_sample",
+)
+
+INSTRUCTIONS = (
+    "Read the text in the picture and answer the question about it. Give the answer as it is "
+    "printed, without any further words, between the tags <answer> and </answer> on one line."
+)
+
+
+def score(answer: str, gold: str) -> float:
+    """Return 1.0 when the tagged answer is the gold one but for its case, else -1.0."""
+    return score_text(answer_tagged(answer), gold)
+
+
+class OcrVqaEnv(ImageEnv):
+    """Reading book covers."""
+
+    name = "ocr_vqa"
+    hub_name = "howard-hou/OCR-VQA"
+    columns = ("image", "questions", "answers")
+    instructions = INSTRUCTIONS
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(DATA / "ocr_vqa_sample")}
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        """Return the first question of the cover."""
+        return usable(row["questions"])
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """Return the answer to it."""
+        return usable(row["answers"])
+
+    @staticmethod
+    def score_answer(answer: str, gold: str) -> float:
+        """Return 1.0 or -1.0."""
+        return score(answer, gold)
+
+
+if __name__ == "__main__":
+    OcrVqaEnv.cli()

@@ -1,0 +1,82 @@
+"""Clocks: the time that a clock face shows.
+
+    clock -> [system, user] -> G completions -> tagged time -> +1 or -1
+
+Times are compared as the hands show them: 3:05, 03:05 and, at the top of the dial, 0:05 and 12:05.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from environments.multimodal_dpo.answers import RIGHT, WRONG, answer_tagged, usable
+from environments.multimodal_dpo.image_env import DATA, ImageEnv
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["ClockDatasetEnv", "clock_time", "score"]
+
+CARD = EnvironmentCard(
+    task="read the time from a clock face",
+    turns="1",
+    reward="+1 right, -1 wrong",
+    data="junyeong-nero/clock-dataset from the hub, or `--env.dataset_path`",
+    needs="`atroposlib[examples]`",
+    command="process --env.dataset_path environments/data/pixmo_clocks_sample",
+)
+
+INSTRUCTIONS = (
+    "Look at the hands of the clock: the short one tells the hour, the long one the minute. Give "
+    "the time as hour and two digits of minutes, such as <answer>7:40</answer>."
+)
+QUESTION = "What time does this clock show?"
+
+_TIME = re.compile(r"([0-9]{1,2})\s*:\s*([0-9]{2})")
+HOURS_OF_DIAL = 12
+
+
+def clock_time(text: str) -> tuple[int, int] | None:
+    """Return hour (0 to 11) and minute of a text such as `03:15`; None when it is no time.
+
+    A dial has twelve hours: an hour above 12 is not read from it.
+    """
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        return None
+    hour, minute = int(found[1]), int(found[2])
+    return (hour % HOURS_OF_DIAL, minute) if hour <= HOURS_OF_DIAL and minute < 60 else None
+
+
+def score(answer: str, gold: str) -> float:
+    """Return 1.0 when the tagged time is the gold one, else -1.0."""
+    found = clock_time(answer_tagged(answer))
+    return RIGHT if found is not None and found == clock_time(gold) else WRONG
+
+
+class ClockDatasetEnv(ImageEnv):
+    """Reading clocks."""
+
+    name = "pixmo_clocks"
+    hub_name = "junyeong-nero/clock-dataset"
+    columns = ("image", "hour", "minute")
+    instructions = INSTRUCTIONS
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(DATA / "pixmo_clocks_sample")}
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        """Return the same question for all clocks."""
+        return QUESTION
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """Return the time as `H:MM`."""
+        hour, minute = int(usable(row["hour"])), int(usable(row["minute"]))
+        return f"{hour % HOURS_OF_DIAL or HOURS_OF_DIAL}:{minute:02d}"
+
+    @staticmethod
+    def score_answer(answer: str, gold: str) -> float:
+        """Return 1.0 or -1.0."""
+        return score(answer, gold)
+
+
+if __name__ == "__main__":
+    ClockDatasetEnv.cli()

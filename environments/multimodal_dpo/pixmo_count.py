@@ -1,0 +1,65 @@
+"""PixMo counting: how many things of a kind are in a photograph.
+
+    photograph, kind -> [system, user] -> G completions -> tagged number -> +1 or -1
+
+The data set names addresses; images that are gone, too slow or unreadable are skipped and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from environments.multimodal_dpo.answers import answer_tagged, score_text, usable
+from environments.multimodal_dpo.image_env import DATA, ImageEnv
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["PixmoCountEnv", "score"]
+
+CARD = EnvironmentCard(
+    task="count things in a photograph",
+    turns="1",
+    reward="+1 right, -1 wrong",
+    data="allenai/pixmo-count from the hub, or `--env.dataset_path`",
+    needs="`atroposlib[examples]`",
+    command="process --env.dataset_path environments/data/pixmo_count_sample",
+)
+
+INSTRUCTIONS = (
+    "Count what the question asks for in the picture, each thing once. Give the number in digits, "
+    "without any further words, between the tags <answer> and </answer> on one line."
+)
+QUESTION = "How many of these are in the picture: {label}?"
+
+
+def score(answer: str, gold: str) -> float:
+    """Return 1.0 when the tagged answer is the gold number, else -1.0."""
+    return score_text(answer_tagged(answer), gold)
+
+
+class PixmoCountEnv(ImageEnv):
+    """Counting in photographs."""
+
+    name = "pixmo_count"
+    hub_name = "allenai/pixmo-count"
+    columns = ("image_url", "label", "count")
+    image_column = "image_url"
+    instructions = INSTRUCTIONS
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(DATA / "pixmo_count_sample")}
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        """Return the question for the row's kind of thing."""
+        return QUESTION.format(label=usable(row["label"]))
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """Return the number."""
+        return usable(row["count"])
+
+    @staticmethod
+    def score_answer(answer: str, gold: str) -> float:
+        """Return 1.0 or -1.0."""
+        return score(answer, gold)
+
+
+if __name__ == "__main__":
+    PixmoCountEnv.cli()

@@ -1,0 +1,66 @@
+"""PixMo questions about a photograph, answered in a few words.
+
+    photograph, question -> [system, user] -> G completions -> tagged answer -> +1 or -1
+
+The data set names addresses; images that are gone, too slow or unreadable are skipped and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from environments.multimodal_dpo.answers import answer_tagged, score_text, usable
+from environments.multimodal_dpo.image_env import DATA, ImageEnv
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["PixmoPointExplanationsEnv", "score"]
+
+CARD = EnvironmentCard(
+    task="answer a question about a photograph in a few words",
+    turns="1",
+    reward="+1 right, -1 wrong",
+    data="allenai/pixmo-point-explanations from the hub, or `--env.dataset_path`",
+    needs="`atroposlib[examples]`",
+    command="process --env.dataset_path environments/data/pixmo_point_explanations_sample",
+)
+
+INSTRUCTIONS = (
+    "Answer the question about the picture as briefly as you can. Give the answer alone between "
+    "the tags <answer> and </answer> on one line."
+)
+
+
+def score(answer: str, gold: str) -> float:
+    """Return 1.0 when the tagged answer is the gold text but for its case, else -1.0."""
+    return score_text(answer_tagged(answer), gold)
+
+
+class PixmoPointExplanationsEnv(ImageEnv):
+    """Questions about photographs."""
+
+    name = "pixmo_point_explanations"
+    hub_name = "allenai/pixmo-point-explanations"
+    columns = ("image_url", "question", "inline_text")
+    image_column = "image_url"
+    instructions = INSTRUCTIONS
+    check_settings: ClassVar[dict[str, Any]] = {
+        "dataset_path": str(DATA / "pixmo_point_explanations_sample")
+    }
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        """Return the question."""
+        return usable(row["question"])
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """Return the first text of the row."""
+        return usable(row["inline_text"])
+
+    @staticmethod
+    def score_answer(answer: str, gold: str) -> float:
+        """Return 1.0 or -1.0."""
+        return score(answer, gold)
+
+
+if __name__ == "__main__":
+    PixmoPointExplanationsEnv.cli()
