@@ -1,0 +1,133 @@
+"""Tool use over several turns: calls along a dialogue of the data, scored as a whole.
+
+    request -> calls -> what the tools answered in the data -> calls -> ... -> share that was right
+
+A dialogue ends at the first turn that is not the expected one. Every turn of the policy is trained
+on. With a vLLM server on port 9004, and without the hub:
+
+    python environments/tool_use_multiturn_server.py process --env.total_steps 4 \
+        --env.dataset_path environments/data/tool_dialogues_sample \
+        --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.multi_turn import Rollout
+from environments.shared.card import EnvironmentCard
+from environments.shared.tool_dialogue_env import (
+    MODEL,
+    ToolDialogueConfig,
+    ToolDialogueEnv,
+    shortened_scores,
+)
+from environments.shared.tool_dialogues import DialogueConversation, TurnCheck
+
+__all__ = ["MultiTurnEnvConfig", "MultiTurnToolCallingEnv", "score", "score_refusal"]
+
+CARD = EnvironmentCard(
+    task="call tools along a dialogue, with what they answered",
+    turns="1 to 2 call turns, more by configuration",
+    reward="share of right turns, +0.5 when all are, -0.2 at the first wrong; -1 if none is left",
+    data="ToolACE sequential from the hub, or `--env.dataset_path`",
+    command="process --env.dataset_path environments/data/tool_dialogues_sample",
+)
+
+SAMPLE = Path(__file__).with_name("data") / "tool_dialogues_sample"
+ALL_RIGHT = 0.5
+FAILED = -1.0
+MIN_RIGHT_OF_SEVERAL = 2
+REGRET = re.compile(r"\b(?:sorry|apolog\w+|unfortunately|regret)\b", re.IGNORECASE)
+QUESTION = re.compile(r"\?|\b(?:please (?:tell|give|provide|share)|let me know)\b", re.IGNORECASE)
+
+
+class MultiTurnEnvConfig(ToolDialogueConfig):
+    """Settings of this environment; all stand in `ToolDialogueConfig`."""
+
+
+def score(
+    checks: Sequence[TurnCheck], *, num_expected: int, wrong_call_penalty: float, min_right: int
+) -> float:
+    """Return what a dialogue is worth.
+
+    Args:
+        checks: of the turns that were answered; the first wrong one is the last.
+        num_expected: turns of the whole dialogue.
+        wrong_call_penalty: added when it was not played to the end.
+        min_right: fewer right turns are a failure, whatever else.
+    """
+    num_right = sum(check.is_match for check in checks)
+    is_complete = num_right == num_expected
+    earned = num_right / num_expected + (ALL_RIGHT if is_complete else wrong_call_penalty)
+    return earned if earned > 0 and num_right >= min_right else FAILED
+
+
+def score_refusal(answer: str, check: TurnCheck | None, *, wrong_call_penalty: float) -> float:
+    """Return what the answer to a request is worth that no tool helps with: at best 1.2."""
+    if check is None or not check.is_match:
+        return wrong_call_penalty
+    return 1.0 + 0.1 * bool(REGRET.search(answer)) + 0.1 * bool(QUESTION.search(answer))
+
+
+class MultiTurnToolCallingEnv(ToolDialogueEnv):
+    """Dialogues whose score is that of the whole."""
+
+    name = "multiturn_tool_use"
+    hub_dataset = "interstellarninja/toolace_hermes_sequential_tool_use"
+    test_fraction = 0.05
+    env_config_cls = MultiTurnEnvConfig
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+
+    @classmethod
+    def config_init(cls) -> tuple[MultiTurnEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        env_config = MultiTurnEnvConfig(
+            tokenizer_name=MODEL,
+            group_size=8,
+            total_steps=2000,
+            batch_size=1024,
+            steps_per_eval=10**12,
+            max_token_length=65536,
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            eval_limit_ratio=0.1,
+        )
+        server = APIServerConfig(
+            model_name=MODEL, base_url="http://localhost:9004/v1", api_key="x", server_type="vllm"
+        )
+        return env_config, server
+
+    def turn_rewards(self, conversation: DialogueConversation, *, num_turns: int) -> list[float]:
+        """Return the score of the dialogue as the reward of its last turn."""
+        checks, penalty = conversation.checks, self.config.wrong_call_penalty
+        if self.config.scenario_category == "relevance":
+            check = checks[0] if checks else None
+            earned = score_refusal(conversation.latest, check, wrong_call_penalty=penalty)
+        else:
+            is_several = self.config.scenario_category == "multiturn"
+            earned = score(
+                checks,
+                num_expected=len(conversation.dialogue.expected_calls_by_turn),
+                wrong_call_penalty=penalty,
+                min_right=MIN_RIGHT_OF_SEVERAL if is_several else 0,
+            )
+        return [0.0] * (num_turns - 1) + [earned]
+
+    async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
+        """Return the group with scores alone; one in which all are right loses by length."""
+        group = await super().postprocess_histories(trajectories)
+        if group is None:
+            return None
+        del group["advantages"]
+        lengths = [len(tokens) for tokens in group["tokens"]]
+        limit = self.config.max_token_length
+        group["scores"] = shortened_scores(group["scores"], lengths, max_tokens=limit)
+        return group
+
+
+if __name__ == "__main__":
+    MultiTurnToolCallingEnv.cli()

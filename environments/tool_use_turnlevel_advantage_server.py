@@ -1,0 +1,230 @@
+"""Tool use over several turns, each turn with an advantage of its own.
+
+    turn rewards [G][T] -> z over the group, turn by turn ─┐
+    outcomes [G]        -> z over the group, times lambda ─┴► advantage of each token of that turn
+
+`BaseMTGRPOEnv` may be subclassed: prompts, checks and rewards are methods. With a vLLM server on
+port 9004, and without the hub:
+
+    python environments/tool_use_turnlevel_advantage_server.py process --env.total_steps 4 \
+        --env.dataset_path environments/data/tool_dialogues_sample \
+        --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, Item
+from atroposlib.envs.multi_turn import Rollout
+from atroposlib.envs.turn_rewards import token_advantages
+from atroposlib.utils.local_records import read_splits
+from environments.shared.card import EnvironmentCard
+from environments.shared.tool_dialogue_env import (
+    MODEL,
+    ToolDialogueConfig,
+    ToolDialogueEnv,
+    conversation_of,
+    shortened_scores,
+)
+from environments.shared.tool_dialogues import DialogueConversation, Scenario, TurnCheck
+
+__all__ = [
+    "BaseMTGRPOEnv",
+    "MTGRPOEnvConfig",
+    "MultiTurnToolUseTurnLevelAdvantageEnv",
+    "mtgrpo_advantages",
+    "standardized",
+]
+
+CARD = EnvironmentCard(
+    task="call tools and tell what they answered, turn by turn",
+    turns="2 to 3 call turns and the texts between them",
+    reward="a turn: 0.5 well-formed, 0.5 right, -0.2 wrong, 1 a text; all right: 1 more",
+    data="Hermes reasoning tool use from the hub, or `--env.dataset_path`",
+    command="process --env.dataset_path environments/data/tool_dialogues_sample",
+)
+
+SAMPLE = Path(__file__).with_name("data") / "tool_dialogues_sample"
+LOCAL_FILE = Path("data") / "hermes_reasoning_tool_use_fixed.jsonl"
+FAILED = -1.0
+
+
+class MTGRPOEnvConfig(ToolDialogueConfig):
+    """What turns are worth."""
+
+    turn_level_advantage_lambda: float = Field(
+        1.0, ge=0, description="Weight of the outcome in the advantage of each turn."
+    )
+    tool_execution_reward: float = Field(0.5, description="For a turn of well-formed calls.")
+    tool_match_reward: float = Field(0.5, description="For a turn of the expected calls.")
+    summary_reward: float = Field(1.0, description="For a text where a text is expected.")
+    validate_think_blocks: bool = Field(
+        True, description="Take a turn for wrong unless it begins with its one thought."
+    )
+    generate_all_gpt_turns: bool = Field(
+        True, description="Let the policy also write the texts between calls."
+    )
+    max_gen_per_turn: int = Field(2048, ge=1, description="Tokens of one turn.")
+    scenario_category: Scenario = Field("all", description="Which dialogues are played.")
+    min_tool_call_turns: int = Field(
+        1, ge=0, description="Dialogues with fewer call turns are left out."
+    )
+    min_successful_turns: int = Field(
+        1, ge=0, description="A dialogue with fewer right turns scores -1."
+    )
+    use_parallel_requests: bool = Field(
+        True, description="Play the dialogues of a group at the same time, not one by one."
+    )
+
+
+def standardized(values: Sequence[float]) -> list[float]:
+    """Return the values less their mean, over their population deviation where that is not 0."""
+    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
+    return [(value - mean) / (deviation or 1.0) for value in values]
+
+
+def mtgrpo_advantages(
+    turn_rewards: Sequence[Sequence[float]], outcomes: Sequence[float], *, outcome_weight: float
+) -> list[list[float]]:
+    """Return [G][T] advantages: each turn against the same turn of the group, plus the outcome.
+
+    Args:
+        turn_rewards: [G][T]; a rollout that ended early takes no part in later turns.
+        outcomes: [G].
+        outcome_weight: of the standardised outcome in every turn.
+
+    Example:
+        turn_rewards  [1, 1] [1, 0]     by turn  [0, 1] [0, -1]
+        outcomes      1      0          z        1      -1
+        outcome_weight 1                         [1, 2] [-1, -2]
+
+    Source: Zeng et al. 2025, "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
+    Credit Assignment", arXiv:2505.11821. Differs in standardising over the rollouts
+    that reached a turn.
+    """
+    by_outcome = [outcome_weight * value for value in standardized(outcomes)]
+    advantages = [[value] * len(row) for value, row in zip(by_outcome, turn_rewards, strict=True)]
+    for turn in range(max(map(len, turn_rewards))):
+        reached = [i for i, row in enumerate(turn_rewards) if len(row) > turn]
+        values = standardized([turn_rewards[i][turn] for i in reached])
+        for i, value in zip(reached, values, strict=True):
+            advantages[i][turn] += value
+    return advantages
+
+
+class BaseMTGRPOEnv(ToolDialogueEnv):
+    """Dialogues whose turns have advantages of their own."""
+
+    name = "base_mtgrpo"
+    hub_dataset = "interstellarninja/hermes_reasoning_tool_use"
+    test_fraction = 0.02
+    env_config_cls = MTGRPOEnvConfig
+    config: MTGRPOEnvConfig  # type: ignore[assignment]
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+
+    def compute_turn_reward(self, check: TurnCheck) -> float:
+        """Return what one turn is worth."""
+        config = self.config
+        if not check.is_call_turn:
+            return config.summary_reward if check.is_match else config.wrong_call_penalty
+        executed = config.tool_execution_reward * check.is_well_formed
+        matched = config.tool_match_reward if check.is_match else config.wrong_call_penalty
+        return executed + matched
+
+    def compute_outcome_reward(self, conversation: DialogueConversation) -> float:
+        """Return what a whole dialogue is worth: 1.0 when all its turns are right."""
+        return float(conversation.is_complete)
+
+    def turn_rewards(self, conversation: DialogueConversation, *, num_turns: int) -> list[float]:
+        """Return the reward of each turn; one that a limit cut is a wrong one."""
+        rewards = [self.compute_turn_reward(check) for check in conversation.checks]
+        return rewards + [self.config.wrong_call_penalty] * (num_turns - len(rewards))
+
+    def score_of(self, rollout: Rollout) -> float:
+        """Return the mean turn reward and the outcome, or -1 with too few right turns."""
+        conversation = conversation_of(rollout)
+        num_right = sum(check.is_match for check in conversation.checks)
+        if num_right < self.config.min_successful_turns:
+            return FAILED
+        return statistics.fmean(rollout.rewards) + self.compute_outcome_reward(conversation)
+
+    async def setup(self) -> None:
+        """Read the dialogues; a file in the working folder takes the place of the hub."""
+        self.min_call_turns = self.config.min_tool_call_turns
+        await super().setup()
+
+    def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        if self.config.dataset_path is None and LOCAL_FILE.is_file():
+            return read_splits(
+                LOCAL_FILE,
+                self.columns,
+                shuffle_seed=self.config.dataset_seed,
+                test_fraction=self.test_fraction,
+            )
+        return super()._read()
+
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
+        """Play the dialogues of a group, at the same time or one by one."""
+        if self.config.use_parallel_requests:
+            return await super().collect_trajectories(item)
+        return [(await self.collect_trajectory(item))[0] for _ in range(self.config.group_size)], []
+
+    async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
+        """Return the group with the advantages of its turns; None when no score is above 0."""
+        group = await super().postprocess_histories(trajectories)
+        if group is None:
+            return None
+        scores = [self.score_of(rollout) for rollout in trajectories]
+        if max(scores) <= 0:
+            return None
+        by_turn = mtgrpo_advantages(
+            [rollout.rewards for rollout in trajectories],
+            [self.compute_outcome_reward(conversation_of(r)) for r in trajectories],
+            outcome_weight=self.config.turn_level_advantage_lambda,
+        )
+        # One sequence for each rollout: the dialogues never replace their history.
+        sequences = [sequence for rollout in trajectories for sequence in rollout.sequences]
+        group["advantages"] = [
+            token_advantages(sequence.masks, sequence.spans, advantages)
+            for sequence, advantages in zip(sequences, by_turn, strict=True)
+        ]
+        lengths = [len(tokens) for tokens in group["tokens"]]
+        group["scores"] = shortened_scores(scores, lengths, max_tokens=self.config.max_token_length)
+        return group
+
+
+class MultiTurnToolUseTurnLevelAdvantageEnv(BaseMTGRPOEnv):
+    """The published settings."""
+
+    name = "multiturn_tool_use_turnlevel_advantage"
+
+    @classmethod
+    def config_init(cls) -> tuple[MTGRPOEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        env_config = MTGRPOEnvConfig(
+            tokenizer_name=MODEL,
+            group_size=16,
+            total_steps=2000,
+            batch_size=1024,
+            steps_per_eval=20,
+            max_token_length=65536,
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            eval_limit_ratio=0.1,
+            max_tool_call_turns_cap=3,
+            min_tool_call_turns=2,
+            use_parallel_requests=False,
+        )
+        server = APIServerConfig(
+            model_name=MODEL, base_url="http://localhost:9004/v1", api_key="x", server_type="vllm"
+        )
+        return env_config, server
+
+
+if __name__ == "__main__":
+    MultiTurnToolUseTurnLevelAdvantageEnv.cli()
