@@ -1,0 +1,276 @@
+"""The report as one HTML file that needs nothing else: no script, no request; pure.
+
+Whatever comes from a run (settings, names, metrics) is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from atroposlib.utils.inert_text import inert_line, inert_markup
+from example_trainer.reporting.charts import legend, line_chart, stacked_chart
+from example_trainer.reporting.page_style import STYLE
+from example_trainer.reporting.records import series_of
+from example_trainer.reporting.series import Series, short_number
+
+__all__ = ["Fact", "make_page"]
+
+_ROWS_PER_END = 5
+_TIMES = (
+    ("train/data_fetch_time", "waiting for a batch"),
+    ("train/forward_time", "forward"),
+    ("train/backward_time", "backward"),
+    ("train/optimizer_time", "optimiser"),
+    ("train/other_compute_time", "other computing"),
+    ("train/sync_time", "saving and publishing"),
+)
+_COMPUTE_PARTS = ("train/forward_time", "train/backward_time", "train/optimizer_time")
+
+
+class Fact(NamedTuple):
+    """A figure at the top of the page."""
+
+    name: str
+    value: str
+
+
+class Chart(NamedTuple):
+    """Which metrics a chart shows, and how each is called in it."""
+
+    title: str
+    note: str
+    lines: tuple[tuple[str, str], ...]
+    smooths: bool = True
+
+
+CHARTS = (
+    Chart(
+        "Reward of the trained batches",
+        "mean score and its deviation",
+        (("train/reward_mean", "mean"), ("train/reward_std", "deviation")),
+    ),
+    Chart(
+        "Loss",
+        "a policy loss need not fall while the reward rises",
+        (("train/loss", "whole"), ("grpo/policy_loss", "policy"), ("sft/loss", "demonstrations"),
+         ("distill/loss", "distillation")),
+    ),
+    Chart(
+        "KL divergence",
+        "k3 estimates, in nats per token",
+        (("alignment/k3", "from the sampler"), ("grpo/mean_kl", "from the reference")),
+    ),
+    Chart(
+        "Entropy",
+        "nats per token; a fall to near 0 means the policy has stopped exploring",
+        (("train/entropy", "of the policy"), ("train/entropy_estimate", "estimated by samples")),
+    ),
+    Chart(
+        "Clipping",
+        "share of tokens",
+        (("grpo/clipped_fraction", "outside the clip range"),
+         ("grpo/bound_fraction", "gradient changed by the clip"),
+         ("grpo/truncated_fraction", "importance weight cut")),
+    ),
+    Chart("Ratio", "trainer to sampler, mean over tokens", (("grpo/mean_ratio", "ratio"),)),
+    Chart(
+        "Mismatch of sampler and trainer",
+        "absolute difference of their logprobs of the same tokens",
+        (("alignment/diff_abs_mean", "mean"),),
+    ),
+    Chart(
+        "Largest mismatch",
+        "of a token in a step",
+        (("alignment/diff_max", "largest difference"),),
+    ),
+    Chart(
+        "Staleness",
+        "optimiser steps between sampling and training",
+        (("train/staleness_mean", "mean"), ("train/staleness_max", "largest")),
+    ),
+    Chart("Gradient norm", "before it is clipped", (("train/grad_norm", "norm"),)),
+    Chart(
+        "Trajectories",
+        "shares",
+        (("train/truncation_rate", "cut before their end"),
+         ("train/zero_advantage_groups_fraction", "groups without a gradient"),
+         ("train/padding_fraction", "padding")),
+    ),
+    Chart("Throughput", "trained tokens per second of computing",
+          (("train/tokens_per_s", "tokens/s"),)),
+    Chart("Use of the device", "model FLOPs over its peak (MFU)", (("train/mfu", "MFU"),)),
+    Chart("Learning rate", "", (("train/lr", "learning rate"),), smooths=False),
+    Chart(
+        "Device memory",
+        "GiB",
+        (("train/gpu_memory_gb", "in use"), ("train/gpu_memory_reserved_gb", "reserved")),
+        smooths=False,
+    ),
+)  # fmt: skip
+
+_COLUMNS = (
+    ("step", "step"),
+    ("train/reward_mean", "reward"),
+    ("train/loss", "loss"),
+    ("alignment/k3", "KL to sampler"),
+    ("train/entropy", "entropy"),
+    ("grpo/clipped_fraction", "outside clip"),
+    ("alignment/diff_abs_mean", "mismatch"),
+    ("train/staleness_mean", "staleness"),
+    ("train/grad_norm", "gradient"),
+    ("train/truncation_rate", "truncated"),
+    ("train/tokens_per_s", "tokens/s"),
+    ("train/step_time", "seconds"),
+)
+
+
+def make_page(
+    steps: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    facts: Sequence[Fact],
+    findings: Sequence[str],
+    settings: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    accuracy: Series | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """Return the whole page.
+
+    Args:
+        steps: records of the run, in order.
+        title: of the page.
+        facts: figures at the top.
+        findings: sentences on what should be looked at.
+        settings: of the run, without secrets.
+        changed: those that are not at their defaults.
+        accuracy: what the environment measured over the steps, if known.
+        notes: sentences about the page itself.
+    """
+    parts = [
+        f"<h1>{inert_markup(title)}</h1>",
+        _facts(facts),
+        _findings(findings, has_steps=bool(steps)),
+        _charts(steps, accuracy),
+        _table(steps),
+        _settings(settings, changed),
+        "".join(f'<p class="note">{inert_markup(note)}</p>' for note in notes),
+    ]
+    body = "\n".join(part for part in parts if part)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{inert_markup(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def _facts(facts: Sequence[Fact]) -> str:
+    tiles = "".join(
+        f"<div><dt>{inert_markup(fact.name)}</dt><dd>{inert_markup(fact.value)}</dd></div>"
+        for fact in facts
+    )
+    return f'<dl class="facts">{tiles}</dl>'
+
+
+def _findings(findings: Sequence[str], *, has_steps: bool) -> str:
+    if not has_steps:
+        return '<p class="warn">No step was logged.</p>'
+    if not findings:
+        return '<p class="good">Nothing conspicuous in the metrics.</p>'
+    rows = "".join(f"<li>{inert_markup(text)}</li>" for text in findings)
+    return f'<section class="warn"><h2>Look at</h2><ul>{rows}</ul></section>'
+
+
+def _charts(steps: Sequence[Mapping[str, Any]], accuracy: Series | None) -> str:
+    cards = [
+        _card("Accuracy", "measured by the environment", [accuracy]) if accuracy is not None else ""
+    ]
+    for chart in CHARTS:
+        found = [series_of(steps, key, name) for key, name in chart.lines]
+        cards.append(_card(chart.title, chart.note, _distinct(found), smooths=chart.smooths))
+    times = _times(steps)
+    if times:
+        drawing = stacked_chart("seconds of a step", times)
+        cards.append(_framed("Time of a step", "seconds", drawing, times))
+    return f'<section class="charts">{"".join(cards)}</section>' if any(cards) else ""
+
+
+def _distinct(found: Sequence[Series | None]) -> list[Series]:
+    """Return the series there are, less those that would cover the first."""
+    there = [one for one in found if one is not None]
+    return [one for i, one in enumerate(there) if i == 0 or one.ys != there[0].ys]
+
+
+def _card(title: str, note: str, series: Sequence[Series], *, smooths: bool = True) -> str:
+    if not series:
+        return ""
+    return _framed(title, note, line_chart(title, series, smooths=smooths), series)
+
+
+def _framed(title: str, note: str, drawing: str, series: Sequence[Series]) -> str:
+    names = [f"{one.name} ({short_number(one.ys[-1])})" for one in series]
+    return (
+        f"<figure><figcaption><b>{title}</b> <small>{note}</small></figcaption>{drawing}"
+        f'<div class="legend">{legend(names)}</div></figure>'
+    )
+
+
+def _times(steps: Sequence[Mapping[str, Any]]) -> list[Series]:
+    """Return the parts of the time, over the steps that have them all."""
+    timed = []
+    for record in steps:
+        if isinstance(record.get("train/compute_time"), int | float):
+            parts = sum(float(record.get(key) or 0.0) for key in _COMPUTE_PARTS)
+            rest = max(0.0, float(record["train/compute_time"]) - parts)
+            timed.append({**record, "train/other_compute_time": rest})
+    found = [series_of(timed, key, name) for key, name in _TIMES]
+    return [one for one in found if one is not None and len(one.xs) == len(timed) and any(one.ys)]
+
+
+def _table(steps: Sequence[Mapping[str, Any]]) -> str:
+    if not steps:
+        return ""
+    columns = [(key, name) for key, name in _COLUMNS if any(key in record for record in steps)]
+    head = "".join(f"<th>{name}</th>" for _, name in columns)
+    first, last = steps[:_ROWS_PER_END], steps[_ROWS_PER_END:][-_ROWS_PER_END:]
+    rows = [_row(record, columns) for record in first]
+    num_left_out = len(steps) - len(first) - len(last)
+    if num_left_out:
+        rows.append(f'<tr class="gap"><td colspan="{len(columns)}">{num_left_out} more</td></tr>')
+    rows += [_row(record, columns) for record in last]
+    return (
+        '<section><h2>First and last steps</h2><div class="wide"><table><thead><tr>'
+        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _row(record: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> str:
+    return f"<tr>{''.join(f'<td>{_cell(record.get(key))}</td>' for key, _ in columns)}</tr>"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "" if value is None else inert_markup(inert_line(str(value), max_characters=40))
+    return short_number(float(value))
+
+
+def _settings(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
+    if not settings:
+        return ""
+    return (
+        "<section><h2>Settings</h2><p>Those that are not at their defaults:</p>"
+        f"{_pairs(changed)}<details><summary>All {len(settings)} settings</summary>"
+        f"{_pairs(settings)}</details></section>"
+    )
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th>{inert_markup(str(name))}</th><td>{inert_markup(str(value))}</td></tr>"
+        for name, value in values.items()
+    )
+    return f'<div class="wide"><table class="pairs"><tbody>{rows}</tbody></table></div>'
