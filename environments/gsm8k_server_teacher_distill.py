@@ -1,0 +1,84 @@
+"""GSM8K whose groups carry a teacher's log-probabilities of every token.
+
+    problem -> G completions -> scores -> admitted group -> teacher reads it -> distill_* fields
+
+Problems, prompts and scores are those of `gsm8k_server.py`. The teacher must have the tokenizer of
+the policy, and only `serve` asks it:
+
+    python environments/gsm8k_server_teacher_distill.py serve --teacher.model_name NAME \
+        --teacher.base_url http://localhost:9003/v1
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.teacher_distillation_env import (
+    TeacherDistillationConfig,
+    TeacherDistillationEnv,
+)
+from environments.gsm8k_server import MODEL, GSM8kEnv, GSM8kEnvConfig
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["GSM8kTeacherDistillConfig", "GSM8kTeacherDistillEnv"]
+
+CARD = EnvironmentCard(
+    task="grade-school word problems, distilled from a teacher",
+    turns="1",
+    reward="+1 right, -1 wrong; by length when all are right",
+    data="GSM8K from the hub, or `--env.dataset_path`",
+    needs="a second server, for the teacher",
+    command="process --env.teacher_enabled false --env.dataset_path environments/data/gsm8k_sample",
+)
+
+
+class GSM8kTeacherDistillConfig(GSM8kEnvConfig, TeacherDistillationConfig):
+    """Settings of the problems and of the teacher."""
+
+    teacher_enabled: bool = Field(
+        True, description="Send a teacher's log-probabilities along with every group."
+    )
+    teacher_top_k: int = Field(
+        4,
+        ge=-1,
+        description="Likeliest tokens per position to take from the teacher; 0 takes the token "
+        "that stands there only, -1 asks the teacher nothing.",
+    )
+
+
+class GSM8kTeacherDistillEnv(GSM8kEnv, TeacherDistillationEnv):
+    """The same problems; a teacher reads the completions."""
+
+    name = "gsm8k_teacher_distill"
+    env_config_cls = GSM8kTeacherDistillConfig
+    config: GSM8kTeacherDistillConfig
+    check_settings: ClassVar[dict[str, Any]] = {
+        **GSM8kEnv.check_settings,
+        "teacher_enabled": False,
+    }
+
+    @classmethod
+    def config_init(cls) -> tuple[GSM8kTeacherDistillConfig, APIServerConfig]:
+        """Return the settings of GSM8K, with a teacher."""
+        env_config, server_config = super().config_init()
+        own = {**env_config.model_dump(), "wandb_name": cls.name}
+        return GSM8kTeacherDistillConfig(**own), server_config
+
+    @classmethod
+    def teacher_config_init(cls) -> APIServerConfig:
+        """Return a teacher on port 9003; its model is named when it is served."""
+        return APIServerConfig(
+            model_name="mock-teacher",
+            base_url="http://localhost:9003/v1",
+            api_key="",
+            server_type="vllm",
+            tokenizer_name=MODEL,
+            timeout=1200,
+        )
+
+
+if __name__ == "__main__":
+    GSM8kTeacherDistillEnv.cli()
