@@ -14,7 +14,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "find_latest_checkpoint",
     "load_feed_state",
     "load_training_state",
+    "random_states",
     "replace_directory",
     "save_checkpoint",
     "save_training_state",
@@ -70,19 +71,27 @@ def save_checkpoint(
     step: int,
     is_final: bool = False,
     *,
+    final_name: str = "final_model",
     optimizer: Any = None,
     feed_state: Mapping[str, Any] | None = None,
+    optimizer_state: Mapping[str, Any] | None = None,
+    states_by_rank: Sequence[Mapping[str, Any]] | None = None,
+    writes: bool = True,
 ) -> Path:
-    """Save model and tokenizer as `step_<step>`, or `final_model`, replacing what stood there.
+    """Save model and tokenizer as `step_<step>`, or the final one, replacing what stood there.
 
     Args:
         model: A transformers model.
         tokenizer: Its tokenizer.
         save_path: Parent directory.
         step: Optimiser steps done.
-        is_final: Name the directory `final_model`.
+        is_final: Name the directory `final_name`.
+        final_name: Name of the final directory.
         optimizer: With it the directory can be resumed from.
         feed_state: Which batches are trained, as JSON; kept for the feed of the resumed run.
+        optimizer_state: Of the whole model; None: `optimizer.state_dict()`.
+        states_by_rank: `random_states` of every rank; None: those of this process alone.
+        writes: False only returns the path; for ranks that leave the writing to rank 0.
 
     Returns:
         The directory.
@@ -92,10 +101,27 @@ def save_checkpoint(
         model.save_pretrained(directory, safe_serialization=True)
         tokenizer.save_pretrained(directory)
         if optimizer is not None:
-            save_training_state(directory, optimizer, step, feed_state)
+            save_training_state(
+                directory,
+                optimizer,
+                step,
+                feed_state,
+                optimizer_state=optimizer_state,
+                states_by_rank=states_by_rank,
+            )
 
-    name = "final_model" if is_final else f"step_{step}"
-    return replace_directory(Path(save_path) / name, write)
+    path = Path(save_path) / (final_name if is_final else f"step_{step}")
+    return replace_directory(path, write) if writes else path
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of torch's random generators in this process, by name."""
+    import torch
+
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def save_training_state(
@@ -103,6 +129,9 @@ def save_training_state(
     optimizer: Any,
     step: int,
     feed_state: Mapping[str, Any] | None = None,
+    *,
+    optimizer_state: Mapping[str, Any] | None = None,
+    states_by_rank: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
     """Write all but the model, without pickling.
 
@@ -113,10 +142,10 @@ def save_training_state(
     import torch
     from safetensors.torch import save_file
 
-    state = optimizer.state_dict()
-    tensors = {"rng.torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    state = optimizer.state_dict() if optimizer_state is None else optimizer_state
+    tensors: dict[str, Any] = {}
+    for rank, states in enumerate(states_by_rank or [random_states()]):
+        tensors |= {_state_name(name, rank): value for name, value in states.items()}
     plain: dict[str, dict[str, Any]] = {}
     for index, slots in state["state"].items():
         for name, value in slots.items():
@@ -137,8 +166,13 @@ def save_training_state(
     (directory / _STATE).write_text(json.dumps(record), encoding="utf-8")
 
 
-def load_training_state(directory: Path, optimizer: Any) -> int:
+def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> int:
     """Restore optimiser and random generators from a checkpoint.
+
+    Args:
+        directory: Of the checkpoint.
+        optimizer: Of the whole model, or of this rank's part of it.
+        rank: Whose random state is restored, rank 0's where the checkpoint has none of it.
 
     Returns:
         Optimiser steps done when it was written.
@@ -149,6 +183,8 @@ def load_training_state(directory: Path, optimizer: Any) -> int:
     import numpy as np
     import torch
     from safetensors.torch import load_file
+
+    from example_trainer.sharded_state import load_optimizer_state
 
     record = json.loads((directory / _STATE).read_text(encoding="utf-8"))
     if record["optimizer"] != type(optimizer).__name__:
@@ -164,15 +200,19 @@ def load_training_state(directory: Path, optimizer: Any) -> int:
         if key.startswith("state."):
             _, index, name = key.split(".", 2)
             slots.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": slots, "param_groups": record["param_groups"]})
+    load_optimizer_state(optimizer, {"state": slots, "param_groups": record["param_groups"]})
     version, internal, gauss = record["rng_python"]
     random.setstate((version, tuple(internal), gauss))
     if "rng_numpy" in record:
         np.random.set_state(record["rng_numpy"])
-    torch.set_rng_state(tensors["rng.torch"])
+    torch.set_rng_state(tensors.get(_state_name("torch", rank), tensors["rng.torch"]))
     if "rng.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["rng.cuda"])
+        torch.cuda.set_rng_state(tensors.get(_state_name("cuda", rank), tensors["rng.cuda"]))
     return int(record["step"])
+
+
+def _state_name(generator: str, rank: int) -> str:
+    return f"rng.{generator}.{rank}" if rank else f"rng.{generator}"
 
 
 def load_feed_state(directory: Path) -> dict[str, Any]:

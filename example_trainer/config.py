@@ -15,7 +15,7 @@ from example_trainer.loss_fields import ExtraLossFields, GrpoFields
 
 __all__ = ["BUILT_MODES", "ExtraLossFields", "GrpoFields", "TrainingConfig", "default_device"]
 
-BUILT_MODES = ("none", "in_place", "off")
+BUILT_MODES = ("none", "in_place", "lora_only", "lora_restart", "off")
 """Weight bridge modes this version has; the others of the contract refuse at start."""
 
 
@@ -148,10 +148,19 @@ class VllmFields(BaseModel):
         default="",
         description="More arguments for a launched engine: --vllm-args='--enforce-eager'.",
     )
-    sync_pause_mode: Literal["keep", "wait", "abort"] = Field(
+    sync_pause_mode: Literal["keep", "wait", "abort", "none"] = Field(
         default="keep",
         description="Requests running during an in-place update: frozen and continued under the "
-        "new weights, waited for, or aborted.",
+        "new weights, waited for, aborted, or (none) left running.",
+    )
+    sync_transport: Literal["disk", "shared_memory"] = Field(
+        default="disk",
+        description="Where in-place updates pass: a directory under save_path that the engine's "
+        "host can read, or the memory of the one host that trainer and engine share.",
+    )
+    engine: Literal["vllm", "sglang"] = Field(
+        default="vllm",
+        description="What runs at vllm_port; an SGLang is updated in place and never launched.",
     )
 
 
@@ -198,8 +207,9 @@ class ModeFields(BaseModel):
     ] = Field(
         default="none",
         description="none: restart an engine the trainer owns; in_place: the engine reloads "
-        "weights while it runs (the engine at vllm_port, else one is launched); off: no engine, "
-        "for groups that are there already.",
+        "weights while it runs (the engine at vllm_port, else one is launched); lora_only: LoRA "
+        "adapters are swapped in the running engine at vllm_port; lora_restart: an engine the "
+        "trainer owns restarts on them; off: no engine, for groups that are there already.",
     )
     vllm_config_path: str | None = Field(
         default=None, description="Bridge file of shared_vllm (mode not built yet)."
@@ -210,7 +220,7 @@ class ModeFields(BaseModel):
 
 
 class LoraFields(BaseModel):
-    """LoRA adapters (modes not built yet)."""
+    """LoRA adapters, for the modes lora_only and lora_restart."""
 
     lora_r: int = Field(default=16, ge=1, description="Rank.")
     lora_alpha: int = Field(default=32, ge=1, description="Scale.")
@@ -221,13 +231,23 @@ class LoraFields(BaseModel):
     lora_layer_indices: list[int] | None = Field(
         default=None, description="Blocks that get adapters, e.g. 0-3."
     )
+    lora_name: str = Field(
+        default="training_adapter",
+        min_length=1,
+        description="Name under which the engine serves the adapters: rollouts ask for this model.",
+    )
 
 
 class DistributedFields(BaseModel):
-    """Several trainer processes (not built yet: one process trains)."""
+    """Several trainer processes; torchrun sets rank and number."""
 
-    trainer_rank: int = Field(default=0, ge=0, description="Rank of this process.")
+    trainer_rank: int = Field(default=0, ge=0, description="Rank of this process; 0 leads.")
     world_size: int = Field(default=1, ge=1, description="Number of trainer processes.")
+    parallel_mode: Literal["fsdp", "data"] = Field(
+        default="fsdp",
+        description="What several processes hold: fsdp, each a part of weights, gradients and "
+        "optimiser state; data, each all of them.",
+    )
     init_method: str = Field(
         default="env://", description="Rendezvous address of torch.distributed."
     )
@@ -265,6 +285,16 @@ class TrainingConfig(
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each of several trainer processes holds a part of the weights only."""
+        return self.world_size > 1 and self.parallel_mode == "fsdp"
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters are trained instead of the model's own weights."""
+        return self.weight_bridge_mode in ("lora_only", "lora_restart")
+
+    @property
     def vllm_connect_host(self) -> str:
         """Host under which the trainer reaches the engine."""
         return "127.0.0.1" if self.vllm_host in ("0.0.0.0", "::") else self.vllm_host
@@ -287,6 +317,10 @@ class TrainingConfig(
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> TrainingConfig:
         _ = self.loss_choice  # raises where settings of the loss exclude each other
+        if self.engine == "sglang" and self.weight_bridge_mode not in ("in_place", "off"):
+            raise ValueError("engine=sglang is updated by weight_bridge_mode=in_place alone")
+        if self.is_sharded and self.optimizer == "adafactor":
+            raise ValueError("adafactor cannot be sharded: use adamw, or parallel_mode=data")
         limit = self.overlong_max_tokens
         if self.overlong_buffer_tokens and limit is None:
             raise ValueError("overlong_buffer_tokens needs overlong_max_tokens, where it ends")

@@ -36,7 +36,9 @@ def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], Training
     except ConfigError as error:
         parser.error(str(error))
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+        level=logging.INFO if config.trainer_rank == 0 else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per poll otherwise
     signal.signal(signal.SIGTERM, _exit_on_signal)

@@ -77,35 +77,39 @@ class EngineControl:
         except (KeyError, TypeError, ValueError):
             return {}
 
-    def reload_weights(self, directory: Path, *, pause_mode: str) -> None:
+    def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
         """Load the weights in `directory` into the running engine.
 
-        Generation pauses meanwhile. With `pause_mode` `keep`, requests under way continue under
-        the new weights; their key-value caches are dropped and computed again, so that no token
-        depends on both.
+        Generation pauses meanwhile, unless `pause_mode` is `none`. With that and with `keep`,
+        requests under way continue under the new weights; their key-value caches are dropped and
+        computed again, so that no token depends on both.
 
         Args:
             directory: A Hugging Face model directory the engine's host can read.
-            pause_mode: `keep`, `wait` or `abort`, what happens to running requests.
+            pause_mode: `keep`, `wait`, `abort` or `none`, what happens to running requests.
+            version: Optimiser steps behind the weights; vLLM has no place for it.
 
         Raises:
             InferenceError: a request failed; the engine is told to resume in any case.
         """
+        if pause_mode == "none":
+            self._reload(directory)
+            return
         self._require("/pause", params={"mode": pause_mode})
         try:
-            request = {
-                "method": "reload_weights",
-                "kwargs": {"weights_path": str(directory.resolve())},
-            }
-            self._require("/collective_rpc", json=request)
-            reset = self._require("/reset_prefix_cache", params={"reset_running_requests": "true"})
-            if reset.content and reset.json().get("success") is False:
-                raise InferenceError(
-                    f"the engine at {self._base_url} kept its prefix cache after the weights "
-                    "changed; use --sync-pause-mode wait"
-                )
+            self._reload(directory)
         finally:
             self._resume()
+
+    def _reload(self, directory: Path) -> None:
+        request = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
+        self._require("/collective_rpc", json=request)
+        reset = self._require("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if reset.content and reset.json().get("success") is False:
+            raise InferenceError(
+                f"the engine at {self._base_url} kept its prefix cache after the weights "
+                "changed; use --sync-pause-mode wait"
+            )
 
     def _resume(self) -> None:
         try:

@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+from atroposlib.errors import ConfigError
 from example_trainer.checkpointing import replace_directory
+from example_trainer.config import TrainingConfig
 
-__all__ = ["export_for_engine", "ties_output_to_input"]
+__all__ = [
+    "SHARED_MEMORY",
+    "export_for_engine",
+    "require_shared_memory_for",
+    "ties_output_to_input",
+    "transport_directory",
+]
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux lets processes of one host share memory as files."""
+
+
+def transport_directory(config: TrainingConfig) -> Path:
+    """Return the directory through which an engine gets weights in place; it need not exist.
+
+    Raises:
+        ConfigError: shared memory is asked for and this system has none as files.
+    """
+    if config.sync_transport == "disk":
+        return Path(config.save_path) / "sync_weights"
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(
+            f"sync_transport=shared_memory needs {SHARED_MEMORY}, which this system lacks; use disk"
+        )
+    return SHARED_MEMORY / f"atropos_weights_{os.getpid()}_{config.vllm_port}"
+
+
+def require_shared_memory_for(model: Any) -> None:
+    """Check that two copies of the weights fit: the one in place and the one being written.
+
+    Raises:
+        ConfigError: they do not; containers often allow little.
+    """
+    need_bytes = 2 * sum(value.nbytes for value in model.state_dict().values())
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    if free_bytes < need_bytes:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {free_bytes / 2**30:.1f} GiB free, two copies of the weights "
+            f"take {need_bytes / 2**30:.1f}; give it more (docker: --shm-size) or use "
+            "--sync-transport disk"
+        )
 
 
 def ties_output_to_input(model: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ if __package__ in (None, ""):
 from example_trainer.cli import config_from_args, create_full_parser
 from example_trainer.config import TrainingConfig
 from example_trainer.doors import run_door
+from example_trainer.parallel import torchrun_settings
 
 __all__ = ["first_example", "main"]
 
@@ -32,7 +34,13 @@ def first_example() -> TrainingConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the flags say; exits 0 when done, 2 on wrong flags, 1 on failure."""
     parser = create_full_parser()
-    run_door(parser, lambda: config_from_args(parser.parse_args(argv)))
+
+    def make_config() -> TrainingConfig:
+        arguments = parser.parse_args(argv)
+        ranks = torchrun_settings(os.environ, device=arguments.device)
+        return config_from_args(arguments, **ranks)
+
+    run_door(parser, make_config)
 
 
 if __name__ == "__main__":

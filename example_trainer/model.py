@@ -10,6 +10,7 @@ from typing import Any
 
 from atroposlib.errors import ConfigError, MissingExtraError
 from example_trainer.config import TrainingConfig
+from example_trainer.lora import add_adapters
 
 __all__ = ["freeze_other_layers", "load_model_and_tokenizer"]
 
@@ -39,7 +40,8 @@ def load_model_and_tokenizer(
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise MissingExtraError("torch", extra="trainer") from error
-    name = source or config.model_name
+    # Adapters are put into the model they were trained with, which lies elsewhere.
+    name = config.model_name if config.uses_lora else source or config.model_name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(
@@ -53,7 +55,9 @@ def load_model_and_tokenizer(
     if config.packing != "off" and model.config._attn_implementation == "sdpa":
         _use_packed_attention(model)
     model.to(config.device)
-    if config.train_layer_indices is not None:
+    if config.uses_lora:
+        add_adapters(model, config, source=source)
+    elif config.train_layer_indices is not None:
         freeze_other_layers(model, config.train_layer_indices)
     if config.gradient_checkpointing:
         model.enable_input_require_grads()

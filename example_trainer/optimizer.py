@@ -48,11 +48,16 @@ def create_optimizer_for_params(params: Iterable[Any], config: TrainingConfig) -
         )
     if config.optimizer == "adamw_8bit":
         on_gpu = config.device.startswith("cuda")
-        if on_gpu and importlib.util.find_spec("bitsandbytes") is not None:
+        if (
+            on_gpu
+            and not config.is_sharded
+            and importlib.util.find_spec("bitsandbytes") is not None
+        ):
             from bitsandbytes.optim import AdamW8bit
 
             return AdamW8bit(trainable, lr=config.lr, weight_decay=config.weight_decay)
         reason = "bitsandbytes is not installed" if on_gpu else "it needs a GPU"
+        reason = "its state cannot be sharded" if config.is_sharded else reason
         logger.info("optimizer adamw_8bit: %s, using torch's AdamW", reason)
     return torch.optim.AdamW(trainable, lr=config.lr, weight_decay=config.weight_decay)
 

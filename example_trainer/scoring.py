@@ -68,7 +68,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
     ) -> None:
         super().__init__()
         self.model = model
-        self._divides = divide_by_temperature
+        self.divides_by_temperature = divide_by_temperature
         self._distill_temperature = distill_temperature
         self._whole_logits = whole_logits
         self._chunk_tokens = chunk_tokens
@@ -100,7 +100,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         )
 
     def _temperatures_N(self, microbatch: Microbatch, mask_BT: torch.Tensor) -> torch.Tensor | None:
-        return microbatch.temperatures_BT[mask_BT] if self._divides else None
+        return microbatch.temperatures_BT[mask_BT] if self.divides_by_temperature else None
 
     def _teacher(
         self, microbatch: Microbatch, hidden_ND: torch.Tensor, head: Any, mask_BT: torch.Tensor
@@ -126,7 +126,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         logprobs_BT = token_logprobs_BT(
             logits_BTV,
             microbatch.labels_BT,
-            microbatch.temperatures_BT if self._divides else None,
+            microbatch.temperatures_BT if self.divides_by_temperature else None,
         )
         ids_BTK, teacher_BTK = microbatch.distill_token_ids_BTK, microbatch.distill_logprobs_BTK
         if ids_BTK is None or teacher_BTK is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +18,7 @@ from example_trainer.losses.logprobs import log_ratio_BT
 from example_trainer.losses.training_loss import LossTerms
 from example_trainer.scoring import TokenScores
 
-__all__ = ["StepStats"]
+__all__ = ["StepStats", "sum_stats"]
 
 
 class StepStats:
@@ -59,6 +60,15 @@ class StepStats:
             self._parts_sums[name] += part
         inference_BT = microbatch.inference_logprobs_BT
         self._compare(trainer_logprobs_BT, inference_BT, mask_BT & (inference_BT != MASKED_LOGPROB))
+
+    def add_up(self, other: StepStats) -> None:
+        """Add what was found in another part of the batch."""
+        self.loss += other.loss
+        self._largest_difference = max(self._largest_difference, other._largest_difference)
+        for name, value in other._sums.items():
+            self._sums[name] += value
+        for name, value in other._parts_sums.items():
+            self._parts_sums[name] += value
 
     def _compare(
         self, trainer_BT: torch.Tensor, inference_BT: torch.Tensor, known_BT: torch.Tensor
@@ -138,6 +148,14 @@ class StepStats:
             "alignment/diff_abs_mean": self._sums["difference_abs"] / known,
             "alignment/diff_max": self._largest_difference,
         }
+
+
+def sum_stats(parts: Sequence[StepStats]) -> StepStats:
+    """Return the first of the parts of a batch with all others added to it."""
+    first, *others = parts
+    for other in others:
+        first.add_up(other)
+    return first
 
 
 def _deviation(mean_of_squares: float, mean: float) -> float:

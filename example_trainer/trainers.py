@@ -7,11 +7,12 @@ import logging
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from atroposlib.utils.run_log import RunLog
 from example_trainer.api import TrajectoryFeed, open_client
 from example_trainer.batch_journal import BatchJournal
 from example_trainer.checkpointing import (
@@ -21,9 +22,13 @@ from example_trainer.checkpointing import (
 )
 from example_trainer.config import TrainingConfig
 from example_trainer.durable_feed import DurableFeed
+from example_trainer.followers import FollowerFeed, FollowerSync
+from example_trainer.group_feed import GroupFeed
 from example_trainer.metrics import open_run_log, with_wandb_names
 from example_trainer.model import load_model_and_tokenizer
 from example_trainer.optimizer import create_optimizer
+from example_trainer.parallel import Parallel, open_parallel
+from example_trainer.policy import Policy, prepare_policy
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import WeightSync, make_weight_sync
 
@@ -44,45 +49,113 @@ def train(config: TrainingConfig) -> Path:
     config = with_wandb_names(config)
     _seed(config.seed)
     with contextlib.ExitStack() as stack:
+        parallel = stack.enter_context(open_parallel(config))
         weight_sync = make_weight_sync(config)
         stack.callback(weight_sync.close)
-        weight_sync.check_before_load()
-        journal = BatchJournal.open(config.save_path, resume=config.resume)
-        checkpoint = _checkpoint_to_continue(config, journal)
-        source = str(checkpoint or config.model_name)
-        model, tokenizer = load_model_and_tokenizer(config, source=source)
-        optimizer = create_optimizer(model, config)
-        steps_done = 0 if checkpoint is None else load_training_state(checkpoint, optimizer)
-        logger.info("starting after step %d from %s", steps_done, source)
-        run_log = open_run_log(config)
-        stack.callback(run_log.finish)
-        client = stack.enter_context(open_client(config.atropos_url))
-        service = TrajectoryFeed(client, config)
-        service.connect()
-        service.register(steps_done + journal.count_after(steps_done))
-        feed = DurableFeed(service, journal, load_feed_state(checkpoint) if checkpoint else None)
-        feed.settle()
-        weight_sync.start(model, tokenizer, source=source)
-        feed.report_policy(steps_done)
-        trainer = Trainer(
-            config,
-            model=model,
-            tokenizer=tokenizer,
-            optimizer=optimizer,
-            feed=feed,
-            weight_sync=weight_sync,
-            run_log=run_log,
-            steps_done=steps_done,
-            divide_by_temperature=_divides_by_temperature(config, weight_sync),
+        if not parallel.is_main:
+            return _follow(config, parallel, FollowerSync(weight_sync))
+        return _lead(config, parallel, weight_sync, stack)
+
+
+def _lead(
+    config: TrainingConfig,
+    parallel: Parallel,
+    weight_sync: WeightSync,
+    stack: contextlib.ExitStack,
+) -> Path:
+    """Train as rank 0, or alone: with the service, the engine, the checkpoints and the log."""
+    weight_sync.check_before_load()
+    journal = BatchJournal.open(config.save_path, resume=config.resume)
+    checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
+    loaded = _load(config, parallel, checkpoint)
+    run_log = open_run_log(config)
+    stack.callback(run_log.finish)
+    client = stack.enter_context(open_client(config.atropos_url))
+    service = TrajectoryFeed(client, config)
+    service.connect()
+    service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
+    feed = DurableFeed(service, journal, load_feed_state(checkpoint) if checkpoint else None)
+    feed.settle()
+    # Sharded weights are gathered by all ranks together, so the others are told when.
+    model = parallel.whole_model(loaded.model)
+    weight_sync.start(model, loaded.tokenizer, source=loaded.source, step=loaded.steps_done)
+    feed.report_policy(loaded.steps_done)
+    divides = parallel.broadcast(_divides_by_temperature(config, weight_sync))
+    trainer = _make_trainer(
+        config, parallel, loaded, feed, weight_sync, run_log, divides_by_temperature=divides
+    )
+    started = time.perf_counter()
+    final = trainer.run()
+    if config.benchmark:
+        run_log.log(
+            _benchmark_metrics(config, time.perf_counter() - started), step=config.training_steps
         )
-        started = time.perf_counter()
-        final = trainer.run()
-        if config.benchmark:
-            run_log.log(
-                _benchmark_metrics(config, time.perf_counter() - started),
-                step=config.training_steps,
-            )
-        return final
+    return final
+
+
+def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: FollowerSync) -> Path:
+    """Train as another rank: all that concerns others comes from rank 0."""
+    loaded = _load(config, parallel, parallel.broadcast(None))
+    parallel.whole_model(loaded.model)
+    trainer = _make_trainer(
+        config,
+        parallel,
+        loaded,
+        FollowerFeed(),
+        weight_sync,
+        RunLog(use_wandb=False, metrics_path=None),
+        divides_by_temperature=bool(parallel.broadcast(None)),
+    )
+    return trainer.run()
+
+
+class _Loaded(NamedTuple):
+    """What a run trains, brought to where it continues."""
+
+    model: Any
+    tokenizer: Any
+    policy: Policy
+    optimizer: Any
+    source: str
+    """Directory or name the weights came from."""
+    steps_done: int
+
+
+def _load(config: TrainingConfig, parallel: Parallel, checkpoint: Path | None) -> _Loaded:
+    source = str(checkpoint or config.model_name)
+    model, tokenizer = load_model_and_tokenizer(config, source=source)
+    policy = prepare_policy(model, config, parallel)
+    optimizer = create_optimizer(model, config)
+    steps_done = 0
+    if checkpoint is not None:
+        steps_done = load_training_state(checkpoint, optimizer, rank=parallel.rank)
+    logger.info("starting after step %d from %s", steps_done, source)
+    return _Loaded(model, tokenizer, policy, optimizer, source, steps_done)
+
+
+def _make_trainer(
+    config: TrainingConfig,
+    parallel: Parallel,
+    loaded: _Loaded,
+    feed: GroupFeed,
+    weight_sync: WeightSync,
+    run_log: RunLog,
+    *,
+    divides_by_temperature: bool,
+) -> Trainer:
+    return Trainer(
+        config,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        optimizer=loaded.optimizer,
+        feed=feed,
+        weight_sync=weight_sync,
+        run_log=run_log,
+        steps_done=loaded.steps_done,
+        divide_by_temperature=divides_by_temperature,
+        policy=loaded.policy,
+        parallel=parallel,
+    )
 
 
 def train_legacy(config: TrainingConfig) -> Path:

@@ -20,19 +20,21 @@ from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import GroupError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import Batch, Microbatch, build_batch
-from example_trainer.capabilities import probe
-from example_trainer.checkpointing import drop_old_checkpoints, save_checkpoint
+from example_trainer.batch_shares import split_batch
 from example_trainer.config import TrainingConfig
 from example_trainer.group_feed import GroupFeed
 from example_trainer.grpo_loss import compute_grpo_loss
 from example_trainer.loss import LossInputs, make_loss
 from example_trainer.metrics import StepTimes, batch_metrics, part_counts, step_line
 from example_trainer.optimizer import learning_rate_at
+from example_trainer.parallel import ONE_PROCESS, Parallel
+from example_trainer.policy import Policy, prepare_policy
+from example_trainer.publishing import Publisher
 from example_trainer.rows import RowRules
-from example_trainer.scoring import PolicyScorer, TokenScores
+from example_trainer.scoring import TokenScores
 from example_trainer.step_notes import StepNotes
-from example_trainer.step_stats import StepStats
-from example_trainer.weight_sync import WeightSync, is_sync_due
+from example_trainer.step_stats import StepStats, sum_stats
+from example_trainer.weight_sync import WeightSync
 
 __all__ = ["GroupFeed", "Trainer", "compute_grpo_loss", "make_loss", "row_rules"]
 
@@ -67,6 +69,8 @@ class Trainer:
         run_log: Where metrics go.
         steps_done: Optimiser steps of the run that is continued.
         divide_by_temperature: Whether the engine's logprobs are after temperature scaling.
+        policy: The model made ready for `parallel`; None: made ready here, for one process.
+        parallel: The ranks that train together; feed, engine and log are those of rank 0.
         clock: Seconds for the time split.
     """
 
@@ -82,12 +86,13 @@ class Trainer:
         run_log: RunLog,
         steps_done: int = 0,
         divide_by_temperature: bool = False,
+        policy: Policy | None = None,
+        parallel: Parallel = ONE_PROCESS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.model = model
         self.steps_done = steps_done
-        self._tokenizer = tokenizer
         self._optimizer = optimizer
         self._feed = feed
         self._weight_sync = weight_sync
@@ -95,15 +100,18 @@ class Trainer:
         self._clock = clock
         self._loss = make_loss(config)
         self._notes = StepNotes()
-        can = probe(model, packing=config.packing)
-        self._packs = can.packs
-        self._scorer = PolicyScorer(
-            model,
-            divide_by_temperature=divide_by_temperature,
-            distill_temperature=config.distill_temperature,
-            whole_logits=can.whole_logits,
-            chunk_tokens=config.logprob_chunk_tokens,
+        self._parallel = parallel
+        self._publisher = Publisher(
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            optimizer=optimizer,
+            feed=feed,
+            weight_sync=weight_sync,
+            parallel=parallel,
         )
+        self._scorer, self._packs = policy or prepare_policy(model, config)
+        self._scorer.divides_by_temperature = divide_by_temperature
         self._rules = row_rules(config)
 
     def run(self) -> Path:
@@ -111,30 +119,35 @@ class Trainer:
         while self.steps_done < self.config.training_steps:
             self._weight_sync.check_alive()
             self._run_step()
-        final = save_checkpoint(
-            self.model, self._tokenizer, self.config.save_path, self.steps_done, is_final=True
-        )
-        if self._is_sync_due(self.steps_done):
-            self._publish(final)
+        final = self._publisher.finish(self.steps_done)
         logger.info("final model: %s", final)
         return final
 
     def _run_step(self) -> None:
         started = self._clock()
-        leased = self._feed.next_batch(self.steps_done)
+        batch_id, shares = self._take_shares() if self._parallel.is_main else (None, None)
+        batch = self._parallel.scatter(shares)
         fetched = self._clock()
-        batch = self._build(leased)
-        self._weight_sync.before_step(sync_follows=self._is_sync_due(self.steps_done + 1))
+        self._publisher.before_step(self.steps_done + 1)
         metrics = self.train_on(batch)
         self.steps_done += 1
         computed = self._clock()
-        self._save_and_publish()
-        self._feed.acknowledge(leased.batch_id)
+        self._publisher.after_step(self.steps_done)
+        self._feed.acknowledge(batch_id)
         times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
+        if self._parallel.is_main:
+            self._report(batch, metrics)
+
+    def _report(self, batch: Batch, metrics: dict[str, float]) -> None:
         self._run_log.log(metrics, step=self.steps_done)
         logger.info("%s", step_line(self.steps_done, self.config.training_steps, metrics))
         self._notes.add(batch.summary, metrics)
+
+    def _take_shares(self) -> tuple[str | None, list[Batch]]:
+        """Lease the next batch; returns its token and each rank's share of it."""
+        leased = self._feed.next_batch(self.steps_done)
+        return leased.batch_id, split_batch(self._build(leased), self._parallel.world_size)
 
     def _build(self, leased: LeasedBatch) -> Batch:
         try:
@@ -164,14 +177,14 @@ class Trainer:
         choice = self.config.loss_choice
         stats = StepStats(clip_low=choice.clip_low, clip_high=choice.clip_high)
         self._backward(batch, stats)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        grad_norm = float(norm)
+        self._parallel.sum_gradients(self.model)
+        grad_norm = self._parallel.clip_gradients(self.model, max_norm=self.config.max_grad_norm)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return {
-            **stats.metrics(),
+            **sum_stats(self._parallel.gather(stats)).metrics(),
             **part_counts(batch.totals),
             **batch_metrics(batch.summary),
             **_memory_metrics(self.config.device),
@@ -187,7 +200,7 @@ class Trainer:
             with self._autocast():
                 scores = self._scorer(microbatch)
             terms = self._loss(_loss_inputs(microbatch, scores), batch.totals)
-            terms.loss.backward()
+            (terms.loss * self._parallel.loss_factor).backward()
             stats.add(microbatch, scores, terms)
 
     def _autocast(self) -> torch.autocast:
@@ -196,39 +209,6 @@ class Trainer:
         is_mixed = dtype == "mixed" or (on_gpu and dtype == "float32")
         kind = "cuda" if on_gpu else "cpu"
         return torch.autocast(kind, dtype=torch.bfloat16, enabled=is_mixed)
-
-    def _is_sync_due(self, step: int) -> bool:
-        return is_sync_due(step, self.config, publishes_final=self._weight_sync.publishes_final)
-
-    def _save_and_publish(self) -> None:
-        """Write what is due after a step; the final model is `run`'s business."""
-        config, step = self.config, self.steps_done
-        is_last = step >= config.training_steps
-        saves = config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0
-        publishes = self._is_sync_due(step) and not is_last
-        checkpoint: Path | None = None
-        feed_state = self._feed.state()
-        if saves or (publishes and self._weight_sync.needs_checkpoint):
-            checkpoint = save_checkpoint(
-                self.model,
-                self._tokenizer,
-                config.save_path,
-                step,
-                optimizer=self._optimizer if saves else None,
-                feed_state=feed_state,
-            )
-        if saves:
-            self._feed.saved(step)
-            if config.keep_checkpoints is not None:
-                drop_old_checkpoints(
-                    config.save_path, keep=config.keep_checkpoints, run_id=feed_state.get("run_id")
-                )
-        if publishes:
-            self._publish(checkpoint)
-
-    def _publish(self, checkpoint: Path | None) -> None:
-        self._weight_sync.publish(self.model, checkpoint=checkpoint)
-        self._feed.report_policy(self.steps_done)
 
 
 def _loss_inputs(microbatch: Microbatch, scores: TokenScores) -> LossInputs:

@@ -12,7 +12,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -33,6 +33,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_NOTES = 15.0
+_TORCHRUN_NAMES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
 
 
 def is_port_in_use(port: int, host: str = "127.0.0.1") -> bool:
@@ -87,7 +91,12 @@ def vllm_environment(
         updatable: Offer the routes that replace weights in place; they let anyone who reaches the
             port load files, so the server should stay on a loopback address.
     """
-    environment = dict(inherited)
+    # What torchrun tells this process would make the engine look for the trainer's other ranks.
+    environment = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _TORCHRUN_NAMES and not name.startswith("TORCHELASTIC_")
+    }
     if config.vllm_gpu is not None:
         visible = inherited.get("CUDA_VISIBLE_DEVICES", "")
         devices = [device for device in visible.split(",") if device]
@@ -117,8 +126,8 @@ class VllmServer:
         self._updatable = updatable
         self._process: ManagedProcess | None = None
 
-    def start(self, model_path: str) -> None:
-        """Start the server on a model and wait until it is healthy.
+    def start(self, model_path: str, *, more: Sequence[str] = ()) -> None:
+        """Start the server on a model, with more arguments, and wait until it is healthy.
 
         Raises:
             InferenceError: the port is taken.
@@ -132,7 +141,7 @@ class VllmServer:
             )
         process = ManagedProcess(
             "vLLM",
-            vllm_command(config, model_path),
+            [*vllm_command(config, model_path), *more],
             log_path=Path(config.log_dir) / "vllm.log",
             env=vllm_environment(config, os.environ, updatable=self._updatable),
         )

@@ -11,7 +11,14 @@ from typing import Any, Protocol
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.config import BUILT_MODES, TrainingConfig
 from example_trainer.engine_control import EngineControl
-from example_trainer.engine_weights import export_for_engine, ties_output_to_input
+from example_trainer.engine_weights import (
+    export_for_engine,
+    require_shared_memory_for,
+    ties_output_to_input,
+    transport_directory,
+)
+from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
+from example_trainer.sglang_control import SglangControl
 from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
 
 __all__ = [
@@ -25,8 +32,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-SYNC_DIRECTORY = "sync_weights"
 
 
 class WeightSync(Protocol):
@@ -44,14 +49,14 @@ class WeightSync(Protocol):
     def check_before_load(self) -> None:
         """Fail early on what is wrong before the model is loaded."""
 
-    def start(self, model: Any, tokenizer: Any, *, source: str) -> None:
-        """Make sure an engine serves the model, loaded from `source`; returns once it does."""
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
+        """Make sure an engine serves the model, loaded from `source` after so many steps."""
 
     def before_step(self, *, sync_follows: bool) -> None:
         """Make room for the optimiser step, when weights are published right after it."""
 
-    def publish(self, model: Any, *, checkpoint: Path | None) -> None:
-        """Let the engine serve the model's present weights; returns once it does."""
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
+        """Let the engine serve the weights the model has after `step`; returns once it does."""
 
     def check_alive(self) -> None:
         """Raise when an engine of ours has died."""
@@ -88,11 +93,6 @@ def require_built_mode(config: TrainingConfig) -> None:
             f"weight_bridge_mode={config.weight_bridge_mode} is not built yet; use one of: "
             + ", ".join(BUILT_MODES)
         )
-    if config.world_size != 1 or config.trainer_rank != 0:
-        raise ConfigError(
-            f"trainer_rank={config.trainer_rank}, world_size={config.world_size}: several trainer "
-            "processes are not built yet; leave them at 0 and 1"
-        )
     if config.single_copy:
         raise ConfigError("single_copy needs weight_bridge_mode=shared_vllm, not built yet")
 
@@ -106,6 +106,8 @@ def make_weight_sync(config: TrainingConfig) -> WeightSync:
     require_built_mode(config)
     strategies: dict[str, Callable[[TrainingConfig], WeightSync]] = {
         "in_place": InPlaceSync,
+        "lora_only": LoraSwapSync,
+        "lora_restart": LoraRestartSync,
         "none": RestartSync,
         "off": NoSync,
     }
@@ -124,13 +126,13 @@ class NoSync:
     def check_before_load(self) -> None:
         """Nothing to check."""
 
-    def start(self, model: Any, tokenizer: Any, *, source: str) -> None:
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         """Nothing to start."""
 
     def before_step(self, *, sync_follows: bool) -> None:
         """Nothing holds memory that could be freed."""
 
-    def publish(self, model: Any, *, checkpoint: Path | None) -> None:
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         """Nobody to publish to."""
 
     def check_alive(self) -> None:
@@ -167,7 +169,7 @@ class RestartSync:
                 "--weight-bridge-mode in_place to update a vLLM that is already running"
             )
 
-    def start(self, model: Any, tokenizer: Any, *, source: str) -> None:
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         """Launch the engine on the source and wait until it is healthy."""
         self._server.start(source)
 
@@ -176,7 +178,7 @@ class RestartSync:
         if sync_follows:
             self._server.stop()
 
-    def publish(self, model: Any, *, checkpoint: Path | None) -> None:
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         """Restart the engine on the checkpoint."""
         self._server.stop()
         self._server.start(str(checkpoint))
@@ -195,11 +197,11 @@ class RestartSync:
 
 
 class InPlaceSync:
-    """Lets a running engine reload its weights from disk; no restart, caches dropped.
+    """Lets a running engine reload its weights from files; no restart, caches dropped.
 
     Uses the engine that already answers at `vllm_port`, and leaves it running at the end;
-    launches and owns one when the port is free. The weights pass through a directory under
-    `save_path` that the engine's host must be able to read.
+    launches and owns one when the port is free. The weights pass through a directory that the
+    engine's host must be able to read: under `save_path`, or in memory both share.
     """
 
     publishes_final = True
@@ -208,14 +210,17 @@ class InPlaceSync:
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._server = VllmServer(config, updatable=True)
-        self._control = EngineControl(f"http://{config.vllm_connect_host}:{config.vllm_port}")
-        self._directory = Path(config.save_path) / SYNC_DIRECTORY
+        kind = SglangControl if config.engine == "sglang" else EngineControl
+        self._control = kind(f"http://{config.vllm_connect_host}:{config.vllm_port}")
+        self._directory = transport_directory(config)
         self._is_external = False
 
     def check_before_load(self) -> None:
         """Find out whose engine will be used, and whether it can do this."""
         port, host = self._config.vllm_port, self._config.vllm_connect_host
         if not is_port_in_use(port, host):
+            if self._config.engine == "sglang":
+                raise InferenceError(f"no SGLang at {host}:{port}; start it before the trainer")
             return
         if not check_vllm_health(port, host):
             raise InferenceError(
@@ -225,7 +230,7 @@ class InPlaceSync:
         self._control.require_in_place_updates()
         self._is_external = True
 
-    def start(self, model: Any, tokenizer: Any, *, source: str) -> None:
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         """Launch an engine unless one is there; bring one that is there to the present weights."""
         is_tied = ties_output_to_input(model)
         if self._is_external:
@@ -236,7 +241,7 @@ class InPlaceSync:
                     "and let the trainer launch the engine, or use --weight-bridge-mode none"
                 )
             if source != self._config.model_name:
-                self.publish(model, checkpoint=None)
+                self.publish(model, checkpoint=None, step=step)
             return
         if is_tied and not self._config.device.startswith("cuda"):
             source = str(export_for_engine(model, self._directory, tokenizer=tokenizer))
@@ -246,10 +251,14 @@ class InPlaceSync:
     def before_step(self, *, sync_follows: bool) -> None:
         """Nothing to do: the engine keeps generating during the step."""
 
-    def publish(self, model: Any, *, checkpoint: Path | None) -> None:
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         """Write the weights out and reload them in the running engine."""
+        if self._config.sync_transport == "shared_memory":
+            require_shared_memory_for(model)
         export_for_engine(model, self._directory)
-        self._control.reload_weights(self._directory, pause_mode=self._config.sync_pause_mode)
+        self._control.reload_weights(
+            self._directory, pause_mode=self._config.sync_pause_mode, version=step
+        )
 
     def check_alive(self) -> None:
         """Raise when an engine this trainer launched has died."""

@@ -10,7 +10,7 @@ import pytest
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError
 from atroposlib.utils.run_log import RunLog
-from example_trainer import checkpointing, training
+from example_trainer import checkpointing, publishing
 from example_trainer.batch_journal import BatchJournal
 from example_trainer.checkpointing import (
     find_latest_checkpoint,
@@ -120,8 +120,8 @@ MOMENTS = {
     "checkpoint half written": (checkpointing, "save_training_state", 2, False),
     "checkpoint written, not in place": (checkpointing, "_flush_to_disk", 2, False),
     "checkpoint in place, journal not cut": (BatchJournal, "forget_through", 1, False),
-    "checkpoint in place, old one not dropped": (training, "drop_old_checkpoints", 2, False),
-    "checkpoint in place, not acknowledged": (training, "drop_old_checkpoints", 2, True),
+    "checkpoint in place, old one not dropped": (publishing, "drop_old_checkpoints", 2, False),
+    "checkpoint in place, not acknowledged": (publishing, "drop_old_checkpoints", 2, True),
     "before the final model": (LeasingService, "acknowledge", STEPS + 1, True),
 }
 

@@ -70,7 +70,7 @@ class RecordingSync:
     def before_step(self, *, sync_follows):
         self.made_room.append(sync_follows)
 
-    def publish(self, model, *, checkpoint):
+    def publish(self, model, *, checkpoint, step=0):
         self.published.append(checkpoint.name if checkpoint else None)
 
     def check_alive(self):

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from atroposlib.errors import ConfigError, InferenceError
+from example_trainer import engine_weights
 from example_trainer.engine_control import EngineControl
-from example_trainer.engine_weights import export_for_engine, ties_output_to_input
+from example_trainer.engine_weights import (
+    SHARED_MEMORY,
+    export_for_engine,
+    require_shared_memory_for,
+    ties_output_to_input,
+)
+from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
+from example_trainer.sglang_control import SglangControl
 from example_trainer.vllm_manager import VllmServer
 from example_trainer.weight_sync import (
     InPlaceSync,
@@ -58,19 +68,26 @@ def test_sync_is_due_at_the_interval_and_at_the_end_where_somebody_uses_it(
     assert steps == due
 
 
-@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only", "lora_restart"])
+@pytest.mark.parametrize("mode", ["shared_vllm"])
 def test_mode_that_is_not_built_is_refused_naming_what_exists(tmp_path, mode):
     with pytest.raises(ConfigError, match=f"{mode} is not built yet; use one of: none, in_place"):
         require_built_mode(tiny_config(tmp_path, weight_bridge_mode=mode))
 
 
-@pytest.mark.parametrize("settings", [{"world_size": 2}, {"single_copy": True}])
-def test_setting_without_code_behind_it_is_refused(tmp_path, settings):
+def test_setting_without_code_behind_it_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not built yet"):
-        require_built_mode(tiny_config(tmp_path, **settings))
+        require_built_mode(tiny_config(tmp_path, single_copy=True))
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("none", RestartSync), ("in_place", InPlaceSync)])
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ("none", RestartSync),
+        ("in_place", InPlaceSync),
+        ("lora_only", LoraSwapSync),
+        ("lora_restart", LoraRestartSync),
+    ],
+)
 def test_mode_chooses_the_strategy(tmp_path, mode, kind):
     sync = make_weight_sync(tiny_config(tmp_path, weight_bridge_mode=mode))
 
@@ -203,3 +220,81 @@ def test_engine_is_asked_for_its_logprobs_mode(answer, processed):
         control = EngineControl(f"http://127.0.0.1:{engine.port}")
         assert control.returns_processed_logprobs() is processed
         control.close()
+
+
+def test_update_of_an_engine_left_running_neither_pauses_nor_resumes(tmp_path):
+    with ScriptedVllm() as engine:
+        config = tiny_config(tmp_path, vllm_port=engine.port, sync_pause_mode="none")
+        sync = InPlaceSync(config)
+        sync.publish(tiny_llama(), checkpoint=None)
+        sync.close()
+
+    assert engine.paths == ["/collective_rpc", "/reset_prefix_cache"]
+
+
+def test_weights_through_shared_memory_leave_nothing_behind(tmp_path):
+    with ScriptedVllm() as engine:
+        config = tiny_config(tmp_path, vllm_port=engine.port, sync_transport="shared_memory")
+        sync = InPlaceSync(config)
+        sync.publish(tiny_llama(), checkpoint=None)
+        directory = Path(engine.requests[1][2]["kwargs"]["weights_path"])
+        existed = (directory / "model.safetensors").is_file()
+        sync.close()
+
+    assert directory.parent == SHARED_MEMORY
+    assert existed
+    assert not directory.exists()
+
+
+def test_weights_too_large_for_shared_memory_are_refused_with_the_sizes(monkeypatch):
+    monkeypatch.setattr(engine_weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(ConfigError, match="two copies of the weights"):
+        require_shared_memory_for(tiny_llama())
+
+
+@pytest.mark.parametrize(
+    ("pause_mode", "paths", "flush"),
+    [
+        ("keep", ["/pause_generation", "/update_weights_from_disk", "/continue_generation"], True),
+        ("none", ["/pause_generation", "/update_weights_from_disk", "/continue_generation"], False),
+        ("wait", ["/update_weights_from_disk"], True),
+    ],
+)
+def test_sglang_is_updated_from_disk_with_the_version(tmp_path, pause_mode, paths, flush):
+    with ScriptedVllm({"/model_info": (200, {})}) as engine:
+        config = tiny_config(
+            tmp_path, vllm_port=engine.port, engine="sglang", sync_pause_mode=pause_mode
+        )
+        sync = InPlaceSync(config)
+        sync.check_before_load()
+        sync.start(tiny_llama(), SavedTokenizer(), source="tiny")
+        sync.publish(tiny_llama(), checkpoint=None, step=7)
+        sync.close()
+
+    assert engine.paths == paths
+    update = next(body for path, _, body in engine.requests if path.startswith("/update"))
+    assert update == {
+        "model_path": str(tmp_path / "saves" / "sync_weights"),
+        "weight_version": "7",
+        "flush_cache": flush,
+    }
+
+
+def test_sglang_that_refuses_the_weights_continues_and_is_an_error(tmp_path):
+    answers = {"/update_weights_from_disk": (200, {"success": False, "message": "no such file"})}
+    with ScriptedVllm(answers) as engine:
+        control = SglangControl(f"http://127.0.0.1:{engine.port}")
+        with pytest.raises(InferenceError, match="no such file"):
+            control.reload_weights(tmp_path, pause_mode="keep", version=1)
+        control.close()
+
+    assert engine.paths[-1] == "/continue_generation"
+
+
+def test_sglang_is_never_launched(tmp_path, free_port):
+    sync = InPlaceSync(tiny_config(tmp_path, vllm_port=free_port, engine="sglang"))
+    with pytest.raises(InferenceError, match="start it before the trainer"):
+        sync.check_before_load()
+    sync.close()
+    with pytest.raises(ValueError, match="in_place alone"):
+        tiny_config(tmp_path, engine="sglang", weight_bridge_mode="none")

@@ -1,0 +1,159 @@
+"""Getting LoRA adapters into an engine: hot-swapped while it runs, or at a restart."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from atroposlib.errors import ConfigError, InferenceError
+from example_trainer.checkpointing import replace_directory
+from example_trainer.config import TrainingConfig
+from example_trainer.lora import engine_rank
+from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
+
+__all__ = ["LoraRestartSync", "LoraSwapSync", "save_adapter"]
+
+logger = logging.getLogger(__name__)
+
+_ROUTE = "/v1/load_lora_adapter"
+
+
+def save_adapter(model: Any, config: TrainingConfig, step: int) -> Path:
+    """Write the adapters as `adapter_step_<step>` under `save_path`; returns the directory.
+
+    Every step has a path of its own: vLLM keeps the caches of an adapter it knows by its path.
+    """
+    path = Path(config.save_path) / f"adapter_step_{step}"
+    return replace_directory(path, model.save_pretrained)
+
+
+class LoraSwapSync:
+    """Swaps the adapter of a running vLLM that is not ours, under one name, without a pause.
+
+    Rollouts ask for the model `lora_name`. Requests under way go on with the new adapter from
+    their next token, with the caches of the old one; new requests use the new one alone.
+    """
+
+    publishes_final = True
+    needs_checkpoint = False
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._base_url = f"http://{config.vllm_connect_host}:{config.vllm_port}"
+        # The engine is a neighbour: proxy settings of the environment do not concern it.
+        self._http = httpx.Client(base_url=self._base_url, timeout=600.0, trust_env=False)
+
+    def check_before_load(self) -> None:
+        """Fail when no engine is there, or one that takes no adapters."""
+        if not check_vllm_health(self._config.vllm_port, self._config.vllm_connect_host):
+            raise InferenceError(
+                f"no engine answers GET {self._base_url}/health with 200; weight_bridge_mode="
+                "lora_only needs a running vLLM, lora_restart launches its own"
+            )
+        # Without a name the route refuses and changes nothing; 404 and 405 mean no route.
+        status = self._send({}).status_code
+        if status not in (400, 422):
+            raise ConfigError(
+                f"the engine at {self._base_url} takes no adapters while it runs (POST {_ROUTE} "
+                f"answered {status}); start vLLM with --enable-lora --max-lora-rank "
+                f"{engine_rank(self._config.lora_r)} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+                "in its environment, or use --weight-bridge-mode lora_restart"
+            )
+
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
+        """Load the adapters as they are."""
+        self.publish(model, step=step, checkpoint=None)
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Nothing to do: the engine keeps generating during the step."""
+
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
+        """Write the adapters and let the engine take them in place of those it has."""
+        directory = save_adapter(model, self._config, step)
+        answer = self._send(
+            {
+                "lora_name": self._config.lora_name,
+                "lora_path": str(directory.resolve()),
+                "load_inplace": True,
+            }
+        )
+        if answer.status_code != 200:
+            raise InferenceError(
+                f"POST {self._base_url}{_ROUTE} answered {answer.status_code}: "
+                f"{answer.text[:500]}; the model is served as {self._config.lora_name!r} and the "
+                "engine must be able to read the directory"
+            )
+
+    def _send(self, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return self._http.post(_ROUTE, json=body)
+        except httpx.HTTPError as error:
+            raise InferenceError(f"POST {self._base_url}{_ROUTE} failed: {error!r}") from error
+
+    def check_alive(self) -> None:
+        """The engine is not ours; a dead one shows at the next swap."""
+
+    def returns_processed_logprobs(self) -> bool:
+        """Say what the settings say."""
+        return self._config.logprobs_mode == "processed"
+
+    def close(self) -> None:
+        """Close the connection; the engine runs on with the adapters it has."""
+        self._http.close()
+
+
+class LoraRestartSync:
+    """Owns an engine and restarts it on the adapters; rollouts ask for the model `lora_name`."""
+
+    publishes_final = False
+    needs_checkpoint = False
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._server = VllmServer(config, updatable=False)
+
+    def check_before_load(self) -> None:
+        """Fail when the port is taken."""
+        port = self._config.vllm_port
+        if is_port_in_use(port, self._config.vllm_connect_host):
+            raise InferenceError(
+                f"port {port} is taken, but weight_bridge_mode=lora_restart launches its own "
+                "engine there; stop that process, choose another --vllm-port, or use "
+                "--weight-bridge-mode lora_only to swap adapters in a vLLM that is running"
+            )
+
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
+        """Launch the engine on the model and the adapters as they are; wait until it is healthy."""
+        self._launch(save_adapter(model, self._config, step))
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Stop the engine when it is restarted after the step anyway: frees its GPU memory."""
+        if sync_follows:
+            self._server.stop()
+
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
+        """Restart the engine on the present adapters."""
+        directory = save_adapter(model, self._config, step)
+        self._server.stop()
+        self._launch(directory)
+
+    def _launch(self, directory: Path) -> None:
+        rank = engine_rank(self._config.lora_r)
+        more = ["--enable-lora", "--max-lora-rank", str(rank)]
+        more += ["--lora-modules", f"{self._config.lora_name}={directory.resolve()}"]
+        self._server.start(self._config.model_name, more=more)
+
+    def check_alive(self) -> None:
+        """Raise when the engine has died."""
+        self._server.check_alive()
+
+    def returns_processed_logprobs(self) -> bool:
+        """Say what the engine was told at its launch."""
+        return self._config.logprobs_mode == "processed"
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._server.stop()

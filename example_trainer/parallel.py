@@ -1,0 +1,238 @@
+"""The processes that train one model together: who leads, what each gets, what they add up.
+
+    rank 0: service --lease--> batch --split--> one share a rank       engine, checkpoints, log
+    all:    share --forward, backward--> gradients --sum over ranks--> the same optimiser step
+
+`fsdp` keeps a part of weights, gradients and optimiser state on each rank (torch's FSDP2); `data`
+keeps all of them on every rank. The loss is divided by counts over the whole batch, so gradients
+are summed over ranks, never averaged, and the result is that of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from atroposlib.errors import ConfigError
+from example_trainer.config import TrainingConfig
+
+__all__ = ["ONE_PROCESS", "Parallel", "open_parallel", "torchrun_settings"]
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT = datetime.timedelta(days=30)
+"""Other ranks wait so long for rank 0, which itself waits for batches and for the engine."""
+
+Value = TypeVar("Value")
+
+
+class Parallel:
+    """One rank's view of the group; with one process every method is a no-op.
+
+    Every method but the properties must be called by all ranks, in the same order.
+
+    Args:
+        rank: Number of this process, 0 leads.
+        world_size: Number of processes.
+        mode: `fsdp` or `data`.
+        device: Torch device of this rank.
+        control: Group of torch.distributed that carries Python objects; None with one process.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        mode: Literal["fsdp", "data"] = "fsdp",
+        device: str = "cpu",
+        control: Any = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._mode = mode
+        self._device = device
+        self._control = control
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process talks to the service, the engine, the disk and the log."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.world_size == 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the weights only."""
+        return not self.is_alone and self._mode == "fsdp"
+
+    def scatter(self, shares: Sequence[Value] | None) -> Value:
+        """Give rank r the r-th of the shares of rank 0; the other ranks pass None."""
+        if self.is_alone:
+            assert shares is not None
+            return shares[0]
+        import torch.distributed as dist
+
+        own: list[Any] = [None]
+        dist.scatter_object_list(
+            own, None if shares is None else list(shares), src=0, group=self._control
+        )
+        share: Value = own[0]
+        return share
+
+    def broadcast(self, value: Value) -> Value:
+        """Return rank 0's value on every rank."""
+        if self.is_alone:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return the values of all ranks, by rank."""
+        if self.is_alone:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def shard(self, scorer: Any) -> None:
+        """Leave this rank its part of the model in `scorer`; the optimiser is made afterwards.
+
+        Each transformer block is gathered when it is used and let go again; what lies outside the
+        blocks is gathered for the whole pass, because the loss reads the output layer's weights.
+        """
+        if not self.is_sharded:
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        kind = "cuda" if self._device.startswith("cuda") else "cpu"
+        mesh = init_device_mesh(kind, (self.world_size,))
+        blocks = set(scorer.model._no_split_modules or ())
+        for module in list(scorer.model.modules()):
+            if type(module).__name__ in blocks:
+                fully_shard(module, mesh=mesh)
+        fully_shard(scorer, mesh=mesh)
+
+    @property
+    def loss_factor(self) -> float:
+        """What a rank's loss is multiplied by before `backward`: FSDP2 averages over ranks."""
+        return float(self.world_size) if self.is_sharded else 1.0
+
+    def sum_gradients(self, model: Any) -> None:
+        """Add the ranks' gradients up, where the model itself does not."""
+        if self.is_alone or self.is_sharded:
+            return
+        import torch
+        import torch.distributed as dist
+
+        pending = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                pending.append(dist.all_reduce(parameter.grad, async_op=True))
+        for work in pending:
+            work.wait()
+
+    def clip_gradients(self, model: Any, *, max_norm: float) -> float:
+        """Clip the gradient of the whole model; returns its norm before that."""
+        import torch
+
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        if self.is_sharded:
+            norm = norm.full_tensor()  # a DTensor: the sum of the ranks' shares is still to be made
+        return float(norm)
+
+    def whole_model(self, model: Any) -> Any:
+        """Return something that saves like the whole model; full weights on rank 0 only."""
+        if not self.is_sharded:
+            return model
+        from example_trainer.sharded_state import GatheredModel, gather_weights
+
+        return GatheredModel(model, gather_weights(model, keep=self.is_main))
+
+    def whole_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the optimiser's state for the whole model; empty on other ranks than 0."""
+        if not self.is_sharded:
+            state: dict[str, Any] = optimizer.state_dict()
+            return state
+        from example_trainer.sharded_state import gather_optimizer_state
+
+        return gather_optimizer_state(optimizer, keep=self.is_main)
+
+
+ONE_PROCESS = Parallel()
+
+
+@contextlib.contextmanager
+def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
+    """Join the other ranks for the time of the context.
+
+    Raises:
+        ConfigError: the rank is not below the number of processes.
+    """
+    if config.world_size == 1:
+        yield ONE_PROCESS
+        return
+    if config.trainer_rank >= config.world_size:
+        raise ConfigError(
+            f"trainer_rank={config.trainer_rank} must be below world_size={config.world_size}"
+        )
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = config.device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(config.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=config.init_method,
+        rank=config.trainer_rank,
+        world_size=config.world_size,
+    )
+    yield Parallel(
+        rank=config.trainer_rank,
+        world_size=config.world_size,
+        mode=config.parallel_mode,
+        device=config.device,
+        control=dist.new_group(backend="gloo", timeout=_LONGEST_WAIT),
+    )
+    # Not after a failure: the other ranks may never come to the end, torchrun ends them.
+    dist.destroy_process_group()
+
+
+def torchrun_settings(environment: Mapping[str, str], *, device: str) -> dict[str, Any]:
+    """Return the settings that torchrun's variables stand for, none outside torchrun.
+
+    Args:
+        environment: Of this process.
+        device: `cuda` becomes the GPU of this process's number on its host.
+
+    Raises:
+        ConfigError: a variable is no number.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return {}
+    try:
+        settings: dict[str, Any] = {
+            "trainer_rank": int(environment["RANK"]),
+            "world_size": int(environment["WORLD_SIZE"]),
+        }
+        local_rank = int(environment.get("LOCAL_RANK", "0"))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from error
+    if device == "cuda":
+        settings["device"] = f"cuda:{local_rank}"
+    return settings

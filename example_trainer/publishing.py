@@ -1,0 +1,121 @@
+"""Where the weights go after a step: into checkpoints, and to the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from example_trainer.checkpointing import (
+    drop_old_checkpoints,
+    random_states,
+    replace_directory,
+    save_checkpoint,
+)
+from example_trainer.config import TrainingConfig
+from example_trainer.group_feed import GroupFeed
+from example_trainer.parallel import Parallel
+from example_trainer.weight_sync import WeightSync, is_sync_due
+
+__all__ = ["Publisher"]
+
+
+class Publisher:
+    """Saves and publishes what is due; every rank calls it, rank 0 writes and speaks.
+
+    Args:
+        config: Settings.
+        model: The trained model.
+        tokenizer: Saved beside it.
+        optimizer: Saved in checkpoints that can be resumed from.
+        feed: Told which weights the engine serves and what is on disk.
+        weight_sync: How the engine gets new weights.
+        parallel: The ranks that train together.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        model: Any,
+        tokenizer: Any,
+        optimizer: Any,
+        feed: GroupFeed,
+        weight_sync: WeightSync,
+        parallel: Parallel,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._tokenizer = tokenizer
+        self._optimizer = optimizer
+        self._feed = feed
+        self._weight_sync = weight_sync
+        self._parallel = parallel
+
+    def before_step(self, step: int) -> None:
+        """Let the engine make room for the optimiser step number `step`."""
+        self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
+
+    def after_step(self, step: int) -> None:
+        """Write and publish what is due after a step; the final model is `finish`'s business."""
+        config = self._config
+        saves = config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0
+        publishes = self._is_sync_due(step) and step < config.training_steps
+        if not saves and not publishes:
+            return
+        model = self._parallel.whole_model(self._model)
+        checkpoint: Path | None = None
+        if saves or self._weight_sync.needs_checkpoint:
+            checkpoint = self._save(model, step, is_resumable=saves)
+        if saves:
+            self._note_saved(step)
+        if publishes:
+            self._publish(model, step, checkpoint)
+
+    def finish(self, step: int) -> Path:
+        """Write the final model and publish it where somebody uses it; returns its directory."""
+        model = self._parallel.whole_model(self._model)
+        final = self._save(model, step, is_final=True)
+        if self._is_sync_due(step):
+            self._publish(model, step, final)
+        if self._config.uses_lora and self._parallel.is_main:
+            replace_directory(
+                Path(self._config.save_path) / "tokenizer", self._tokenizer.save_pretrained
+            )
+        return final
+
+    def _is_sync_due(self, step: int) -> bool:
+        return is_sync_due(step, self._config, publishes_final=self._weight_sync.publishes_final)
+
+    def _save(
+        self, model: Any, step: int, *, is_final: bool = False, is_resumable: bool = False
+    ) -> Path:
+        optimizer_state, states = None, None
+        if is_resumable:
+            optimizer_state = self._parallel.whole_optimizer_state(self._optimizer)
+            states = self._parallel.gather(random_states())
+        return save_checkpoint(
+            model,
+            self._tokenizer,
+            self._config.save_path,
+            step,
+            is_final,
+            final_name="final_adapter" if self._config.uses_lora else "final_model",
+            optimizer=self._optimizer if is_resumable else None,
+            feed_state=self._feed.state(),
+            optimizer_state=optimizer_state,
+            states_by_rank=states,
+            writes=self._parallel.is_main,
+        )
+
+    def _note_saved(self, step: int) -> None:
+        self._feed.saved(step)
+        if self._parallel.is_main and self._config.keep_checkpoints is not None:
+            drop_old_checkpoints(
+                self._config.save_path,
+                keep=self._config.keep_checkpoints,
+                run_id=self._feed.state().get("run_id"),
+            )
+
+    def _publish(self, model: Any, step: int, checkpoint: Path | None) -> None:
+        self._weight_sync.publish(model, checkpoint=checkpoint, step=step)
+        self._feed.report_policy(step)

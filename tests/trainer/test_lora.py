@@ -1,0 +1,159 @@
+"""LoRA adapters: what is trained, what is saved, how an engine is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from atroposlib.errors import ConfigError, InferenceError
+from example_trainer.lora import add_adapters, engine_rank, is_adapter
+from example_trainer.lora_sync import LoraSwapSync
+from example_trainer.model import load_model_and_tokenizer
+from example_trainer.training import Trainer
+from tests.trainer.scripted_vllm import ScriptedVllm
+from tests.trainer.test_training import PREFERRED, REJECTED, make_trainer, probability
+from tests.trainer.tiny import SavedTokenizer, group, save_tiny_model, tiny_config, tiny_llama
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    return save_tiny_model(tmp_path / "model")
+
+
+def lora_config(tmp_path, **settings):
+    return tiny_config(
+        tmp_path,
+        model_name=str(tmp_path / "model"),
+        weight_bridge_mode="lora_only",
+        lora_r=4,
+        lora_dropout=0.0,
+        **settings,
+    )
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+def test_fresh_adapters_are_all_that_is_trained_and_change_nothing(tmp_path, model_folder):
+    config = lora_config(tmp_path, lora_layer_indices=[1])
+    plain, _ = load_model_and_tokenizer(config.model_copy(update={"weight_bridge_mode": "off"}))
+
+    model, _ = load_model_and_tokenizer(config)
+
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    assert len(trained) == 4  # A and B of q_proj and v_proj in the one block
+    assert all("layers.1." in name and "lora_" in name for name in trained)
+    assert torch.equal(logits(model), logits(plain))
+
+
+def test_layer_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"lora_layer_indices \[2\] do not exist: .* 0-1"):
+        add_adapters(tiny_llama(), lora_config(tmp_path, lora_layer_indices=[2]))
+
+
+def test_module_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="lora_target_modules"):
+        add_adapters(tiny_llama(), lora_config(tmp_path, lora_target_modules=["nowhere"]))
+
+
+def test_adapters_and_whole_blocks_together_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="lora-layer-indices"):
+        add_adapters(tiny_llama(), lora_config(tmp_path, train_layer_indices=[0]))
+
+
+def test_training_saves_adapters_that_load_again(tmp_path, model_folder):
+    config = lora_config(tmp_path)
+    model, _ = load_model_and_tokenizer(config)
+    before = probability(model, PREFERRED)
+    trainer = make_trainer(
+        tmp_path,
+        model=model,
+        weight_bridge_mode="lora_only",
+        groups=[group([[PREFERRED], [REJECTED]] * 2, [1.0, 0.0] * 2)],
+        training_steps=6,
+        checkpoint_interval=3,
+    )
+
+    final = trainer.run()
+
+    assert probability(model, PREFERRED) > before
+    assert final.name == "final_adapter"
+    assert is_adapter(final)
+    assert (tmp_path / "saves" / "tokenizer").is_dir()
+    assert not (final / "model.safetensors").exists()
+    again, _ = load_model_and_tokenizer(config, source=str(final))
+    assert torch.equal(logits(again), logits(model))
+    assert [p.requires_grad for p in again.parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
+    assert is_adapter(tmp_path / "saves" / "step_3")
+    assert isinstance(trainer, Trainer)
+
+
+@pytest.mark.parametrize(("rank", "engine"), [(1, 8), (8, 8), (16, 16), (17, 32), (512, 512)])
+def test_engine_rank_is_the_next_one_it_knows(rank, engine):
+    assert engine_rank(rank) == engine
+
+
+def test_rank_beyond_the_engines_largest_is_refused():
+    with pytest.raises(ConfigError, match="up to 512"):
+        engine_rank(513)
+
+
+def test_swap_names_the_adapter_and_a_path_of_its_own_per_step(tmp_path, model_folder):
+    with ScriptedVllm({"/v1/load_lora_adapter": (200, "ok")}) as engine:
+        config = lora_config(tmp_path, vllm_port=engine.port)
+        model, _ = load_model_and_tokenizer(config)
+        sync = LoraSwapSync(config)
+        sync.start(model, SavedTokenizer(), source="tiny", step=2)
+        sync.publish(model, checkpoint=None, step=4)
+        sync.close()
+
+    assert [body for _, _, body in engine.requests] == [
+        {
+            "lora_name": "training_adapter",
+            "lora_path": str(tmp_path / "saves" / f"adapter_step_{step}"),
+            "load_inplace": True,
+        }
+        for step in (2, 4)
+    ]
+    settings = json.loads(
+        (tmp_path / "saves" / "adapter_step_4" / "adapter_config.json").read_text()
+    )
+    assert settings["r"] == 4
+
+
+def test_swap_without_an_engine_is_refused(tmp_path, free_port):
+    sync = LoraSwapSync(lora_config(tmp_path, vllm_port=free_port))
+    with pytest.raises(InferenceError, match="lora_restart launches its own"):
+        sync.check_before_load()
+    sync.close()
+
+
+@pytest.mark.parametrize(("status", "is_refused"), [(404, True), (405, True), (400, False)])
+def test_engine_without_the_route_is_refused_naming_the_remedy(tmp_path, status, is_refused):
+    with ScriptedVllm({"/v1/load_lora_adapter": (status, {})}) as engine:
+        sync = LoraSwapSync(lora_config(tmp_path, vllm_port=engine.port))
+        if is_refused:
+            with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+                sync.check_before_load()
+        else:
+            sync.check_before_load()
+        sync.close()
+
+
+def test_adapter_the_engine_refuses_is_an_error(tmp_path, model_folder):
+    with ScriptedVllm({"/v1/load_lora_adapter": (500, {"error": "rank"})}) as engine:
+        config = lora_config(tmp_path, vllm_port=engine.port)
+        model, _ = load_model_and_tokenizer(config)
+        sync = LoraSwapSync(config)
+        with pytest.raises(InferenceError, match="answered 500"):
+            sync.publish(model, checkpoint=None, step=1)
+        sync.close()

@@ -1,0 +1,211 @@
+"""Two ranks under torchrun train as one process does: same losses, same weights, same resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atroposlib.errors import ConfigError
+from atroposlib.scored_data import IGNORE_INDEX
+from example_trainer.batch import build_batch
+from example_trainer.batch_shares import split_batch
+from example_trainer.parallel import ONE_PROCESS, open_parallel, torchrun_settings
+from example_trainer.rows import RowRules
+from tests.api.soak.service_process import Replica
+from tests.trainer.kill_supervisor import seeded_groups
+from tests.trainer.tiny import group, save_tiny_model, tiny_config
+
+STEPS = 20
+TOLERANCE = 1e-5
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run_trainer(service, folder, *extra, ranks, steps=STEPS):
+    """Train by the command line; returns the final weights and the metrics by step."""
+    options = {
+        "model": folder.parent / "model",
+        "device": "cpu",
+        "training-steps": steps,
+        "batch-size": 1,
+        "gradient-accumulation-steps": 4,
+        "seq-len": 64,
+        "lr": 0.003,
+        "optimizer": "adamw",
+        "checkpoint-interval": 5,
+        "weight-bridge-mode": "off",
+        "save-path": folder,
+        "atropos-url": service.url,
+        "loss-reduction": "token_mean",
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    launcher = TORCHRUN if ranks == 2 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "example_trainer.grpo", *flags, *extra],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return load_file(folder / "final_model" / "model.safetensors"), list(map(json.loads, lines))
+
+
+@pytest.fixture(scope="module")
+def start_service(tmp_path_factory):
+    """Starts services that hold the same groups, one batch for every step."""
+    running = []
+
+    def start():
+        service = Replica(tmp_path_factory.mktemp("service"), "sqlite", run=f"run{len(running)}")
+        service.start()
+        running.append(service)
+        posted = httpx.post(f"{service.url}/scored_data_list", json=seeded_groups(STEPS))
+        posted.raise_for_status()
+        return service
+
+    yield start
+    for service in running:
+        service.stop()
+
+
+@pytest.fixture(scope="module")
+def runs_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    save_tiny_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(runs_folder, start_service):
+    """Final weights and metrics of one process."""
+    return run_trainer(start_service(), runs_folder / "one", ranks=1)
+
+
+def largest_difference(weights, others):
+    assert weights.keys() == others.keys()
+    return max(float((weights[name] - others[name]).abs().max()) for name in weights)
+
+
+def assert_same_run(found, expected, label):
+    weights, metrics = found
+    expected_weights, expected_metrics = expected
+    assert len(metrics) == len(expected_metrics) == STEPS
+    figures = {
+        name: max(
+            abs(mine[name] - theirs[name])
+            for mine, theirs in zip(metrics, expected_metrics, strict=True)
+        )
+        for name in ("train/loss", "train/grad_norm", "train/logp", "train/trained_tokens")
+    }
+    figures["final weights"] = largest_difference(weights, expected_weights)
+    print(f"{label}, largest difference over {STEPS} steps: {figures}")
+    assert max(figures.values()) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "data"])
+def test_two_ranks_equal_one_over_twenty_steps(runs_folder, start_service, one_rank, mode):
+    found = run_trainer(start_service(), runs_folder / mode, "--parallel-mode", mode, ranks=2)
+
+    assert_same_run(found, one_rank, mode)
+
+
+@pytest.mark.slow
+def test_sharded_run_resumes_from_its_checkpoint_with_any_number_of_ranks(
+    runs_folder, start_service, one_rank
+):
+    service, folder = start_service(), runs_folder / "resumed"
+    run_trainer(service, folder, ranks=2, steps=8)
+    run_trainer(service, folder, "--resume", ranks=2, steps=13)
+
+    found = run_trainer(service, folder, "--resume", ranks=1)
+
+    assert_same_run((found[0], one_rank[1]), one_rank, "resumed")
+    assert [line["train/loss"] for line in found[1]][-1] == pytest.approx(
+        one_rank[1][-1]["train/loss"], abs=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_shares_hold_every_microbatch_once_and_are_equally_many(world_size):
+    rows = [[5] * length for length in (1, 9, 3, 5, 2, 7)]
+    batch = build_batch(
+        [group(rows, [0.1 * n for n in range(6)])],
+        RowRules(seq_len=64),
+        microbatch_size=2,
+        pad_multiple=1,
+    )
+
+    shares = split_batch(batch, world_size)
+
+    assert len({len(share.microbatches) for share in shares}) == 1
+    assert all(share.totals == batch.totals for share in shares)
+    dealt = [mb for share in shares for mb in share.microbatches]
+    trained = [mb for mb in dealt if (mb.labels_BT != IGNORE_INDEX).any()]
+    assert sorted(map(id, trained)) == sorted(map(id, batch.microbatches))
+    assert len(dealt) == len(shares) * -(-len(batch.microbatches) // world_size)
+
+
+def test_shares_are_balanced_by_tokens():
+    rows = [[5] * length for length in (30, 1, 1, 1, 1, 30)]
+    batch = build_batch(
+        [group(rows, [0.1 * n for n in range(6)])],
+        RowRules(seq_len=64),
+        microbatch_size=1,
+        pad_multiple=1,
+    )
+
+    first, second = split_batch(batch, 2)
+
+    cells = [sum(mb.tokens_BT.numel() for mb in share.microbatches) for share in (first, second)]
+    assert cells == [38, 38]  # 3 prompt tokens each, one position lost to the shift: 32 + 3 + 3
+
+
+def test_one_process_needs_no_group(tmp_path):
+    with open_parallel(tiny_config(tmp_path)) as parallel:
+        assert parallel is ONE_PROCESS
+        assert parallel.scatter(["mine"]) == "mine"
+        assert parallel.gather("mine") == ["mine"]
+        assert parallel.broadcast("mine") == "mine"
+        assert parallel.loss_factor == 1.0
+        model = torch.nn.Linear(2, 2)
+        assert parallel.whole_model(model) is model
+
+
+def test_rank_beyond_the_number_of_processes_is_refused(tmp_path):
+    config = tiny_config(tmp_path, trainer_rank=2, world_size=2)
+
+    with (
+        pytest.raises(ConfigError, match="trainer_rank=2 must be below world_size=2"),
+        open_parallel(config),
+    ):
+        pass
+
+
+def test_torchrun_variables_become_settings():
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+    assert torchrun_settings(variables, device="cuda") == {
+        "trainer_rank": 5,
+        "world_size": 8,
+        "device": "cuda:1",
+    }
+    assert torchrun_settings(variables, device="cpu") == {"trainer_rank": 5, "world_size": 8}
+    assert torchrun_settings({}, device="cuda") == {}
+    with pytest.raises(ConfigError, match="must be numbers"):
+        torchrun_settings({**variables, "RANK": "x"}, device="cpu")
+
+
+def test_sharded_adafactor_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="adafactor cannot be sharded"):
+        tiny_config(tmp_path, world_size=2, optimizer="adafactor")
