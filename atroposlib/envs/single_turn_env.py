@@ -77,6 +77,13 @@ class SingleTurnEnv(BaseEnv):
                 when the completion was cut, for half an answer is none.
         """
 
+    async def score_all(self, item: Item, answers: Sequence[str]) -> Sequence[float]:
+        """Return the scores of all answers to an item; the default asks `score` for each.
+
+        Override it where answers are looked at together.
+        """
+        return await all_results(self._checked_score(item, answer) for answer in answers)
+
     def sampling(self) -> dict[str, Any]:
         """Return how rollouts are sampled: what the engine takes."""
         return {"temperature": self.config.temperature}
@@ -121,9 +128,8 @@ class SingleTurnEnv(BaseEnv):
             prefill=self.prefill,
             **self.sampling(),
         )
-        scores = await all_results(
-            self._score(item, t.completion, is_cut=t.is_truncated) for t in trajectories
-        )
+        answers = [self._shown(t.completion, is_cut=t.is_truncated) for t in trajectories]
+        scores = await self.score_all(item, answers)
         self.scores_since_log += scores
         group = build_group(
             messages,
@@ -165,10 +171,11 @@ class SingleTurnEnv(BaseEnv):
             temperature=self.config.eval_temperature,
             split="eval",
         )
-        is_cut = answer.finish_reason == "length"
+        shown = self._shown(answer.completion, is_cut=answer.finish_reason == "length")
+        [score] = await self.score_all(item, [shown])
         return {
             "messages": [*messages, {"role": "assistant", "content": answer.completion}],
-            "score": await self._score(item, answer.completion, is_cut=is_cut),
+            "score": score,
             "finish_reason": answer.finish_reason,
         }
 
@@ -180,9 +187,13 @@ class SingleTurnEnv(BaseEnv):
         self.scores_since_log = []
         await super().wandb_log(metrics)
 
-    async def _score(self, item: Item, completion: str, *, is_cut: bool) -> float:
-        shown = completion if self.scores_thinking else visible_text(completion)
-        score = await settle(self.score(item, "" if is_cut else shown))
+    def _shown(self, completion: str, *, is_cut: bool) -> str:
+        if is_cut:
+            return ""
+        return completion if self.scores_thinking else visible_text(completion)
+
+    async def _checked_score(self, item: Item, answer: str) -> float:
+        score = await settle(self.score(item, answer))
         try:
             return float(score)
         except (TypeError, ValueError):

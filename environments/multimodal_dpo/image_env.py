@@ -201,7 +201,8 @@ class ImageEnv(SingleTurnEnv):
             **self.sampling(),
         )
         replies = [(c.message.content or "", c.finish_reason or "stop") for c in chat.choices]
-        scores = [await self._score(item, t, is_cut=reason == "length") for t, reason in replies]
+        answers = [self._shown(text, is_cut=reason == "length") for text, reason in replies]
+        scores = list(await self.score_all(item, answers))
         self.scores_since_log += scores
         return self._group(item, replies, scores), []
 
