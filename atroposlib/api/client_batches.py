@@ -61,6 +61,11 @@ class BatchIterator:
         self._is_closed = self._is_ending = False
         self._held: dict[str, LeasedBatch] = {}
 
+    @property
+    def held(self) -> list[LeasedBatch]:
+        """The batches that are neither acknowledged nor given back, oldest first."""
+        return list(self._held.values())
+
     def __iter__(self) -> BatchIterator:
         return self
 
@@ -121,7 +126,7 @@ class BatchIterator:
             return
         self._is_closed = self._is_ending = True
         try:
-            for batch in list(self._held.values()):
+            for batch in self.held:
                 self.nack(batch)
         except TrajectoryApiError as error:
             logger.warning("a batch comes back when its lease runs out: %s", error)
@@ -144,7 +149,7 @@ class BatchIterator:
             return None
         self._register()
         if self._acknowledges_at_next:
-            for batch in list(self._held.values()):
+            for batch in self.held:
                 self.ack(batch)
         if self._is_over():
             return None

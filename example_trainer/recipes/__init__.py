@@ -1,0 +1,1 @@
+"""How trainers of others take their batches from the trajectory service."""

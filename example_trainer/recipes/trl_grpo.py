@@ -1,0 +1,280 @@
+"""TRL's GRPOTrainer on groups of the service: `python -m example_trainer.recipes.trl_grpo`.
+
+    environments ─► service ─► batches() ─► ServiceRollouts, as TRL's rollout_func ─► GRPOTrainer
+         ▲                                                                                │
+         └──────────── engine ◄── weights, and their version: PublishWeights ─────────────┘
+
+TRL makes advantages, loss and steps by its own rules; rewards are the scores of the groups. It
+takes trajectories as drawn from the weights it trains: environments should not work far ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.api.client import BatchIterator, batches
+from atroposlib.errors import ConfigError, GroupError
+from atroposlib.scored_data import IGNORE_INDEX, check_group
+from example_trainer.engine_control import EngineControl
+from example_trainer.row_fields import is_demonstration, is_silenced, temperature_of
+
+__all__ = ["ServiceRollouts", "main", "publish_weights", "service_reward"]
+
+_UNUSED_FIELDS = ("advantages", "distill_token_ids", "distill_logprobs", "images")
+_PROMPT = "what the service delivers"
+
+
+def service_reward(*, score: Sequence[float], **_others: Any) -> list[float]:
+    """Reward each completion with the score its environment gave; a reward function of TRL."""
+    return list(score)
+
+
+class ServiceRollouts:
+    """Hands groups of the service to TRL as if they had just been sampled; a `rollout_func`.
+
+    A batch is acknowledged when TRL asks for the next one: its steps are done then.
+
+    Args:
+        stream: from `batches`, with as many sequences per batch as TRL asks for at a time: its
+            `generation_batch_size`.
+    """
+
+    def __init__(self, stream: BatchIterator) -> None:
+        self._stream = stream
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """Wait for a batch; returns token ids, logprobs, the mask of trained tokens and scores.
+
+        Raises:
+            GroupError: a group asks for what TRL has no place for; the message names the field.
+            ConfigError: its size or temperature is not what the trainer is set to, or the run has
+                no batch left.
+        """
+        if trainer.accelerator.num_processes > 1:
+            raise ConfigError("this recipe feeds one process; TRL runs on several")
+        batch = next(self._stream, None)
+        if batch is None:
+            raise ConfigError(
+                "the run has all its batches, but TRL asks for more: give `batches` as many "
+                "num_steps as TRL generates batches"
+            )
+        rows: list[dict[str, Any]] = []
+        for i, group in enumerate(batch.groups):
+            try:
+                rows += rollouts_of(
+                    group, size=trainer.num_generations, temperature=trainer.temperature
+                )
+            except (GroupError, ConfigError) as error:
+                raise type(error)(f"group {i}: {error}") from error
+        if len(rows) != len(prompts):
+            raise ConfigError(
+                f"a batch of the service has {len(rows)} sequences, TRL asks for {len(prompts)}: "
+                "register its generation_batch_size as batch_size"
+            )
+        output: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+        if any(logprobs is None for logprobs in output["logprobs"]):
+            output["logprobs"] = None
+        return output
+
+    def finish(self) -> None:
+        """Acknowledge the last batch, once TRL has done its last step."""
+        for batch in self._stream.held:
+            self._stream.ack(batch)
+
+
+def rollouts_of(group: Mapping[str, Any], *, size: int, temperature: float) -> list[dict[str, Any]]:
+    """Turn a group into what TRL wants of each completion.
+
+    A completion begins at the first trained token; `env_mask` is 0 where the environment wrote.
+
+    Args:
+        group: as the service delivers it.
+        size: TRL's `num_generations`.
+        temperature: TRL's.
+
+    Raises:
+        GroupError, ConfigError: as for `ServiceRollouts`.
+    """
+    check_group(group)
+    _refuse_unused(group)
+    if len(group["tokens"]) != size:
+        raise ConfigError(
+            f"{len(group['tokens'])} trajectories, TRL's num_generations is {size}: let the "
+            "environment's group_size be the same, and send whole groups"
+        )
+    sampled_at = temperature_of(group, 0)
+    if any(temperature_of(group, i) != temperature for i in range(size)):
+        raise ConfigError(
+            f"sampled at temperature {sampled_at:g}, TRL's temperature is {temperature:g}: they "
+            "must be the same"
+        )
+    logprobs = group.get("inference_logprobs") or [None] * size
+    return [
+        _rollout(tokens, masks, row, score)
+        for tokens, masks, row, score in zip(
+            group["tokens"], group["masks"], logprobs, group["scores"], strict=True
+        )
+    ]
+
+
+def _rollout(
+    tokens: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None, score: float
+) -> dict[str, Any]:
+    is_prompt = itertools.takewhile(lambda label: label == IGNORE_INDEX, masks)
+    start = sum(1 for _ in is_prompt)
+    if start in (0, len(tokens)):
+        raise GroupError("masks: a trajectory needs a prompt in front and a trained token after it")
+    is_trained = [int(label != IGNORE_INDEX) for label in masks[start:]]
+    known = None
+    if logprobs is not None:
+        pairs = zip(logprobs[start:], is_trained, strict=True)
+        known = [float(value) if trained else 0.0 for value, trained in pairs]
+    return {
+        "prompt_ids": list(tokens[:start]),
+        "completion_ids": list(tokens[start:]),
+        "logprobs": known,
+        "env_mask": is_trained,
+        "score": float(score),
+    }
+
+
+def _refuse_unused(group: Mapping[str, Any]) -> None:
+    for name in _UNUSED_FIELDS:
+        if group.get(name):
+            raise GroupError(f"{name}: TRL's GRPOTrainer has no place for it")
+    for i in range(len(group["tokens"])):
+        if is_demonstration(group, i) or is_silenced(group, i):
+            raise GroupError(
+                f"overrides[{i}]: TRL's GRPOTrainer honours neither sft nor set_advantage_to_zero"
+            )
+
+
+def publish_weights(
+    stream: BatchIterator, engine_url: str, directory: Path, *, interval: int
+) -> Any:
+    """Return a callback of transformers that lets a running vLLM have the weights.
+
+    Args:
+        stream: told which version the engine serves.
+        engine_url: of a vLLM with its development routes, without `/v1`.
+        directory: where the engine's host can read the weights.
+        interval: optimiser steps between two updates.
+    """
+    from transformers import TrainerCallback
+
+    class PublishWeights(TrainerCallback):  # type: ignore[misc]  # it has no types here
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_others: Any) -> None:
+            stream.set_policy_version(0)
+
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, *, model: Any, **_others: Any
+        ) -> None:
+            if state.global_step % interval:
+                return
+            model.save_pretrained(directory)
+            engine = EngineControl(engine_url)
+            try:
+                engine.reload_weights(directory, pause_mode="keep")
+            finally:
+                engine.close()
+            stream.set_policy_version(state.global_step)
+
+    return PublishWeights()
+
+
+def make_trainer(settings: argparse.Namespace, rollouts: ServiceRollouts) -> Any:
+    """Return TRL's trainer, fed by the service, as the flags say."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    # TRL asks for completions of a dataset's prompts; what they are is the environments' business.
+    prompts = Dataset.from_dict({"prompt": [_PROMPT] * settings.batch_size})
+    return GRPOTrainer(
+        model=settings.model,
+        processing_class=tokenizer,
+        reward_funcs=service_reward,
+        rollout_func=rollouts,
+        train_dataset=prompts,
+        args=GRPOConfig(
+            output_dir=str(settings.output_dir),
+            max_steps=settings.max_steps,
+            per_device_train_batch_size=settings.micro_batch_size,
+            gradient_accumulation_steps=settings.batch_size // settings.micro_batch_size,
+            num_generations=settings.num_generations,
+            max_completion_length=settings.max_token_len,
+            temperature=settings.temperature,
+            learning_rate=settings.lr,
+            bf16=settings.bf16,
+            use_cpu=settings.cpu,
+            save_strategy="no",
+            report_to=[],
+            logging_steps=1,
+        ),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m example_trainer.recipes.trl_grpo",
+        description="Train with TRL's GRPOTrainer on groups of the trajectory service.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="hub name or directory of the model")
+    add("--atropos-url", default="http://localhost:8000", help="the trajectory service")
+    add("--output-dir", type=Path, default=Path("trl_grpo"), help="where the model goes")
+    add("--max-steps", type=int, default=20, help="optimiser steps")
+    add("--batch-size", type=int, default=32, help="sequences per optimiser step")
+    add("--micro-batch-size", type=int, default=8, help="sequences per forward pass")
+    add("--num-generations", type=int, default=8, help="trajectories per group")
+    add("--max-token-len", type=int, default=2048, help="longest sequence in tokens")
+    add("--temperature", type=float, default=1.0, help="what the engine samples at")
+    add("--lr", type=float, default=1e-6, help="learning rate")
+    add("--bf16", action="store_true", help="run the model in bfloat16")
+    add("--cpu", action="store_true", help="train on the CPU")
+    add("--engine-url", help="a vLLM that gets the weights, e.g. http://localhost:9001")
+    add("--publish-every", type=int, default=1, help="optimiser steps between weight updates")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the flags say and save the model."""
+    parser = _parser()
+    settings = parser.parse_args(argv)
+    for whole, part in (("batch_size", "micro_batch_size"), ("batch_size", "num_generations")):
+        if getattr(settings, whole) % getattr(settings, part):
+            parser.error(f"--{whole} must be a multiple of --{part}".replace("_", "-"))
+    stream = batches(
+        settings.atropos_url,
+        batch_size=settings.batch_size,
+        num_steps=settings.max_steps,
+        max_token_len=settings.max_token_len,
+        token=os.environ.get("ATROPOS_API_TOKEN"),
+    )
+    with stream:
+        rollouts = ServiceRollouts(stream)
+        trainer = make_trainer(settings, rollouts)
+        if settings.engine_url:
+            directory = settings.output_dir / "published"
+            trainer.add_callback(
+                publish_weights(
+                    stream, settings.engine_url, directory, interval=settings.publish_every
+                )
+            )
+        trainer.train()
+        rollouts.finish()
+        trainer.save_model(str(settings.output_dir))
+
+
+if __name__ == "__main__":
+    main()
