@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from atroposlib.envs.foreground import favour_event_loop
 from inference_parts.pass_watch import PassWatch
 from inference_parts.paths import NUM_IN_FLIGHT, PROMPT_WORDS, Paths, load_tokenizer
 
@@ -62,7 +63,7 @@ async def measure(one: Callable[[], Awaitable[None]], num_requests: int) -> Roun
             await one()
 
     gc.collect()
-    gc.freeze()
+    favour_event_loop()  # as the commands of an environment do
     watch = PassWatch()
     watch.start()
     started, started_cpu = time.perf_counter(), time.process_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -10,7 +11,12 @@ import threading
 
 import pytest
 
-from atroposlib.envs.foreground import outside_event_loop, run_foreground
+from atroposlib.envs.foreground import (
+    COLLECTIONS_BEFORE_FULL,
+    favour_event_loop,
+    outside_event_loop,
+    run_foreground,
+)
 
 SCRIPT = """
 import asyncio, sys
@@ -97,3 +103,14 @@ async def test_outside_event_loop_hands_on_exceptions() -> None:
 
     with pytest.raises(SystemExit):
         outside_event_loop(leave)
+
+
+def test_favour_event_loop_makes_full_collections_rare_and_keeps_the_others() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        favour_event_loop()
+
+        assert gc.get_threshold() == (*thresholds[:2], COLLECTIONS_BEFORE_FULL)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

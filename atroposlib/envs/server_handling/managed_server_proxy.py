@@ -13,6 +13,7 @@ from pathlib import Path
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from atroposlib.envs.foreground import favour_event_loop
 from atroposlib.envs.server_handling.proxy.app import create_app
 from atroposlib.envs.server_handling.proxy.http_server import KEEP_ALIVE_S
 from atroposlib.envs.server_handling.proxy.proxy_state import config_of
@@ -132,6 +133,7 @@ def _serve(file: ProxyFile, *, host: str, port: int) -> None:
         file.model_name,
         settings=file.settings,
     )
+    favour_event_loop()
     # Addresses name sessions, and while no keys are required a name is all that is asked for.
     uvicorn.run(app, host=host, port=port, access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
 

@@ -8,6 +8,7 @@ import aiohttp
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.engine_payloads import sampling_options
+from atroposlib.envs.server_handling.loop_turns import SEND_COST_S
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.resolve import resolve_openai_configs
 from atroposlib.envs.server_handling.retry import EngineStatusError
@@ -97,6 +98,7 @@ class VLLMServer(TokenServer):
         if self._token_route is None:
             search = self._route_search
             self._token_route = await search.result(lambda: self._find_route(prompt_ids[:1]))
+            await self._turns.turn(SEND_COST_S)  # all who waited for it go on at the same moment
         if self._token_route == "/generate":
             body = generate_body(prompt_ids, options)
             return await self.http.post_json("/generate", body, timeout_s=timeout_s)
