@@ -54,7 +54,6 @@ def only_tagged(answer: str, tag: str) -> str | None:
 class GameEnvConfig(MultiTurnEnvConfig):
     """Which games are played."""
 
-    thinking_active: bool = Field(True, description="Ask the policy to think before each move.")
     seed: int = Field(
         0, ge=0, lt=NUM_TRAINING_SEEDS, description="Seed of the first game; the next has the next."
     )

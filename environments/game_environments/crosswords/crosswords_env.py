@@ -52,6 +52,7 @@ class CrosswordsEnvConfig(GameEnvConfig):
     words_path: str | None = Field(
         None, description="File with a word, a tab and a clue per line; None is the shipped list."
     )
+    thinking_active: bool = Field(True, description="Ask the policy to think before each turn.")
     max_turns: int = Field(6, ge=1, description="Turns for one board.")
 
 

@@ -1,0 +1,156 @@
+"""Blackjack without thinking: one game per conversation, rewarded by its result.
+
+    seed -> hand -> [hit or stick -> next hand] x N -> won 1, drawn 0, lost -1
+
+A turn that is no action ends the game with -1. Needs gymnasium, no data:
+
+    python environments/game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py process \
+        --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+from pydantic import Field
+
+from atroposlib.envs.conversation import ChatMessage, Reply, Turn
+from atroposlib.envs.multi_turn import Limits, Rollout
+from environments.game_environments.gymnasium.blackjack.chat import RULES, describe
+from environments.game_environments.gymnasium.blackjack.table import Table
+from environments.game_environments.gymnasium.blackjack.values import Action
+from environments.game_environments.gymnasium.package import load_gymnasium
+from environments.shared.card import EnvironmentCard
+from environments.shared.games import Game, GameEnv, GameEnvConfig
+
+__all__ = [
+    "BlackjackEnvNoThinking",
+    "BlackjackEnvNoThinkingConfig",
+    "BlackjackGame",
+    "read_action",
+]
+
+CARD = EnvironmentCard(
+    task="play blackjack, one word per decision",
+    turns="up to 10",
+    reward="won 1, drawn 0, lost -1; a turn that is no action ends the game with -1",
+    data="made on the spot",
+    needs="`atroposlib[examples]`",
+    command="process --env.total_steps 4",
+)
+
+INVALID = -1.0
+ONE_WORD = "Answer each hand with one word: hit to take a card, stick to end your turn."
+
+_ACTION = re.compile(r"[\s.!*\"'`]*(hit|stick)[\s.!*\"'`]*", re.IGNORECASE | re.ASCII)
+
+
+def read_action(answer: str) -> Action | None:
+    """Return the action of an answer that consists of nothing else; None of any other."""
+    found = _ACTION.fullmatch(answer)
+    if found is None:
+        return None
+    return "hit" if found[1].lower() == "hit" else "stick"
+
+
+class BlackjackEnvNoThinkingConfig(GameEnvConfig):
+    """Which game is played, and for how long."""
+
+    env_name: str = Field("Blackjack-v1", description="Name of the game in gymnasium.")
+    max_episode_turns: int = Field(10, ge=1, description="Decisions in one game.")
+    temperature: float = Field(0.5, ge=0, description="Sampling temperature of rollouts.")
+    max_turn_tokens: int | None = Field(512, ge=1, description="Tokens of one decision.")
+
+
+class BlackjackGame(Game):
+    """One game as a conversation.
+
+    Args:
+        table: the cards.
+    """
+
+    unfinished_reward = INVALID
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def opening(self) -> list[ChatMessage]:
+        """Tell the rules and the first hand."""
+        return [
+            {"role": "system", "content": f"{RULES}\n{ONE_WORD}"},
+            {"role": "user", "content": describe(self.table.hand)},
+        ]
+
+    async def reply(self, turn: Turn) -> Reply:
+        """Play the action."""
+        action = read_action(turn.answer)
+        if action is None:
+            return Reply(reward=INVALID, is_done=True)
+        reward = self.table.play(action)
+        self.is_won = reward > 0
+        if self.table.is_over:
+            return Reply(reward=reward, is_done=True)
+        return Reply(describe(self.table.hand), reward=reward)
+
+
+class BlackjackEnvNoThinking(GameEnv):
+    """Games of blackjack; an item is the seed of the cards."""
+
+    name = "blackjack_no_thinking"
+    env_config_cls = BlackjackEnvNoThinkingConfig
+    config: BlackjackEnvNoThinkingConfig
+    default_model = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+    default_settings: ClassVar[dict[str, Any]] = {
+        "group_size": 16,
+        "max_token_length": 2048,
+        "steps_per_eval": 50,
+    }
+
+    async def setup(self) -> None:
+        """Import gymnasium, which takes a while."""
+        await asyncio.to_thread(load_gymnasium)
+
+    def start_conversation(self, item: dict[str, int]) -> BlackjackGame:
+        """Deal the cards of a seed."""
+        return BlackjackGame(Table(self.config.env_name, seed=item["seed"]))
+
+    def limits(self) -> Limits:
+        """Return the limits of a game; `max_episode_turns` is the one of its turns."""
+        return replace(super().limits(), max_turns=self.config.max_episode_turns)
+
+    def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
+        """Return the figures of games, under `blackjack_no_thinking_<area>/`."""
+        if not rollouts:
+            return {}
+        rewards = [sum(rollout.rewards) for rollout in rollouts]
+        games = [cast(BlackjackGame, rollout.conversation) for rollout in rollouts]
+        figures = {
+            "avg_reward": statistics.fmean(rewards),
+            "avg_turns": statistics.fmean(len(rollout.rewards) for rollout in rollouts),
+            "win_rate": statistics.fmean(game.is_won for game in games),
+            "loss_rate": statistics.fmean(reward < 0 for reward in rewards),
+            "draw_rate": statistics.fmean(reward == 0 for reward in rewards),
+            "num_episodes": len(rollouts),
+        }
+        return {f"{self.name}_{area}/{name}": figure for name, figure in figures.items()}
+
+    def check_gold_answer(self, item: dict[str, int]) -> list[str] | None:
+        """Return the actions that win this very game, if any do; asked by `check`."""
+        for num_hits in range(self.config.max_episode_turns):
+            table = Table(self.config.env_name, seed=item["seed"])
+            actions: list[Action] = [*cast(list[Action], ["hit"] * num_hits), "stick"]
+            for action in actions:
+                if not table.is_over:
+                    table.play(action)
+            if table.reward > INVALID:
+                return list(actions)
+        return None
+
+
+if __name__ == "__main__":
+    BlackjackEnvNoThinking.cli()

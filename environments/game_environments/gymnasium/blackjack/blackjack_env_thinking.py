@@ -1,0 +1,237 @@
+"""Blackjack with thinking: each decision is sampled G times, the best is played on.
+
+    seed ─► hand ─► G replies ─► Q* - V* + form ─► a group ─┐
+              ▲                       best reply ─► table ──┴─► next hand, until the game is over
+
+A group per decision, scored against the exact value of the hand (`values.py`); the reply alone is
+trained. Earlier replies stay in the chat with their thinking cut short. Needs gymnasium, no data:
+
+    python environments/game_environments/gymnasium/blackjack/blackjack_env_thinking.py process \
+        --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from atroposlib.envs.base import BaseEnv, ScoredDataGroup
+from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.best_of_n_selection import select_best_index
+from environments.game_environments.gymnasium.blackjack.chat import Prompt, fit_prompt
+from environments.game_environments.gymnasium.blackjack.config import BlackjackEnvConfig
+from environments.game_environments.gymnasium.blackjack.figures import (
+    GameRecord,
+    evaluation_figures,
+    training_figures,
+)
+from environments.game_environments.gymnasium.blackjack.played_game import PlayedGame
+from environments.game_environments.gymnasium.blackjack.scoring import (
+    PREFILL,
+    ScoredReply,
+    score_reply,
+)
+from environments.game_environments.gymnasium.blackjack.table import Table
+from environments.game_environments.gymnasium.blackjack.values import best_action
+from environments.game_environments.gymnasium.package import load_gymnasium
+from environments.shared.card import EnvironmentCard
+from environments.shared.games import NUM_TRAINING_SEEDS, evaluation_seeds
+
+__all__ = ["BlackjackEnv", "BlackjackEnvConfig"]
+
+logger = logging.getLogger("environments.blackjack")
+
+CARD = EnvironmentCard(
+    task="play blackjack, one call of a tool per decision",
+    turns="up to 5",
+    reward="per decision, what it loses against the best one on average; form up to 0.4 either way",
+    data="made on the spot",
+    needs="`atroposlib[examples]`",
+    command="process --env.total_steps 4",
+)
+
+MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+
+
+class Replies(NamedTuple):
+    """The G replies to a hand."""
+
+    group: ScoredDataGroup
+    texts: list[str]
+    """[G] with the prefill."""
+    scored: list[ScoredReply]
+    """[G]"""
+    best: int
+    """Index of the one that is played."""
+
+
+class BlackjackEnv(BaseEnv):
+    """Games of blackjack; an item is `(seed, 0)`.
+
+    Attributes:
+        iter: training games begun; kept in checkpoints.
+        games_since_log: finished games whose figures the next log carries.
+    """
+
+    env_config_cls = BlackjackEnvConfig
+    config: BlackjackEnvConfig
+    default_model = MODEL
+    default_settings: ClassVar[dict[str, Any]] = {
+        "max_num_workers": 128,
+        "total_steps": 2000,
+        "batch_size": 1024,
+        "steps_per_eval": 20,
+        "max_token_length": 16384,
+    }
+    check_settings: ClassVar[dict[str, Any]] = {"max_turns": 1, "eval_episodes": 4}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+        self.games_since_log: list[GameRecord] = []
+
+    async def setup(self) -> None:
+        """Import gymnasium, which takes a while."""
+        await asyncio.to_thread(load_gymnasium)
+
+    async def get_next_item(self) -> tuple[int, int]:
+        """Return the next training game."""
+        seed = self.iter % NUM_TRAINING_SEEDS
+        self.iter += 1
+        return seed, 0
+
+    async def collect_trajectories(
+        self, item: tuple[int, int]
+    ) -> tuple[list[ScoredDataGroup], list[Any]]:
+        """Play one game; every decision becomes a group."""
+        game = PlayedGame(self.config, seed=item[0])
+        groups: list[ScoredDataGroup] = []
+        while game.goes_on:
+            prompt = self._prompt(game)
+            if prompt is None:
+                logger.warning("game of seed %d ended: no room for a reply", item[0])
+                break
+            replies = await self._sample(game.table, prompt)
+            groups.append(replies.group)
+            game.play(replies.texts[replies.best], replies.scored[replies.best])
+        self.games_since_log.append(game.record())
+        return groups, []
+
+    async def _sample(self, table: Table, prompt: Prompt) -> Replies:
+        """Wait for G replies to a hand."""
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            answer = await managed.completion(
+                prompt=prompt.text,
+                n=self.config.group_size,
+                max_tokens=prompt.budget,
+                **self._sampling(),
+            )
+            nodes = managed.get_state()["nodes"]
+        pairs = [
+            self._score(table, choice, num_tokens=len(node.tokens) - prompt.num_tokens)
+            for choice, node in zip(answer.choices, nodes, strict=True)
+        ]
+        texts, scored = [text for text, _ in pairs], [score for _, score in pairs]
+        scores = [reply.score for reply in scored]
+        group: ScoredDataGroup = {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": scores,
+            "generation_params": self._sampling(),
+        }
+        if self.config.include_messages:
+            group["messages"] = [
+                [*prompt.chat, {"role": "agent", "content": text}] for text in texts
+            ]
+        best = select_best_index(scores, [len(node.tokens) for node in nodes])
+        return Replies(group, texts, scored, best)
+
+    def _score(self, table: Table, choice: Any, *, num_tokens: int) -> tuple[str, ScoredReply]:
+        reply = (PREFILL if self.config.thinking_active else "") + choice.text
+        scored = score_reply(
+            table.hand,
+            reply,
+            rules=table.rules,
+            thinking_active=self.config.thinking_active,
+            is_cut=choice.finish_reason == "length",
+            length_share=num_tokens / self.config.max_token_length,
+            tiebreak_factor=self.config.tiebreak_token_factor,
+        )
+        return reply, scored
+
+    def _prompt(self, game: PlayedGame) -> Prompt | None:
+        limit = min(self.config.max_token_length, self.config.max_trajectory_tokens)
+        if self.max_token_len > 0:
+            limit = min(limit, self.max_token_len)
+        return fit_prompt(
+            game.chat,
+            self.tokenizer,
+            limit=limit,
+            thinking_active=self.config.thinking_active,
+        )
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Play the evaluation games, one reply per decision."""
+        started_at = time.time()
+        seeds = evaluation_seeds(self.config.eval_episodes)
+        games = await all_results(self._play_for_evaluation(seed) for seed in seeds)
+        if not games:
+            return
+        metrics = evaluation_figures(games)
+        await self.evaluate_log(
+            metrics=metrics,
+            samples=[
+                {"messages": game.messages, "score": game.reward, "num_turns": game.num_turns}
+                for game in games
+            ],
+            start_time=started_at,
+            end_time=time.time(),
+            generation_parameters=self._sampling(),
+        )
+        await self.wandb_log(metrics)
+
+    async def _play_for_evaluation(self, seed: int) -> GameRecord:
+        game = PlayedGame(self.config, seed=seed)
+        while game.goes_on:
+            prompt = self._prompt(game)
+            if prompt is None:
+                break
+            answer = await self.server.completion(
+                prompt=prompt.text, n=1, max_tokens=prompt.budget, split="eval", **self._sampling()
+            )
+            [choice] = answer.choices
+            game.play(*self._score(game.table, choice, num_tokens=0))
+        return game.record()
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add the figures of the games since the last log."""
+        metrics = {} if wandb_metrics is None else wandb_metrics
+        games, self.games_since_log = self.games_since_log, []
+        # The base class puts `wandb_prepend` and a line before every name.
+        area = "train" if self.wandb_prepend is not None else "blackjack_train"
+        figures = training_figures(games)
+        metrics.update({f"{area}/{name}": figure for name, figure in figures.items()})
+        await super().wandb_log(metrics)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position."""
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+
+    def check_gold_answer(self, item: tuple[int, int]) -> str:
+        """Return the best decision on the first hand; asked by `check`."""
+        table = Table(self.config.env_name, seed=item[0])
+        action = best_action(table.hand, table.rules)
+        thinking = "The dealer's card decides.\n</think>\n" if self.config.thinking_active else ""
+        call = f'{{"name": "take_action", "arguments": {{"action": "{action}"}}}}'
+        return f"{thinking}<tool_call>\n{call}\n</tool_call>"
+
+    def _sampling(self) -> dict[str, float]:
+        return {"temperature": self.config.temperature, "top_p": self.config.top_p}
+
+
+if __name__ == "__main__":
+    BlackjackEnv.cli()

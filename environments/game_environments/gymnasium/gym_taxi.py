@@ -1,0 +1,147 @@
+"""Taxi: bring a passenger to their destination in a town of five by five squares.
+
+    seed -> map and places -> [number of an action -> new map] x N -> delivered, or an illegal one
+
+A game is worth 1 with the passenger delivered, 0 with the passenger picked up, else -1; an illegal
+action or an unreadable one ends it. Needs gymnasium, no data:
+
+    python environments/game_environments/gymnasium/gym_taxi.py process --env.total_steps 4 \
+        --env.tokenizer_name NAME --openai.model_name NAME
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+from pydantic import Field
+
+from atroposlib.envs.conversation import ChatMessage, Reply, Turn
+from atroposlib.envs.multi_turn import Rollout
+from environments.game_environments.gymnasium.taxi_world import ACTIONS, TaxiWorld, taxi_world
+from environments.shared.card import EnvironmentCard
+from environments.shared.games import THINK_FIRST, Game, GameEnv, GameEnvConfig
+
+__all__ = ["GymTaxiEnv", "GymTaxiEnvConfig", "TaxiRide", "read_action"]
+
+CARD = EnvironmentCard(
+    task="drive a taxi to a passenger and on to the destination",
+    turns="up to 40",
+    reward="delivered 1, picked up 0, else -1; an illegal action ends the game",
+    data="made on the spot",
+    needs="`atroposlib[examples]`",
+    command="process --env.total_steps 4",
+)
+
+NOT_PICKED_UP = -1.0
+DELIVERED = 1.0
+RULES = """You drive a taxi. Drive to the passenger, pick them up, drive to their destination and \
+drop them off.
+Rows count from 0 at the top, columns from 0 at the left. In the map, T is the taxi; R, G, Y and B \
+are the places Red, Green, Yellow and Blue; | is a wall and : is an open way.
+Hint: bring the taxi to the row and the column of the place you need; walls can make a detour \
+through another row necessary.
+Each turn, end your answer with the number of one available action; any other number ends the \
+ride."""
+STATE = "{map}\n{description}\nAvailable actions: {actions}"
+
+
+def read_action(answer: str) -> int | None:
+    """Return the action whose number is the last character; None when it is no such number."""
+    last = answer.strip()[-1:]
+    return int(last) if last.isascii() and last.isdigit() and int(last) < len(ACTIONS) else None
+
+
+class GymTaxiEnvConfig(GameEnvConfig):
+    """How long a ride may take."""
+
+    max_turns: int = Field(40, ge=1, description="Actions in one game; the longest way has 18.")
+    max_turn_tokens: int | None = Field(256, ge=1, description="Tokens of one turn.")
+    thinking_active: bool = Field(False, description="Ask the policy to think before each action.")
+
+
+class TaxiRide(Game):
+    """One game as a conversation.
+
+    Args:
+        world: the rules.
+        seed: of the first state.
+        thinking_active: ask for thinking before each action.
+
+    Attributes:
+        state: where everything is.
+        was_picked_up: whether the passenger ever was in the taxi.
+    """
+
+    def __init__(self, world: TaxiWorld, *, seed: int, thinking_active: bool) -> None:
+        self.world = world
+        self.state = world.start(seed)
+        self.thinking_active = thinking_active
+        self.was_picked_up = False
+        self.unfinished_reward = NOT_PICKED_UP
+
+    def opening(self) -> list[ChatMessage]:
+        """Tell the rules and show the first map."""
+        thinking = [{"role": "system", "content": THINK_FIRST}] if self.thinking_active else []
+        return [*thinking, {"role": "user", "content": f"{RULES}\n\n{self._shown()}"}]
+
+    async def reply(self, turn: Turn) -> Reply:
+        """Take the action; the game's reward is given for the turn that ends it."""
+        action = read_action(turn.answer)
+        if action is None or action not in self.world.legal(self.state):
+            return Reply(reward=self.unfinished_reward, is_done=True)
+        self.state, self.is_won = self.world.step(self.state, action)
+        if self.is_won:
+            return Reply(reward=DELIVERED, is_done=True)
+        if self.world.decode(self.state).is_aboard:
+            self.was_picked_up = True
+            self.unfinished_reward = 0.0
+        return Reply(self._shown())
+
+    def _shown(self) -> str:
+        actions = [f"{number} {ACTIONS[number]}" for number in self.world.legal(self.state)]
+        return STATE.format(
+            map=self.world.draw(self.state),
+            description=self.world.describe(self.state),
+            actions=", ".join(actions),
+        )
+
+
+class GymTaxiEnv(GameEnv):
+    """Rides of a taxi; an item is the seed of the first state."""
+
+    name = "gym_taxi"
+    env_config_cls = GymTaxiEnvConfig
+    config: GymTaxiEnvConfig
+    default_model = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+    default_settings: ClassVar[dict[str, Any]] = {"group_size": 32, "max_token_length": 8192}
+
+    async def setup(self) -> None:
+        """Import gymnasium and build the town, which takes a while."""
+        self.world = await asyncio.to_thread(taxi_world)
+
+    def start_conversation(self, item: dict[str, int]) -> TaxiRide:
+        """Begin the ride of a seed."""
+        thinking_active = self.config.thinking_active
+        return TaxiRide(self.world, seed=item["seed"], thinking_active=thinking_active)
+
+    def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
+        """Add the shares of delivered and of picked-up passengers."""
+        metrics = super().metrics_of(rollouts, area)
+        if rollouts:
+            rides = [cast(TaxiRide, rollout.conversation) for rollout in rollouts]
+            metrics[f"{area}/percent_correct"] = statistics.fmean(ride.is_won for ride in rides)
+            metrics[f"{area}/percent_picked_up_passenger"] = statistics.fmean(
+                ride.was_picked_up for ride in rides
+            )
+        return metrics
+
+    def check_gold_answer(self, item: dict[str, int]) -> list[str]:
+        """Return a shortest way; asked by `check`."""
+        return [str(action) for action in self.world.shortest_way(self.world.start(item["seed"]))]
+
+
+if __name__ == "__main__":
+    GymTaxiEnv.cli()
