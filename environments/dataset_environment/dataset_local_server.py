@@ -1,0 +1,69 @@
+"""Try a YAML file: roll out a few of its rows and show what they earn, without a service.
+
+python environments/dataset_environment/dataset_local_server.py --config dataset_local
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from atroposlib.errors import AtroposError
+from atroposlib.utils.inert_text import inert_line
+from environments.dataset_environment.dataset_config import RunFile, read_run_file
+from environments.dataset_environment.dataset_env import DatasetEnv
+
+__all__ = ["main", "roll_out_items"]
+
+NUM_ITEMS = 5
+SHOWN_CHARACTERS = 100
+
+
+async def roll_out_items(run: RunFile, *, num_items: int) -> list[str]:
+    """Wait for the groups of the first rows; returns a line for each.
+
+    Args:
+        run: settings and servers.
+        num_items: rows to ask.
+    """
+    env = DatasetEnv(run.env, run.servers)
+    lines = []
+    try:
+        await env.setup()
+        for _ in range(num_items):
+            item = await env.get_next_item()
+            group, _ = await env.collect_trajectories(item)
+            question = inert_line(str(item[run.env.prompt_field]), max_characters=SHOWN_CHARACTERS)
+            scores = "no room for a completion" if group is None else _rounded(group["scores"])
+            lines.append(f"{question}\n    {scores}")
+    finally:
+        await env.close()
+        await env.server.close()
+    return lines
+
+
+def _rounded(scores: Sequence[float]) -> str:
+    return "  ".join(f"{score:.3f}" for score in scores)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Roll out the rows a command line asks for; exits 2 on settings that cannot be used."""
+    parser = argparse.ArgumentParser(description="Roll out a few rows of a YAML file.")
+    parser.add_argument("--config", default="dataset_local", help="path, or name under configs/")
+    parser.add_argument("--num-items", type=int, default=NUM_ITEMS, help="rows to ask")
+    arguments = parser.parse_args(argv)
+    try:
+        run = read_run_file(arguments.config, os.environ)
+        run.env.use_wandb = False
+        lines = asyncio.run(roll_out_items(run, num_items=arguments.num_items))
+    except AtroposError as error:
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        sys.exit(2)
+    sys.stdout.write("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
