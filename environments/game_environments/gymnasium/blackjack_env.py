@@ -6,8 +6,18 @@ from environments.game_environments.gymnasium.blackjack.blackjack_env_thinking i
     BlackjackEnv,
     BlackjackEnvConfig,
 )
+from environments.shared.card import EnvironmentCard
 
 __all__ = ["BlackjackEnv", "BlackjackEnvConfig"]
+
+CARD = EnvironmentCard(
+    task="blackjack with thinking, under an earlier path",
+    turns="up to 5",
+    reward="as `blackjack/blackjack_env_thinking.py`",
+    data="made on the spot",
+    needs="`atroposlib[examples]`",
+    command="process --env.total_steps 4",
+)
 
 
 if __name__ == "__main__":
