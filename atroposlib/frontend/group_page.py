@@ -32,6 +32,8 @@ KEPT_TEXTS = 256
 """Prompts repeat within a group: rendering them once halves the time of a page."""
 
 UNWANTED_RULES = ["link", "image", "autolink", "reference", "html_inline", "html_block", "entity"]
+IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
+"""How base64 of an image begins."""
 INLINE_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
 
 
@@ -49,7 +51,8 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
 
     Args:
         group_data: `messages` [G], each a text or a chat, and `scores` [G]. Unequal lengths are
-            cut to the shorter one with a warning.
+            cut to the shorter one with a warning. Base64 texts in `images` are shown above them,
+            each once.
         index: number of the group on the page.
 
     Returns:
@@ -74,7 +77,8 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     mean = sum(numbers) / len(numbers) if numbers else ""
     return (
         f'<details class="group" id="group-{index}" data-index="{index}" data-best="{best}" '
-        f'data-mean="{mean}">\n<summary>Group {index}</summary>\n{items}\n</details>'
+        f'data-mean="{mean}">\n<summary>Group {index}</summary>\n'
+        f"{_group_images(group_data.get('images'))}{items}\n</details>"
     )
 
 
@@ -161,6 +165,19 @@ def _split_content(content: Any) -> tuple[str, list[str]]:
 def _image_address(part: Mapping[str, Any]) -> str:
     value = part.get("image_url", part.get("image", ""))
     return str(value.get("url", "")) if isinstance(value, dict) else str(value)
+
+
+def _group_images(images: Any) -> str:
+    """Return the images of the whole group; one is often repeated for every trajectory."""
+    texts = [images] if isinstance(images, str) else images
+    found = [text for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
+    addresses = (_as_address(text) for text in dict.fromkeys(found))
+    return "".join(f"{_image(address)}\n" for address in addresses)
+
+
+def _as_address(text: str) -> str:
+    kind = next((kind for start, kind in IMAGE_STARTS.items() if text.startswith(start)), None)
+    return text if kind is None else f"data:image/{kind};base64,{text}"
 
 
 def _image(url: str) -> str:

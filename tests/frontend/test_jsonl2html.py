@@ -152,6 +152,25 @@ def test_list_content_shows_texts_and_only_embedded_images() -> None:
         assert text in markup
 
 
+@pytest.mark.parametrize(
+    ("images", "sources"),
+    [
+        (["iVBORw0KGgoAAAA"] * 2, ["data:image/png;base64,iVBORw0KGgoAAAA"]),
+        ("/9j/AAAA", ["data:image/jpeg;base64,/9j/AAAA"]),
+        (["data:image/gif;base64,AAAA"], ["data:image/gif;base64,AAAA"]),
+        (["https://elsewhere/x.png", 'iVBORw0KGgo"onerror=x', 3, None], []),
+        ({"url": "x"}, []),
+        (None, []),
+    ],
+)
+def test_images_of_the_group_are_shown_once(images: Any, sources: list[str]) -> None:
+    markup = create_html_for_group({**NESTED, "images": images}, 0)
+
+    found = [attrs for tag, attrs in Page(markup).elements if tag == "img"]
+    assert [image["src"] for image in found] == sources
+    assert "onerror" not in {name for _, attrs in Page(markup).elements for name in attrs}
+
+
 def test_null_content_and_tool_calls_are_shown() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}
 
