@@ -158,6 +158,11 @@ class VllmFields(BaseModel):
         description="Where in-place updates pass: a directory under save_path that the engine's "
         "host can read, or the memory of the one host that trainer and engine share.",
     )
+    engine_urls: list[str] | None = Field(
+        default=None,
+        description="Addresses of all engines that in_place updates, where there are several or "
+        "one on another host; none: the one at vllm_host and vllm_port.",
+    )
     engine: Literal["vllm", "sglang"] = Field(
         default="vllm",
         description="What runs at vllm_port; an SGLang is updated in place and never launched.",
@@ -191,6 +196,10 @@ class WandbFields(BaseModel):
     wandb_group: str | None = Field(default=None, description="Run group; random when missing.")
     metrics_path: str | None = Field(
         default=None, description="JSONL file of metrics; none: <save_path>/metrics.jsonl."
+    )
+    quiet: bool = Field(
+        default=False,
+        description="Log lines only, no live view; without a terminal there is none anyway.",
     )
     use_tensorboard: bool = Field(
         default=False,
@@ -317,6 +326,8 @@ class TrainingConfig(
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> TrainingConfig:
         _ = self.loss_choice  # raises where settings of the loss exclude each other
+        if self.engine_urls and self.weight_bridge_mode not in ("in_place", "off"):
+            raise ValueError("engine_urls are updated by weight_bridge_mode=in_place alone")
         if self.engine == "sglang" and self.weight_bridge_mode not in ("in_place", "off"):
             raise ValueError("engine=sglang is updated by weight_bridge_mode=in_place alone")
         if self.is_sharded and self.optimizer == "adafactor":

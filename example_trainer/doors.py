@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
@@ -16,6 +17,9 @@ from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.cli import describe_errors
 from example_trainer.config import TrainingConfig
 from example_trainer.weight_sync import require_built_mode
+
+if TYPE_CHECKING:
+    from example_trainer.step_observer import StepView
 
 __all__ = ["run_door"]
 
@@ -49,7 +53,8 @@ def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], Training
 
     disable_progress_bar()  # one bar per saved file otherwise
     try:
-        train(config)
+        with _live_view(config) as view:
+            train(config, view=view)
     except KeyboardInterrupt:
         logger.info("interrupted")
         sys.exit(128 + signal.SIGINT)
@@ -59,6 +64,15 @@ def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], Training
     except Exception:
         logger.exception("training failed")
         sys.exit(1)
+
+
+def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[StepView | None]:
+    """Return the live view where there is a terminal to show it on, and somebody wants it."""
+    from example_trainer.live_display import LiveDisplay, can_show
+
+    if config.quiet or config.trainer_rank != 0 or not can_show(sys.stderr):
+        return contextlib.nullcontext()
+    return LiveDisplay(config.model_name, config.training_steps, stream=sys.stderr)
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from atroposlib.errors import ConfigError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import BatchSummary
 from example_trainer.config import TrainingConfig
 from example_trainer.losses.reductions import BatchTotals
+from example_trainer.reporting.writing import REPORT_NAME, write_report, write_settings
 
 __all__ = [
     "StepTimes",
@@ -21,6 +23,7 @@ __all__ = [
     "part_counts",
     "step_line",
     "with_wandb_names",
+    "write_run_report",
 ]
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class StepTimes(NamedTuple):
             "train/data_fetch_time": self.fetch_s,
             "train/compute_time": self.compute_s,
             "train/sync_time": self.sync_s,
+            "train/input_tokens": float(num_input_tokens),
             "train/tokens_per_s": num_input_tokens / self.compute_s if self.compute_s else 0.0,
         }
 
@@ -67,7 +71,10 @@ def with_wandb_names(config: TrainingConfig) -> TrainingConfig:
 
 def open_run_log(config: TrainingConfig) -> RunLog:
     """Open the run's log: always a JSONL file, others where the config asks for them."""
-    path = Path(config.metrics_path or Path(config.save_path) / "metrics.jsonl")
+    path = _metrics_path(config)
+    settings = config.model_dump(mode="json")
+    changed = {name: settings[name] for name in config.model_dump(exclude_defaults=True)}
+    write_settings(path, settings, changed)
     log = RunLog(
         use_wandb=config.use_wandb, metrics_path=path, use_tensorboard=config.use_tensorboard
     )
@@ -78,6 +85,24 @@ def open_run_log(config: TrainingConfig) -> RunLog:
         config=config.model_dump(),
     )
     return log
+
+
+def write_run_report(config: TrainingConfig) -> None:
+    """Write the report of a run beside its metrics; a run does not fail because of it."""
+    path = _metrics_path(config)
+    if not path.is_file():
+        return
+    report = path.with_name(REPORT_NAME)
+    try:
+        num_steps = write_report(path, report)
+    except (ConfigError, OSError) as error:
+        logger.warning("the report could not be written: %s", error)
+    else:
+        logger.info("report of %d steps: %s", num_steps, report)
+
+
+def _metrics_path(config: TrainingConfig) -> Path:
+    return Path(config.metrics_path or Path(config.save_path) / "metrics.jsonl")
 
 
 def batch_metrics(summary: BatchSummary) -> dict[str, float]:

@@ -83,6 +83,7 @@ class StepStats:
         self._count("difference", difference)
         self._count("difference_abs", difference.abs())
         self._count("ratio", ratio)
+        self._count("k3", ratio - 1.0 - ratio.log())
         self._count("outside", (ratio < low) | (ratio > high))
         if difference.numel():
             largest = float(difference.abs().max())
@@ -147,6 +148,7 @@ class StepStats:
             "alignment/diff_mean": self._sums["difference"] / known,
             "alignment/diff_abs_mean": self._sums["difference_abs"] / known,
             "alignment/diff_max": self._largest_difference,
+            "alignment/k3": self._sums["k3"] / known,
         }
 
 

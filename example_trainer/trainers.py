@@ -24,11 +24,12 @@ from example_trainer.config import TrainingConfig
 from example_trainer.durable_feed import DurableFeed
 from example_trainer.followers import FollowerFeed, FollowerSync
 from example_trainer.group_feed import GroupFeed
-from example_trainer.metrics import open_run_log, with_wandb_names
+from example_trainer.metrics import open_run_log, with_wandb_names, write_run_report
 from example_trainer.model import load_model_and_tokenizer
 from example_trainer.optimizer import create_optimizer
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import Policy, prepare_policy
+from example_trainer.step_observer import StepView
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import WeightSync, make_weight_sync
 
@@ -37,11 +38,15 @@ __all__ = ["train", "train_legacy"]
 logger = logging.getLogger(__name__)
 
 
-def train(config: TrainingConfig) -> Path:
+def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
     """Run one training from a config; returns the directory of the final model.
 
     Waits for the service and for the engine. Whatever it started has ended when it returns or
     raises.
+
+    Args:
+        config: Settings.
+        view: Shows the run while it goes on; None: nobody watches.
 
     Raises:
         AtroposError: a setting is wrong, the engine died, the service refused or stayed away.
@@ -54,7 +59,7 @@ def train(config: TrainingConfig) -> Path:
         stack.callback(weight_sync.close)
         if not parallel.is_main:
             return _follow(config, parallel, FollowerSync(weight_sync))
-        return _lead(config, parallel, weight_sync, stack)
+        return _lead(config, parallel, weight_sync, stack, view)
 
 
 def _lead(
@@ -62,6 +67,7 @@ def _lead(
     parallel: Parallel,
     weight_sync: WeightSync,
     stack: contextlib.ExitStack,
+    view: StepView | None,
 ) -> Path:
     """Train as rank 0, or alone: with the service, the engine, the checkpoints and the log."""
     weight_sync.check_before_load()
@@ -69,6 +75,7 @@ def _lead(
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
     loaded = _load(config, parallel, checkpoint)
     run_log = open_run_log(config)
+    stack.callback(write_run_report, config)
     stack.callback(run_log.finish)
     client = stack.enter_context(open_client(config.atropos_url))
     service = TrajectoryFeed(client, config)
@@ -82,7 +89,14 @@ def _lead(
     feed.report_policy(loaded.steps_done)
     divides = parallel.broadcast(_divides_by_temperature(config, weight_sync))
     trainer = _make_trainer(
-        config, parallel, loaded, feed, weight_sync, run_log, divides_by_temperature=divides
+        config,
+        parallel,
+        loaded,
+        feed,
+        weight_sync,
+        run_log,
+        divides_by_temperature=divides,
+        view=view,
     )
     started = time.perf_counter()
     final = trainer.run()
@@ -142,6 +156,7 @@ def _make_trainer(
     run_log: RunLog,
     *,
     divides_by_temperature: bool,
+    view: StepView | None = None,
 ) -> Trainer:
     return Trainer(
         config,
@@ -155,6 +170,7 @@ def _make_trainer(
         divide_by_temperature=divides_by_temperature,
         policy=loaded.policy,
         parallel=parallel,
+        view=view,
     )
 
 

@@ -33,6 +33,7 @@ from example_trainer.publishing import Publisher
 from example_trainer.rows import RowRules
 from example_trainer.scoring import TokenScores
 from example_trainer.step_notes import StepNotes
+from example_trainer.step_observer import StepObserver, StepView
 from example_trainer.step_stats import StepStats, sum_stats
 from example_trainer.weight_sync import WeightSync
 
@@ -71,6 +72,7 @@ class Trainer:
         divide_by_temperature: Whether the engine's logprobs are after temperature scaling.
         policy: The model made ready for `parallel`; None: made ready here, for one process.
         parallel: The ranks that train together; feed, engine and log are those of rank 0.
+        view: Shows the run while it goes on; None: nobody watches.
         clock: Seconds for the time split.
     """
 
@@ -88,6 +90,7 @@ class Trainer:
         divide_by_temperature: bool = False,
         policy: Policy | None = None,
         parallel: Parallel = ONE_PROCESS,
+        view: StepView | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
@@ -113,40 +116,48 @@ class Trainer:
         self._scorer, self._packs = policy or prepare_policy(model, config)
         self._scorer.divides_by_temperature = divide_by_temperature
         self._rules = row_rules(config)
+        self._observer = StepObserver(config, model, num_devices=parallel.world_size, view=view)
 
     def run(self) -> Path:
         """Train until `training_steps` are done; returns the directory of the final model."""
         while self.steps_done < self.config.training_steps:
             self._weight_sync.check_alive()
             self._run_step()
+        self._observer.note("saving the model")
         final = self._publisher.finish(self.steps_done)
         logger.info("final model: %s", final)
         return final
 
     def _run_step(self) -> None:
+        self._observer.note("waiting for a batch")
         started = self._clock()
         batch_id, shares = self._take_shares() if self._parallel.is_main else (None, None)
         batch = self._parallel.scatter(shares)
         fetched = self._clock()
+        self._observer.note("training")
         self._publisher.before_step(self.steps_done + 1)
         metrics = self.train_on(batch)
         self.steps_done += 1
         computed = self._clock()
+        self._observer.note("saving and publishing")
         self._publisher.after_step(self.steps_done)
         self._feed.acknowledge(batch_id)
         times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
+        metrics.update(self._observer.metrics(metrics))
         if self._parallel.is_main:
             self._report(batch, metrics)
 
     def _report(self, batch: Batch, metrics: dict[str, float]) -> None:
         self._run_log.log(metrics, step=self.steps_done)
+        self._observer.show(self.steps_done, metrics)
         logger.info("%s", step_line(self.steps_done, self.config.training_steps, metrics))
         self._notes.add(batch.summary, metrics)
 
     def _take_shares(self) -> tuple[str | None, list[Batch]]:
         """Lease the next batch; returns its token and each rank's share of it."""
         leased = self._feed.next_batch(self.steps_done)
+        self._observer.take_groups(leased.groups, step=self.steps_done)
         return leased.batch_id, split_batch(self._build(leased), self._parallel.world_size)
 
     def _build(self, leased: LeasedBatch) -> Batch:
@@ -177,12 +188,15 @@ class Trainer:
         choice = self.config.loss_choice
         stats = StepStats(clip_low=choice.clip_low, clip_high=choice.clip_high)
         self._backward(batch, stats)
-        self._parallel.sum_gradients(self.model)
-        grad_norm = self._parallel.clip_gradients(self.model, max_norm=self.config.max_grad_norm)
-        is_finite = math.isfinite(grad_norm)
-        if is_finite:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        with self._observer.measure("optimizer"):
+            self._parallel.sum_gradients(self.model)
+            grad_norm = self._parallel.clip_gradients(
+                self.model, max_norm=self.config.max_grad_norm
+            )
+            is_finite = math.isfinite(grad_norm)
+            if is_finite:
+                self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
         return {
             **sum_stats(self._parallel.gather(stats)).metrics(),
             **part_counts(batch.totals),
@@ -197,10 +211,11 @@ class Trainer:
         """Add the gradient of the batch to the parameters, one micro-batch at a time."""
         for cpu_microbatch in batch.microbatches:
             microbatch = cpu_microbatch.to(self.config.device)
-            with self._autocast():
+            with self._observer.measure("forward"), self._autocast():
                 scores = self._scorer(microbatch)
-            terms = self._loss(_loss_inputs(microbatch, scores), batch.totals)
-            (terms.loss * self._parallel.loss_factor).backward()
+            with self._observer.measure("backward"):
+                terms = self._loss(_loss_inputs(microbatch, scores), batch.totals)
+                (terms.loss * self._parallel.loss_factor).backward()
             stats.add(microbatch, scores, terms)
 
     def _autocast(self) -> torch.autocast:
