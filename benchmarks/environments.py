@@ -1,0 +1,200 @@
+"""Time the environments on their samples: scored completions a second, and holds of the event loop.
+
+Usage: python benchmarks/environments.py [--seconds S] [--only WORD] [--json FILE]
+
+Each environment rolls out its own items against a scripted model that answers at once, gold and
+wrong answers mixed: what is left is the environment's prompts, tokens, scores and groups. A hold
+is the processor time of one callback of the loop, so that other programs do not count; the
+first item warms up. The last rows are programs in the sandbox, one after the other on one
+processor: a second of the clock, and a second of processor time, which is what a quiet one gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0] = str(REPOSITORY)  # this folder has a module `environments`, which is this one
+
+from atroposlib.envs.checks.rehearsal import next_item, roll_out  # noqa: E402
+from atroposlib.envs.checks.script import make_script  # noqa: E402
+from atroposlib.envs.checks.stage import (  # noqa: E402
+    Stage,
+    local_tokenizers,
+    seeded,
+    staged_settings,
+)
+from atroposlib.envs.command_factory import check_command  # noqa: E402
+from atroposlib.envs.env_hooks import settle  # noqa: E402
+from atroposlib.sandbox import SandboxUnavailableError, open_sandbox, run_python  # noqa: E402
+from environments.card_table import find_cards  # noqa: E402
+
+TARGET_HOLD_MS = 50.0
+TARGET_PROGRAMS = 50.0
+
+
+class Figures(NamedTuple):
+    """What one environment did."""
+
+    completions_per_s: float
+    longest_hold_ms: float
+    num_completions: int
+
+
+def main() -> None:
+    """Measure, print, and write JSON when asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each environment")
+    parser.add_argument("--only", default="", help="part of the paths of the modules to measure")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    for path in find_cards():
+        if chosen.only in path:
+            results[path] = _measured(path, chosen.seconds)
+    programs = asyncio.run(programs_per_second(chosen.seconds)) if not chosen.only else {}
+    _print(results, programs)
+    if chosen.json:
+        chosen.json.write_text(json.dumps({"environments": results, "sandbox": programs}, indent=2))
+
+
+def measure(path: str, seconds: float) -> Figures:
+    """Roll out items of an environment for some seconds.
+
+    Args:
+        path: its module, below `environments/`.
+        seconds: how long.
+    """
+    module: Any = importlib.import_module(f"environments.{path[:-3].replace('/', '.')}")
+    source = (REPOSITORY / "environments" / path).read_text(encoding="utf-8")
+    env_cls = getattr(module, re.findall(r"(\w+)\.cli\(\)", source)[-1])
+    settings = check_command(env_cls)().layered({})
+    with (
+        TemporaryDirectory() as folder,
+        seeded(),
+        local_tokenizers(settings.env.tokenizer_name) as is_stand_in,
+    ):
+        staged = staged_settings(settings, Path(folder), is_stand_in=is_stand_in)
+        staged.env.num_score_workers = 1  # the first item starts it; a second would start later
+        stage = Stage.build(env_cls, staged, is_stand_in=is_stand_in)
+        return asyncio.run(_rehearse(stage, seconds))
+
+
+async def programs_per_second(seconds: float) -> dict[str, float]:
+    """Run an empty and a short Python program one after the other, on one processor.
+
+    Returns:
+        Programs a second, by name; nothing where there is no sandbox.
+    """
+    try:
+        sandbox = open_sandbox()
+    except SandboxUnavailableError:
+        return {}
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    rates = {}
+    try:
+        for name, program in {"true": None, "python": "print(sum(range(1000)))"}.items():
+            started, used, count = time.perf_counter(), _processor_seconds(), 0
+            while time.perf_counter() - started < seconds:
+                run = run_python(sandbox, program) if program else sandbox.run(["/usr/bin/true"])
+                assert (await run).is_success
+                count += 1
+            rates[f"{name}, programs/s"] = count / (time.perf_counter() - started)
+            rates[f"{name}, programs/processor s"] = count / (_processor_seconds() - used)
+    finally:
+        os.sched_setaffinity(0, before)
+    return rates
+
+
+def _processor_seconds() -> float:
+    """Of this process and of all its children that have ended."""
+    times = os.times()
+    return sum(times[:4])
+
+
+async def _rehearse(stage: Stage, seconds: float) -> Figures:
+    await settle(stage.env.setup())
+    try:
+        await _roll_out_next(stage)
+        with _watched_callbacks() as holds:
+            started, count = time.perf_counter(), 0
+            while time.perf_counter() - started < seconds:
+                count += await _roll_out_next(stage)
+            elapsed = time.perf_counter() - started
+    finally:
+        await settle(stage.env.close())
+        await stage.env._close_score_pool()
+        await stage.env.server.close()
+    return Figures(count / elapsed, 1e3 * max(holds), count)
+
+
+async def _roll_out_next(stage: Stage) -> int:
+    item = await next_item(stage.env)
+    stage.model.start(make_script(await settle(stage.env.check_gold_answer(item))))
+    await roll_out(stage.env, item)
+    return len(stage.model.sampled)
+
+
+@contextmanager
+def _watched_callbacks() -> Iterator[list[float]]:
+    """Yield a list that receives the processor seconds of every callback of the loop."""
+    holds = [0.0]
+    run = asyncio.events.Handle._run
+
+    def timed(handle: Any) -> None:
+        before = time.thread_time()
+        try:
+            run(handle)
+        finally:
+            holds.append(time.thread_time() - before)
+
+    asyncio.events.Handle._run = timed  # type: ignore[method-assign]
+    try:
+        yield holds
+    finally:
+        asyncio.events.Handle._run = run  # type: ignore[method-assign]
+
+
+def _measured(path: str, seconds: float) -> dict[str, Any]:
+    try:
+        return measure(path, seconds)._asdict()
+    except Exception as error:  # noqa: BLE001 - one environment that fails is a row of the table
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _print(results: dict[str, dict[str, Any]], programs: dict[str, float]) -> None:
+    table = Table("environment", "completions/s", "longest hold, ms", "completions")
+    for path, row in results.items():
+        if "error" in row:
+            table.add_row(path, row["error"][:60], "", "")
+            continue
+        late = " !" if row["longest_hold_ms"] > TARGET_HOLD_MS else ""
+        table.add_row(
+            path,
+            f"{row['completions_per_s']:,.0f}",
+            f"{row['longest_hold_ms']:.1f}{late}",
+            str(row["num_completions"]),
+        )
+    for name, rate in programs.items():
+        table.add_row(f"sandbox: {name}", f"{rate:.1f} (target {TARGET_PROGRAMS:g})")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
