@@ -12,7 +12,6 @@ Calls inside the thinking do not count. With a vLLM server on port 9004, and wit
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,11 +21,13 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.single_turn import Trajectory
-from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.local_records import read_splits
 from environments.shared.card import EnvironmentCard
 from environments.shared.hub import hub_rows
+from environments.shared.percent_correct import PercentCorrect
+from environments.shared.thinking import DEEP_THINKING
 from environments.shared.tool_calls import calls_match, read_calls
 
 __all__ = ["Request", "SingleToolCallingEnv", "SingleToolCallingEnvConfig", "request_of", "score"]
@@ -45,12 +46,6 @@ SAMPLE = Path(__file__).with_name("data") / "tool_calling_sample"
 SEED = 42
 NUM_TEST_ROWS = 100
 FREE_LENGTH_FRACTION = 0.5
-SYSTEM_PROMPT = (
-    "You are an AI that thinks deeply before it acts. Put your reasoning inside <think> </think> "
-    "tags, at whatever length it needs: which tools help, what each argument must be, which calls "
-    "are left. Behind the closing tag, write only what is to be done."
-)
-
 Request = dict[str, str]
 """One item: `tools` (the system text that lists them), `request` and `expected`."""
 
@@ -105,7 +100,7 @@ def load_requests(dataset_path: str | None) -> tuple[list[Request], list[Request
     return readable[0], readable[1]
 
 
-class SingleToolCallingEnv(SingleTurnEnv):
+class SingleToolCallingEnv(PercentCorrect):
     """Requests and the calls that fulfil them.
 
     Attributes:
@@ -163,7 +158,7 @@ class SingleToolCallingEnv(SingleTurnEnv):
     def prompt(self, item: Request) -> list[dict[str, str]]:
         """Ask for the calls, under the list of tools."""
         return [
-            {"role": "system", "content": f"{SYSTEM_PROMPT}\n\n{item['tools']}"},
+            {"role": "system", "content": f"{DEEP_THINKING}\n\n{item['tools']}"},
             {"role": "user", "content": item["request"]},
         ]
 
@@ -182,14 +177,6 @@ class SingleToolCallingEnv(SingleTurnEnv):
             length_factor(len(t.tokens), max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION)
             for t in trajectories
         ]
-
-    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
-        """Return the share of right answers."""
-        return {"train/percent_correct": statistics.fmean(score > 0 for score in scores)}
-
-    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the share of right answers."""
-        return {"eval/percent_correct": statistics.fmean(s["score"] > 0 for s in samples)}
 
     def check_gold_answer(self, item: Request) -> str:
         """Return the expected calls, after a thought."""

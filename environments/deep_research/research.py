@@ -5,6 +5,7 @@ search ─► hits ─► open, find ─► pages read ─► turn without a cal
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ MAX_RESULTS = 10
 MAX_QUERY_CHARACTERS = 400
 PART_CHARACTERS = 2000
 """What `open` shows of a page at once."""
+MAX_PAGE_CHARACTERS = 100_000
+"""What is kept of a page; the rest is not there."""
 MAX_PASSAGES = 5
 PASSAGE_MARGIN = 150
 MAX_TITLE_CHARACTERS = 200
@@ -84,7 +87,9 @@ class ResearchConversation(ToolConversation):
 
     async def score(self, turn: Turn) -> float:
         """Judge the turn without a call."""
-        self.verdict = judge(
+        # In a thread: pages of the web are long.
+        self.verdict = await asyncio.to_thread(
+            judge,
             parse_answer(turn.answer),
             self.question,
             self.read,
@@ -145,5 +150,5 @@ class ResearchConversation(ToolConversation):
         if page not in self._titles:
             raise SearchError("no search has found this page; search first")
         if page not in self.read:
-            self.read[page] = inert((await self._source.fetch(page)).text)
+            self.read[page] = inert((await self._source.fetch(page)).text[:MAX_PAGE_CHARACTERS])
         return self.read[page]

@@ -23,11 +23,14 @@ MAX_FAKES_COUNTED = 2
 MIN_QUOTE_WORDS = 4
 MAX_QUOTE_WORDS = 60
 MAX_CITATIONS = 5
+MAX_JUDGED = 10
+"""Citations behind these count as false."""
 MAX_ANSWER_CHARACTERS = 200
 ARTICLES = frozenset({"a", "an", "the"})
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-CITATION = re.compile(r'<cite page="([^"<>]*)">(.*?)</cite>', re.DOTALL)
+# No page shows an angle bracket, so a quote needs none.
+CITATION = re.compile(r'<cite page="([^"<>]*)">([^<]*)</cite>')
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -70,10 +73,10 @@ class Verdict(NamedTuple):
 
 def parse_answer(text: str) -> Answer | None:
     """Return the answer of a turn without its thinking; None unless there is exactly one."""
-    found = ANSWER.findall(text)
-    if len(found) != 1 or text.count("<answer>") != 1:
+    found = ANSWER.search(text) if text.count("<answer>") == 1 else None
+    if found is None or text.count("</answer>") != 1:
         return None
-    answer = found[0].strip()
+    answer = found[1].strip()
     if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
         return None
     citations = [Citation(page.strip(), quote) for page, quote in CITATION.findall(text)]
@@ -105,7 +108,8 @@ def judge(
     """
     if answer is None:
         return Verdict(0.0)
-    faithful = [c for c in answer.citations if _is_faithful(c, read)]
+    pages = {c.page: words_of(read.get(c.page, "")) for c in answer.citations[:MAX_JUDGED]}
+    faithful = [c for c in answer.citations[:MAX_JUDGED] if _is_faithful(c, pages[c.page])]
     num_fakes = len(answer.citations) - len(faithful)
     penalty = FAKE_CITATION * min(num_fakes, MAX_FAKES_COUNTED)
     if not _is_right(answer.text, question.answers):
@@ -125,11 +129,9 @@ def _without_articles(text: str) -> list[str]:
     return [word for word in words_of(text) if word not in ARTICLES]
 
 
-def _is_faithful(citation: Citation, read: Mapping[str, str]) -> bool:
+def _is_faithful(citation: Citation, page: Sequence[str]) -> bool:
     words = words_of(citation.quote)
-    if not MIN_QUOTE_WORDS <= len(words) <= MAX_QUOTE_WORDS:
-        return False
-    return _contains(words_of(read.get(citation.page, "")), words)
+    return MIN_QUOTE_WORDS <= len(words) <= MAX_QUOTE_WORDS and _contains(page, words)
 
 
 def _support(answer: Answer, faithful: Sequence[Citation], question: Question) -> float:

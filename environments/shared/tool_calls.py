@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["ReadCalls", "calls_match", "covers", "read_calls"]
 
-BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_DEPTH = 50
 """JSON nested deeper is no call."""
+MAX_LITERAL_CHARACTERS = 20_000
 
 
 class ReadCalls(NamedTuple):
@@ -25,6 +25,8 @@ class ReadCalls(NamedTuple):
     """Blocks that hold a JSON object, in order."""
     num_broken: int
     """Blocks that hold none."""
+    rest: str
+    """What stands outside the blocks."""
 
 
 def read_calls(text: str, *, allow_literals: bool = False) -> ReadCalls:
@@ -34,9 +36,10 @@ def read_calls(text: str, *, allow_literals: bool = False) -> ReadCalls:
         text: a completion without its thinking.
         allow_literals: also take a Python literal, as `{'name': 'f'}`, for the JSON it resembles.
     """
-    read = [_read_object(block.strip(), allow_literals) for block in BLOCK.findall(text)]
+    blocks, rest = _split(text)
+    read = [_read_object(block.strip(), allow_literals) for block in blocks]
     calls = [call for call in read if call is not None]
-    return ReadCalls(calls, len(read) - len(calls))
+    return ReadCalls(calls, len(read) - len(calls), rest)
 
 
 def calls_match(
@@ -94,8 +97,24 @@ def covers(expected: Any, actual: Any, *, coerce: bool = False) -> bool:
     return isinstance(expected, bool) == isinstance(actual, bool) and bool(expected == actual)
 
 
+def _split(text: str) -> tuple[list[str], str]:
+    """Return what stands in closed blocks, and the rest; linear, whatever the text."""
+    blocks: list[str] = []
+    rest: list[str] = []
+    position = 0
+    while True:
+        start = text.find(OPEN, position)
+        end = -1 if start < 0 else text.find(CLOSE, start)
+        if end < 0:
+            return blocks, "".join([*rest, text[position:]])
+        rest.append(text[position:start])
+        blocks.append(text[start + len(OPEN) : end])
+        position = end + len(CLOSE)
+
+
 def _read_object(text: str, allow_literals: bool) -> dict[str, Any] | None:
-    readers = (json.loads, ast.literal_eval) if allow_literals else (json.loads,)
+    is_literal = allow_literals and len(text) <= MAX_LITERAL_CHARACTERS
+    readers = (json.loads, ast.literal_eval) if is_literal else (json.loads,)
     for read in readers:
         try:
             value = read(text)

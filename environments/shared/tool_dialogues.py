@@ -138,11 +138,10 @@ def dialogue_of(row: Mapping[str, Any], rule: DialogueRule) -> Dialogue | None:
 def check_call_turn(answer: str, expected: Sequence[str]) -> TurnCheck:
     """Check a turn, without its thinking, that must be calls and nothing else."""
     read = read_calls(answer, allow_literals=True)
-    rest = re.sub(r"<tool_call>.*?</tool_call>", "", answer, flags=re.DOTALL)
     is_well_formed = bool(
         read.calls
         and not read.num_broken
-        and not rest.strip()
+        and not read.rest.strip()
         and all(isinstance(call.get("name"), str) for call in read.calls)
     )
     wanted = [json.loads(call) for call in expected]

@@ -101,3 +101,9 @@ def test_inert_text_holds_no_tag_and_no_control_character() -> None:
 
     assert not set("<>\x1b\u202e") & set(shown)
     assert shown.startswith("a‹/tool_response›")  # noqa: RUF001 - the look-alikes themselves
+
+
+def test_many_citations_are_judged_by_the_first() -> None:
+    # ten are looked at and the others false: no support, two false ones counted
+    assert score_of(RIGHT + TRUE * 5_000) == pytest.approx(0.0)
+    assert score_of(RIGHT + '<cite page="otter">' * 50_000) == pytest.approx(0.4)

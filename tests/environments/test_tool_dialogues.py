@@ -8,7 +8,7 @@ import pytest
 
 from atroposlib.envs.conversation import Turn
 from atroposlib.utils.local_records import read_splits
-from environments.shared.tool_calls import covers
+from environments.shared.tool_calls import covers, read_calls
 from environments.shared.tool_dialogues import (
     Dialogue,
     DialogueConversation,
@@ -182,3 +182,14 @@ async def test_conversation_ends_at_the_first_wrong_turn() -> None:
 
 def test_sample_is_a_file_of_rows() -> None:
     assert {path.name for path in Path(SAMPLE).iterdir()} == {"train.jsonl", "test.jsonl"}
+
+
+@pytest.mark.parametrize("text", ["-" * 15_000 + "1", "1+" * 9_000 + "1", "{" * 15_000])
+def test_hostile_literals_are_no_calls(text: str) -> None:
+    assert read_calls(f"<tool_call>{text}</tool_call>", allow_literals=True).num_broken == 1
+
+
+def test_blocks_that_are_never_closed_are_no_calls() -> None:
+    text = "<tool_call>" * 50_000
+
+    assert read_calls(text) == ([], 0, text)
