@@ -1,0 +1,151 @@
+"""What is measured beside the loss: age and cuts of groups, phases, FLOPs; worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from example_trainer.compute_use import ComputeUse, ModelShape, peak_flops_of
+from example_trainer.group_metrics import group_metrics
+from example_trainer.phase_clock import PhaseClock
+from example_trainer.step_observer import StepObserver
+from tests.trainer.test_training import make_trainer
+from tests.trainer.tiny import group, tiny_config, tiny_llama
+
+
+def test_staleness_is_the_mean_over_trajectories_that_tell_their_version():
+    groups = [
+        group([[7], [8], [9]], [1.0, 0.0, 0.0], policy_version=10),
+        group([[7]], [1.0], policy_version=6),
+        group([[7], [8]], [1.0, 0.0]),
+    ]
+
+    metrics = group_metrics(groups, step=10, seq_len=64)
+
+    assert metrics["train/staleness_mean"] == 1.0  # (3 * 0 + 1 * 4) / 4
+    assert metrics["train/staleness_max"] == 4.0
+    assert metrics["train/staleness_unknown_fraction"] == pytest.approx(2 / 6)
+
+
+def test_staleness_of_groups_without_a_version_is_left_out():
+    metrics = group_metrics([group([[7]], [1.0])], step=10, seq_len=64)
+
+    assert metrics == {"train/staleness_unknown_fraction": 1.0, "train/truncation_rate": 0.0}
+
+
+def test_truncation_counts_what_the_engine_or_the_trainer_cut():
+    params = {"max_tokens": 3}
+    groups = [
+        group([[7, 8, 9], [7]], [1.0, 0.0], generation_params=params),
+        group([[7] * 20, [8]], [1.0, 0.0]),
+    ]
+
+    assert group_metrics(groups, step=0, seq_len=16)["train/truncation_rate"] == 0.5
+
+
+def test_phases_add_up_and_begin_anew():
+    seconds = iter([0.0, 1.0, 5.0, 7.5, 8.0, 8.25])
+    phases = PhaseClock(clock=lambda: next(seconds))
+    for phase in ("forward", "backward", "forward"):
+        with phases.measure(phase):
+            pass
+
+    assert phases.take_metrics() == {"train/forward_time": 1.25, "train/backward_time": 2.5}
+    assert phases.take_metrics() == {}
+
+
+def test_flops_of_a_step():
+    shape = ModelShape(
+        num_body_parameters=100, num_head_parameters=10, num_layers=2, attention_width=4
+    )
+
+    # 6 * 100 * 5 tokens + 6 * 10 * 2 trained + 6 * 2 * 4 * (9 + 4)
+    assert shape.step_flops([3, 2], num_trained_tokens=2) == 3000 + 120 + 624
+
+
+def test_shape_of_a_model_leaves_the_embeddings_out():
+    model = tiny_llama()
+
+    shape = ModelShape.of(model)
+
+    total = sum(p.numel() for p in model.parameters())
+    assert shape is not None
+    assert shape.num_head_parameters == 32 * 16
+    assert shape.num_body_parameters == total - 2 * 32 * 16
+    assert (shape.num_layers, shape.attention_width) == (2, 16)
+
+
+def test_shape_of_a_mixture_of_experts_is_not_known():
+    model = tiny_llama()
+    model.config.num_local_experts = 8
+
+    assert ModelShape.of(model) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("Some other thing", None),
+        ("", None),
+    ],
+)
+def test_peak_of_a_device(name, peak):
+    assert peak_flops_of(name) == peak
+
+
+def test_use_of_a_device_without_a_known_peak_is_left_out():
+    use = ComputeUse(tiny_llama(), "cpu")
+
+    assert use.metrics([5], num_trained_tokens=2, seconds=1.0) == {}
+
+
+class RecordingView:
+    def __init__(self):
+        self.activities, self.steps = [], {}
+
+    def show_activity(self, text):
+        self.activities.append(text)
+
+    def show_step(self, step, metrics):
+        self.steps[step] = metrics
+
+
+def test_observer_tells_its_view_and_begins_each_step_anew(tmp_path):
+    view = RecordingView()
+    observer = StepObserver(tiny_config(tmp_path), tiny_llama(), view=view)
+    known = {"train/trained_tokens": 1.0, "train/compute_time": 1.0}
+
+    observer.note("training")
+    observer.take_groups([group([[7]], [1.0], policy_version=1)], step=3)
+    with observer.measure("forward"):
+        pass
+    first = observer.metrics(known)
+    observer.show(4, first)
+
+    assert first["train/staleness_mean"] == 2.0
+    assert first["train/forward_time"] >= 0.0
+    assert "train/forward_time" not in observer.metrics(known)
+    assert (view.activities, view.steps) == (["training"], {4: first})
+
+
+def test_a_step_logs_how_old_its_groups_are_and_where_its_time_went(tmp_path):
+    scored = group([[7], [8]], [1.0, 0.0], logprob=-3.0, policy_version=0)
+    trainer = make_trainer(tmp_path, groups=[scored], training_steps=2)
+    logged = {}
+    trainer._run_log.log = lambda metrics, step: logged.update({step: metrics})
+
+    trainer.run()
+
+    assert [logged[step]["train/staleness_mean"] for step in (1, 2)] == [0.0, 1.0]
+    parts = [logged[2][f"train/{name}_time"] for name in ("forward", "backward", "optimizer")]
+    assert 0.0 < sum(parts) <= logged[2]["train/compute_time"]
+    first = logged[1]
+    # One token each: k3 of trainer - sampler, d, is e^d - d - 1, so about d^2 / 2 or more.
+    assert first["alignment/k3"] >= 0.0
+    assert first["train/input_tokens"] == 6
+    assert torch.isfinite(torch.tensor(list(first.values()))).all()
