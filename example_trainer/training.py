@@ -34,6 +34,7 @@ from example_trainer.rows import RowRules
 from example_trainer.scoring import TokenScores
 from example_trainer.step_notes import StepNotes
 from example_trainer.step_observer import StepObserver, StepView
+from example_trainer.step_plan import log_step_plan
 from example_trainer.step_stats import StepStats, sum_stats
 from example_trainer.weight_sync import WeightSync
 
@@ -114,6 +115,7 @@ class Trainer:
             parallel=parallel,
         )
         self._scorer, self._packs = policy or prepare_policy(model, config)
+        self._is_planned = False
         self._scorer.divides_by_temperature = divide_by_temperature
         self._rules = row_rules(config)
         self._observer = StepObserver(config, model, num_devices=parallel.world_size, view=view)
@@ -135,6 +137,15 @@ class Trainer:
         batch = self._parallel.scatter(shares)
         fetched = self._clock()
         self._observer.note("training")
+        if not self._is_planned:
+            self._is_planned = True
+            log_step_plan(
+                batch,
+                model=self.model,
+                optimizer=self._optimizer,
+                config=self.config,
+                packs=self._packs,
+            )
         self._publisher.before_step(self.steps_done + 1)
         metrics = self.train_on(batch)
         self.steps_done += 1

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.config import BUILT_MODES, TrainingConfig
-from example_trainer.engine_control import EngineControl
+from example_trainer.engine_fleet import control_of
 from example_trainer.engine_weights import (
     export_for_engine,
     require_shared_memory_for,
@@ -18,7 +18,6 @@ from example_trainer.engine_weights import (
     transport_directory,
 )
 from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
-from example_trainer.sglang_control import SglangControl
 from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
 
 __all__ = [
@@ -210,13 +209,16 @@ class InPlaceSync:
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._server = VllmServer(config, updatable=True)
-        kind = SglangControl if config.engine == "sglang" else EngineControl
-        self._control = kind(f"http://{config.vllm_connect_host}:{config.vllm_port}")
+        self._control = control_of(config)
         self._directory = transport_directory(config)
         self._is_external = False
 
     def check_before_load(self) -> None:
         """Find out whose engine will be used, and whether it can do this."""
+        if self._config.engine_urls:
+            self._control.require_in_place_updates()
+            self._is_external = True
+            return
         port, host = self._config.vllm_port, self._config.vllm_connect_host
         if not is_port_in_use(port, host):
             if self._config.engine == "sglang":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +29,12 @@ TOLERANCE = 1e-5
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run_trainer(service, folder, *extra, ranks, steps=STEPS):
+def run_trainer(service, folder, *extra, ranks):
     """Train by the command line; returns the final weights and the metrics by step."""
     options = {
         "model": folder.parent / "model",
         "device": "cpu",
-        "training-steps": steps,
+        "training-steps": STEPS,
         "batch-size": 1,
         "gradient-accumulation-steps": 4,
         "seq-len": 64,
@@ -65,11 +66,11 @@ def start_service(tmp_path_factory):
     """Starts services that hold the same groups, one batch for every step."""
     running = []
 
-    def start():
+    def start(first=0):
         service = Replica(tmp_path_factory.mktemp("service"), "sqlite", run=f"run{len(running)}")
         service.start()
         running.append(service)
-        posted = httpx.post(f"{service.url}/scored_data_list", json=seeded_groups(STEPS))
+        posted = httpx.post(f"{service.url}/scored_data_list", json=seeded_groups(STEPS)[first:])
         posted.raise_for_status()
         return service
 
@@ -112,28 +113,40 @@ def assert_same_run(found, expected, label):
     assert max(figures.values()) <= TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["fsdp", "data"])
-def test_two_ranks_equal_one_over_twenty_steps(runs_folder, start_service, one_rank, mode):
-    found = run_trainer(start_service(), runs_folder / mode, "--parallel-mode", mode, ranks=2)
-
-    assert_same_run(found, one_rank, mode)
+@pytest.fixture(scope="module")
+def sharded(runs_folder, start_service):
+    """Final weights and metrics of two ranks that hold a part of the model each."""
+    return run_trainer(start_service(), runs_folder / "fsdp", ranks=2)
 
 
 @pytest.mark.slow
-def test_sharded_run_resumes_from_its_checkpoint_with_any_number_of_ranks(
-    runs_folder, start_service, one_rank
+def test_two_sharded_ranks_equal_one_over_twenty_steps(one_rank, sharded):
+    assert_same_run(sharded, one_rank, "fsdp")
+
+
+@pytest.mark.slow
+def test_two_data_parallel_ranks_equal_one_over_twenty_steps(runs_folder, start_service, one_rank):
+    found = run_trainer(start_service(), runs_folder / "data", "--parallel-mode", "data", ranks=2)
+
+    assert_same_run(found, one_rank, "data")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sharded")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoint_of_sharded_ranks_continues_on_any_number_of_ranks(
+    runs_folder, start_service, one_rank, ranks
 ):
-    service, folder = start_service(), runs_folder / "resumed"
-    run_trainer(service, folder, ranks=2, steps=8)
-    run_trainer(service, folder, "--resume", ranks=2, steps=13)
+    folder = runs_folder / f"resumed_by_{ranks}"
+    shutil.copytree(runs_folder / "fsdp", folder)
+    for name in ("step_15", "step_20", "final_model", "metrics.jsonl"):
+        path = folder / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
 
-    found = run_trainer(service, folder, "--resume", ranks=1)
+    weights, metrics = run_trainer(start_service(first=10), folder, "--resume", ranks=ranks)
 
-    assert_same_run((found[0], one_rank[1]), one_rank, "resumed")
-    assert [line["train/loss"] for line in found[1]][-1] == pytest.approx(
-        one_rank[1][-1]["train/loss"], abs=TOLERANCE
-    )
+    assert len(metrics) == STEPS - 10
+    assert largest_difference(weights, one_rank[0]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

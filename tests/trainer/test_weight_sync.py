@@ -298,3 +298,27 @@ def test_sglang_is_never_launched(tmp_path, free_port):
     sync.close()
     with pytest.raises(ValueError, match="in_place alone"):
         tiny_config(tmp_path, engine="sglang", weight_bridge_mode="none")
+
+
+def test_several_engines_take_the_same_weights(tmp_path):
+    with ScriptedVllm() as first, ScriptedVllm() as second:
+        urls = [f"http://127.0.0.1:{first.port}/v1", f"http://127.0.0.1:{second.port}"]
+        sync = InPlaceSync(tiny_config(tmp_path, engine_urls=urls))
+        sync.check_before_load()
+        sync.start(tiny_llama(), SavedTokenizer(), source="tiny")
+        sync.publish(tiny_llama(), checkpoint=None)
+        sync.close()
+
+    assert first.paths == second.paths
+    assert first.paths[1:] == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+
+
+def test_engine_that_fails_among_several_is_an_error_after_all_have_resumed(tmp_path):
+    with ScriptedVllm({"/reset_prefix_cache": (500, {})}) as bad, ScriptedVllm() as good:
+        urls = [f"http://127.0.0.1:{engine.port}" for engine in (bad, good)]
+        sync = InPlaceSync(tiny_config(tmp_path, engine_urls=urls))
+        with pytest.raises(InferenceError, match="answered 500"):
+            sync.publish(tiny_llama(), checkpoint=None)
+        sync.close()
+
+    assert bad.paths[-1] == good.paths[-1] == "/resume"

@@ -1,0 +1,167 @@
+"""How much memory an optimiser step takes on one rank, worked out from sizes before it is made.
+
+| part | bytes on a rank |
+|---|---|
+| weights | parameters x their size, over the ranks where sharded |
+| gradients | trained parameters x their size, likewise |
+| optimiser | trained parameters x bytes of state (`STATE_BYTES`), likewise |
+| gathered | sharded only: what lies outside the blocks, and two blocks, whole |
+| activations | tokens of the largest pass x what is kept for the backward pass per token |
+| logits | three float32 copies of one chunk x vocabulary, and the output layer's gradient |
+
+Activations are an estimate: what a layer keeps depends on the kernels it runs. The kept tensors of
+a Llama-like layer are about ten hidden-sized ones and four of the intermediate size; with gradient
+checkpointing each layer keeps its input, and one layer all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+__all__ = ["MemoryPlan", "ModelSizes", "StepSetup", "advice", "plan_memory"]
+
+GIB = 2**30
+STATE_BYTES = {"adamw": 2.0, "adamw_8bit": 2.0, "adafactor": 0.0}
+"""Bytes of optimiser state per trained parameter; `adamw` counts in sizes of the parameter."""
+_HIDDEN_COPIES = 10
+_INTERMEDIATE_COPIES = 4
+_LOGIT_COPIES = 3
+
+
+class ModelSizes(NamedTuple):
+    """What memory depends on in a model."""
+
+    num_parameters: int
+    num_trained: int
+    num_outside_blocks: int
+    """Parameters of embeddings, output layer and norms outside of the blocks."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    weight_bytes: int
+    """Bytes of one parameter."""
+
+
+class StepSetup(NamedTuple):
+    """What memory depends on in the settings."""
+
+    pass_tokens: int
+    """Tokens of the largest forward pass, padding included."""
+    chunk_tokens: int
+    """Tokens whose logits exist at one time."""
+    activation_bytes: int
+    """Bytes of one activation."""
+    optimizer: str
+    """`adamw`, `adamw_8bit` (only where it really is) or `adafactor`."""
+    gradient_checkpointing: bool
+    shards: int = 1
+    """Ranks the weights are spread over; 1 where each rank holds all."""
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of one rank at the fullest moment of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(self)
+
+    def describe(self, available_bytes: float) -> str:
+        """Return one line with the parts in GiB, the total and what there is."""
+        parts = ", ".join(
+            f"{name} {value / GIB:.2f}" for name, value in self._asdict().items() if value
+        )
+        return f"{parts}: {self.total / GIB:.2f} of {available_bytes / GIB:.2f} GiB"
+
+
+def plan_memory(model: ModelSizes, setup: StepSetup) -> MemoryPlan:
+    """Work out what a step takes."""
+    per_parameter = STATE_BYTES[setup.optimizer]
+    if setup.optimizer == "adamw":
+        per_parameter *= model.weight_bytes
+    shards = setup.shards
+    gathered = 0.0
+    if shards > 1:
+        block = (model.num_parameters - model.num_outside_blocks) / max(1, model.num_layers)
+        gathered = (model.num_outside_blocks + 2 * block) * model.weight_bytes
+    chunk = min(setup.chunk_tokens, setup.pass_tokens)
+    logits = _LOGIT_COPIES * 4 * chunk * model.vocabulary
+    return MemoryPlan(
+        weights=model.num_parameters * model.weight_bytes / shards,
+        gradients=model.num_trained * model.weight_bytes / shards,
+        optimizer=model.num_trained * per_parameter / shards,
+        gathered=gathered,
+        activations=setup.pass_tokens * _activation_bytes_per_token(model, setup),
+        logits=logits + 4 * model.vocabulary * model.hidden,
+    )
+
+
+def advice(model: ModelSizes, setup: StepSetup, available_bytes: float) -> list[str]:
+    """Return what would make a step fit, the cheapest first; empty when it does.
+
+    Args:
+        model: Sizes of the model.
+        setup: Present settings.
+        available_bytes: Memory of the device that the trainer may have.
+    """
+    plan = plan_memory(model, setup)
+    if plan.total <= available_bytes:
+        return []
+    found = [
+        f"a step needs about {plan.total / GIB:.1f} GiB and {available_bytes / GIB:.1f} are there"
+    ]
+
+    def consider(changed: StepSetup, text: str) -> None:
+        saved = plan.total - plan_memory(model, changed).total
+        if saved > 0.01 * plan.total:
+            found.append(f"{text} saves {saved / GIB:.1f} GiB")
+
+    consider(setup._replace(gradient_checkpointing=True), "--gradient-checkpointing")
+    tokens = _tokens_that_fit(model, setup, available_bytes)
+    if 0 < tokens < setup.pass_tokens:
+        found.append(
+            f"forward passes of at most {tokens} tokens fit: --microbatch-tokens {tokens} with "
+            "packing, else a smaller --batch-size or --seq-len"
+        )
+    if setup.optimizer == "adamw":
+        consider(setup._replace(optimizer="adamw_8bit"), "--optimizer adamw_8bit (on a GPU)")
+    consider(setup._replace(optimizer="adafactor"), "--optimizer adafactor")
+    ranks = _ranks_that_fit(model, setup, available_bytes)
+    if ranks is not None:
+        found.append(f"{ranks} ranks with --parallel-mode fsdp fit (torchrun)")
+    if model.num_trained == model.num_parameters:
+        found.append("--weight-bridge-mode lora_only keeps gradients and states of adapters alone")
+    return found
+
+
+def _activation_bytes_per_token(model: ModelSizes, setup: StepSetup) -> float:
+    layer = _HIDDEN_COPIES * model.hidden + _INTERMEDIATE_COPIES * model.intermediate
+    if setup.gradient_checkpointing:
+        return (model.num_layers * model.hidden + layer) * setup.activation_bytes
+    return model.num_layers * layer * setup.activation_bytes
+
+
+def _tokens_that_fit(model: ModelSizes, setup: StepSetup, available_bytes: float) -> int:
+    """Return the tokens of a pass for which the rest leaves room, 0 when it leaves none."""
+    fixed = plan_memory(model, setup)._replace(activations=0.0).total
+    return max(0, math.floor((available_bytes - fixed) / _activation_bytes_per_token(model, setup)))
+
+
+def _ranks_that_fit(model: ModelSizes, setup: StepSetup, available_bytes: float) -> int | None:
+    """Return the smallest power of two of ranks that is more than now and fits; None: none does."""
+    ranks = 2
+    while ranks <= 1024:
+        changed = setup._replace(shards=ranks)
+        if ranks > setup.shards and plan_memory(model, changed).total <= available_bytes:
+            return ranks
+        ranks *= 2
+    return None
