@@ -20,11 +20,10 @@ from typing import Any, ClassVar
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.multi_turn import Rollout
 from environments.shared.card import EnvironmentCard
+from environments.shared.tool_dialogue_config import ToolDialogueConfig, shortened_scores
 from environments.shared.tool_dialogue_env import (
     MODEL,
-    ToolDialogueConfig,
     ToolDialogueEnv,
-    shortened_scores,
 )
 from environments.shared.tool_dialogues import DialogueConversation, TurnCheck
 

@@ -25,12 +25,11 @@ from atroposlib.envs.multi_turn import Rollout
 from atroposlib.envs.turn_rewards import token_advantages
 from atroposlib.utils.local_records import read_splits
 from environments.shared.card import EnvironmentCard
+from environments.shared.tool_dialogue_config import ToolDialogueConfig, shortened_scores
 from environments.shared.tool_dialogue_env import (
     MODEL,
-    ToolDialogueConfig,
     ToolDialogueEnv,
     conversation_of,
-    shortened_scores,
 )
 from environments.shared.tool_dialogues import DialogueConversation, Scenario, TurnCheck
 
