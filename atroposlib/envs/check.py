@@ -134,9 +134,18 @@ def _run(
 
 
 def _load_slow_modules() -> None:
-    """Import what a real inference server would have imported, so that nothing waits for it."""
+    """Import what a real inference server would have imported, so that nothing waits for it.
+
+    The OpenAI client imports its parts when they are first used; `BaseEnv.client` is one.
+    """
     import openai.types.chat
-    import openai.types.completion  # noqa: F401
+    import openai.types.completion
+
+    client = openai.AsyncOpenAI(
+        api_key="none",  # pragma: allowlist secret
+        base_url="http://localhost",
+    )
+    _ = client.chat.completions, client.completions
 
 
 async def _perform(

@@ -11,9 +11,8 @@ import pytest
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.proxy import AgentProxy
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.scored_data import IGNORE_INDEX
-from tests.end_to_end.conftest import EngineWithModel
+from tests.end_to_end.conftest import EngineWithModel, RecordingServer
 from tests.end_to_end.test_vllm_exact_tokens import TOLERANCE, assert_aligned, worst_difference
 
 pytestmark = pytest.mark.slow
@@ -21,19 +20,6 @@ pytestmark = pytest.mark.slow
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # An untrained model calls nothing by itself, so its first turns may only be calls.
 ONE_CALL = r'<tool_call>\{"name": "f", ?"arguments": \{"a": [0-9]\}\}</tool_call>'
-
-
-class RecordingServer(VLLMServer):
-    """Remembers what the engine said it read and wrote."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.answers: list[Any] = []
-
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> Any:
-        answer = await super()._tokens_and_logprobs_completion_wrapper(**kwargs)
-        self.answers.append(answer)
-        return answer
 
 
 async def run_agent(client: openai.AsyncOpenAI) -> list[Any]:

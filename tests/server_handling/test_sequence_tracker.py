@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from atroposlib.envs.server_handling.sequence_tracker import (
     SequenceNode,
@@ -150,3 +151,29 @@ def test_conversation_of_any_length_loses_and_doubles_nothing(
     assert [value != MASKED_LOGPROB for value in node.logprobs] == [
         mask != IGNORE_INDEX for mask in expected_masks
     ]
+
+
+def test_make_node_turns_numbers_of_another_kind_into_those_of_the_fields() -> None:
+    node = make_node(
+        full_text="ab",
+        prompt_ids=[1, 72],
+        completion_ids=[True, 2.0],  # type: ignore[list-item]
+        completion_logprobs=[0, -1],
+        finish_reason="stop",
+        parent=None,
+    )
+
+    assert [type(token) for token in node.tokens] == [int] * 4
+    assert [type(value) for value in node.logprobs] == [float] * 4
+
+
+def test_make_node_ids_that_are_no_numbers_raise() -> None:
+    with pytest.raises(ValidationError):
+        make_node(
+            full_text="a",
+            prompt_ids=[1],
+            completion_ids=["a"],  # type: ignore[list-item]
+            completion_logprobs=[-0.1],
+            finish_reason="stop",
+            parent=None,
+        )

@@ -69,7 +69,7 @@ class NodeRecord:
         if num_ends >= len(self.ends):
             return self
         end = self.ends[num_ends - 1]
-        node = SequenceNode(
+        node = SequenceNode.model_construct(  # of what was checked
             full_text=self.node.full_text[: end.text_length],
             tokens=self.node.tokens[: end.num_tokens],
             masked_tokens=self.node.masked_tokens[: end.num_tokens],
