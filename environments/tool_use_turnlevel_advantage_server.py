@@ -187,14 +187,16 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
             [self.compute_outcome_reward(conversation_of(r)) for r in trajectories],
             outcome_weight=self.config.turn_level_advantage_lambda,
         )
-        # One sequence for each rollout: the dialogues never replace their history.
-        sequences = [sequence for rollout in trajectories for sequence in rollout.sequences]
-        group["advantages"] = [
-            token_advantages(sequence.masks, sequence.spans, advantages)
-            for sequence, advantages in zip(sequences, by_turn, strict=True)
+        # As many rows as the group has: a rollout has one for each of its sequences.
+        rows = [
+            (score, token_advantages(sequence.masks, sequence.spans, advantages))
+            for rollout, score, advantages in zip(trajectories, scores, by_turn, strict=True)
+            for sequence in rollout.sequences
         ]
+        group["advantages"] = [advantages for _, advantages in rows]
         lengths = [len(tokens) for tokens in group["tokens"]]
-        group["scores"] = shortened_scores(scores, lengths, max_tokens=self.config.max_token_length)
+        limit = self.config.max_token_length
+        group["scores"] = shortened_scores([s for s, _ in rows], lengths, max_tokens=limit)
         return group
 
 
