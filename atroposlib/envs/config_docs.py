@@ -80,8 +80,8 @@ ENVIRONMENT_VARIABLES = {
     "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "`1` lets a server that reports no tokens stand in for "
     "a managed server, with placeholder tokens: for tests of environments, not for training.",
     "ATROPOS_DEBUG_REQUESTS": "`1` logs every request to an inference server.",
-    "ATROPOS_SANDBOX": "Where programs written by a model run, when no setting says so: bubblewrap, "
-    "gvisor or container:IMAGE.",
+    "ATROPOS_SANDBOX": "Kind of sandbox for programs that a model wrote, when no setting names it: "
+    "bubblewrap.",
     "SLURM_JOB_NODELIST": "Nodes of the Slurm job, where servers are discovered.",
     "NUM_TRAINING_NODES": "Nodes at the start of that list that train; the others serve inference.",
     "INFER_TP": "GPUs per inference server on those nodes, 1 when not set.",

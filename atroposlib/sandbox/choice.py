@@ -10,7 +10,7 @@ from atroposlib.sandbox.interface import Sandbox, SandboxLimits, SandboxUnavaila
 __all__ = ["KINDS", "open_sandbox"]
 
 VARIABLE = "ATROPOS_SANDBOX"
-KINDS = ("bubblewrap", "gvisor", "container:IMAGE")
+KINDS = ("bubblewrap",)
 
 
 def open_sandbox(kind: str | None = None, *, limits: SandboxLimits | None = None) -> Sandbox:

@@ -88,7 +88,7 @@ class CodeConfig(BaseEnvConfig):
     )
     sandbox: str | None = Field(
         None,
-        description="Where programs run: bubblewrap, gvisor or container:IMAGE; None takes what "
+        description="Kind of sandbox that programs run in: bubblewrap; None takes what "
         "ATROPOS_SANDBOX names, bubblewrap without it.",
     )
     test_timeout_s: float = Field(6.0, gt=0, description="Seconds one test of a program may take.")
