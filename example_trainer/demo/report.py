@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from atroposlib.frontend.jsonl2html import generate_html
 from example_trainer.demo.extras import require_extra
+from example_trainer.reporting.series import rolling_mean
 
 __all__ = [
     "RewardPoint",
@@ -59,16 +60,6 @@ def count_steps(metrics_path: Path) -> int:
         return metrics_path.read_text(encoding="utf-8").count('"train/loss"')
     except FileNotFoundError:
         return 0
-
-
-def rolling_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return at each place the mean of the last `window` values up to it."""
-    recent: deque[float] = deque(maxlen=window)
-    means = []
-    for value in values:
-        recent.append(value)
-        means.append(sum(recent) / len(recent))
-    return means
 
 
 def write_curve(points: Sequence[RewardPoint], path: Path) -> None:

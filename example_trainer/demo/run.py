@@ -26,6 +26,7 @@ from example_trainer.demo.supervisor import Supervisor
 from example_trainer.demo.task import Problem, held_out_problems
 from example_trainer.engine_control import EngineControl
 from example_trainer.processes import ManagedProcess, find_free_ports
+from example_trainer.reporting.writing import write_report
 
 __all__ = ["Demo", "DemoResult"]
 
@@ -251,6 +252,9 @@ class Demo:
         paths = self.paths
         points = report.read_rewards(paths.environment_metrics)
         report.write_curve(points, paths.curve)
+        write_report(
+            paths.trainer_metrics, paths.report, environment_path=paths.environment_metrics
+        )
         report.write_rollouts_page(paths.groups, paths.rollouts, groups_per_end=_GROUPS_PER_END)
         self.progress.end()
         result = DemoResult(before, after, points, self.progress.elapsed_s)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from example_trainer.demo.tiny_model import TinyModelShape
+from example_trainer.reporting.writing import REPORT_NAME
 
 __all__ = ["DemoPaths", "DemoSettings", "TaskSettings", "WarmUpSettings", "settings_for"]
 
@@ -248,6 +249,11 @@ class DemoPaths:
     def curve(self) -> Path:
         """Picture of the reward over the steps."""
         return self.output / "reward_curve.png"
+
+    @property
+    def report(self) -> Path:
+        """Page of the training's curves and settings."""
+        return self.output / REPORT_NAME
 
     @property
     def rollouts(self) -> Path:

@@ -29,7 +29,9 @@ _UNUSED_FIELDS = ("advantages", "distill_token_ids", "distill_logprobs", "images
 _PROMPT = "what the service delivers"
 
 
-def service_reward(*, score: Sequence[float], **_others: Any) -> list[float]:
+def service_reward(
+    prompts: Sequence[Any], completions: Sequence[Any], *, score: Sequence[float], **_others: Any
+) -> list[float]:
     """Reward each completion with the score its environment gave; a reward function of TRL."""
     return list(score)
 

@@ -80,7 +80,7 @@ def test_rollouts_of_a_batch_are_those_of_its_groups_in_order():
     output = rollouts(["p"] * 4, trl())
 
     assert output["completion_ids"] == [[7], [8], [9], [4]]
-    assert service_reward(**output) == [1.0, 0.0, 0.0, 2.0]
+    assert service_reward([], [], **output) == [1.0, 0.0, 0.0, 2.0]
     assert output["logprobs"] is None  # one group has none
     with pytest.raises(ConfigError, match="TRL asks for more"):
         rollouts(["p"] * 4, trl())
