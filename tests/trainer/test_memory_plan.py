@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from example_trainer.memory_plan import GIB, ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.optimizer import create_optimizer
@@ -103,6 +105,36 @@ def test_nothing_is_advised_that_is_on_already():
     lines = advice(LARGE._replace(num_trained=10**6), setup, 10 * GIB)
 
     assert not any(line.startswith("--") for line in lines)
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [((4, 2), 256), ((4, 4), 512)])
+def test_activations_are_about_what_autograd_keeps(heads, tokens):
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=3,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+    )
+    model = LlamaForCausalLM(config).train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long))
+    measured = sum(num_bytes for num_bytes, _ in kept.values())
+
+    setup = SETUP._replace(pass_tokens=tokens, activation_bytes=4)
+    planned = plan_memory(sizes_of(model), setup).activations
+    assert hidden.last_hidden_state.requires_grad
+    assert planned == pytest.approx(measured, rel=0.15)
 
 
 def test_sizes_are_read_from_the_model():
