@@ -108,8 +108,9 @@ def judge(
     """
     if answer is None:
         return Verdict(0.0)
-    pages = {c.page: words_of(read.get(c.page, "")) for c in answer.citations[:MAX_JUDGED]}
-    faithful = [c for c in answer.citations[:MAX_JUDGED] if _is_faithful(c, pages[c.page])]
+    judged = answer.citations[:MAX_JUDGED]
+    pages = {page: words_of(read.get(page, "")) for page in {c.page for c in judged}}
+    faithful = [c for c in judged if _is_faithful(c, pages[c.page])]
     num_fakes = len(answer.citations) - len(faithful)
     penalty = FAKE_CITATION * min(num_fakes, MAX_FAKES_COUNTED)
     if not _is_right(answer.text, question.answers):
