@@ -1,0 +1,97 @@
+r"""The exercises without a model: ask for one, submit an answer, climb the levels.
+
+task = InfiniteMath(starting_level=2)
+task.get_state()["problem"]          # "What is 15 percent of 240?"
+task.submit_answer(r"\boxed{36}")    # Submission(is_correct=True, ...)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from environments.infinimath.answers import is_equal, read_answer
+from environments.infinimath.curriculum import MathCurriculum
+from environments.infinimath.problems import DESCRIPTIONS, GeneratorKind, Problem, ProblemSource
+
+__all__ = ["InfiniteMath", "Submission"]
+
+
+class Submission(NamedTuple):
+    """What became of an answer."""
+
+    is_correct: bool
+    is_over: bool
+    """Whether the next exercise has been posed."""
+    has_advanced: bool
+    """Whether that one is of a higher level."""
+    solution: str | None
+    """Of the exercise that is over."""
+
+
+class InfiniteMath:
+    """One exercise after the other.
+
+    Args:
+        starting_level: 1 to 7.
+        progress_threshold: mean result at which the level goes up.
+        min_evaluations: results that mean is taken of.
+        max_attempts_per_problem: answers allowed to one exercise.
+        generator: where exercises come from.
+        seed: of the exercises.
+    """
+
+    def __init__(
+        self,
+        *,
+        starting_level: int = 1,
+        progress_threshold: float = 0.8,
+        min_evaluations: int = 5,
+        max_attempts_per_problem: int = 3,
+        generator: GeneratorKind = "auto",
+        seed: int = 0,
+    ) -> None:
+        self._source = ProblemSource(generator, seed=seed)
+        self._curriculum = MathCurriculum(
+            level=starting_level,
+            progress_threshold=progress_threshold,
+            min_evaluations=min_evaluations,
+        )
+        self._starting_level = starting_level
+        self._max_attempts = max_attempts_per_problem
+        self.reset()
+
+    def reset(self) -> dict[str, Any]:
+        """Forget all results and pose the first exercise; returns the state."""
+        self._curriculum.level = self._starting_level
+        self._curriculum.history = {}
+        self._number = -1
+        self._pose()
+        return self.get_state()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the exercise and where the curriculum stands, without the solution."""
+        return {
+            "problem": self._problem.question,
+            "level": self._problem.level,
+            "level_description": DESCRIPTIONS[self._problem.level],
+            "attempts": self._attempts,
+            "max_attempts": self._max_attempts,
+            "success_rate": self._curriculum.success_rate(),
+        }
+
+    def submit_answer(self, answer: str) -> Submission:
+        """Check an answer; a right one, or the last attempt, is recorded and ends the exercise."""
+        is_correct = is_equal(read_answer(answer), self._problem.solution)
+        self._attempts += 1
+        if not is_correct and self._attempts < self._max_attempts:
+            return Submission(False, False, False, None)
+        solution = self._problem.solution
+        self._curriculum.record(self._problem.level, is_correct=is_correct)
+        has_advanced = self._curriculum.advance()
+        self._pose()
+        return Submission(is_correct, True, has_advanced, solution)
+
+    def _pose(self) -> None:
+        self._number += 1
+        self._attempts = 0
+        self._problem: Problem = self._source.make(self._curriculum.level, self._number)

@@ -1,0 +1,316 @@
+"""Infinimath: endless exercises in seven levels, harder as the policy gets better.
+
+    level -> exercise -> [system, user] <think> -> G completions -> right? thought? boxed? -> score
+      └──────── one up when the last results are good ◄────────────────┘
+
+Exercises come from the package mathgenerator where it is installed, else from generators of our
+own (`--env.generator builtin` for those in any case). Needs no data:
+
+    python environments/infinimath/infinimath_env.py process --env.generator builtin \
+        --env.total_steps 4
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
+from atroposlib.envs.conversation import visible_text
+from atroposlib.envs.single_turn import Trajectory
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.utils.length_penalty import length_factor
+from environments.infinimath.answers import first_boxed, has_thought, is_equal, read_answer
+from environments.infinimath.curriculum import MathCurriculum
+from environments.infinimath.problems import MAX_LEVEL, GeneratorKind, Problem, ProblemSource
+from environments.infinimath.word_problems import WordProblems
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["InfiniteMathEnv", "InfiniteMathEnvConfig", "reward_of"]
+
+CARD = EnvironmentCard(
+    task="endless exercises in seven levels",
+    turns="1",
+    reward="right or wrong, and 0.2 each for a thought and a box",
+    data="made on the spot",
+    needs="core install; `atroposlib[infinimath]` for more kinds of exercises",
+    command="process --env.generator builtin --env.total_steps 4",
+)
+
+MODEL = "NousResearch/Nous-Hermes-2-Yi-34B"
+SYSTEM_PROMPT = (
+    "You are an expert in mathematics. Work through the problem inside <think> </think> tags, one "
+    "step at a time, and check the result. Behind the closing tag give the answer once, as plainly "
+    "as it can be written, in the form \\boxed{answer}."
+)
+NUM_EVAL_PROBLEMS = 10
+
+
+class InfiniteMathEnvConfig(SingleTurnEnvConfig):
+    """The curriculum, the rewards, and where exercises come from."""
+
+    starting_level: int = Field(1, ge=1, le=MAX_LEVEL, description="Level of the first exercise.")
+    progress_threshold: float = Field(
+        0.8, ge=0, le=1, description="Mean result at a level from which the next one is set."
+    )
+    min_evaluations: int = Field(5, ge=1, description="Latest results that mean is taken of.")
+    max_attempts_per_problem: int = Field(
+        3, ge=1, description="Groups made of an exercise while no answer in them is right."
+    )
+    correct_reward: float = Field(1.0, description="Reward of a right answer.")
+    incorrect_reward: float = Field(-1.0, description="Reward of a wrong answer.")
+    think_block_bonus: float = Field(0.2, ge=0, description="Added for a thought that is closed.")
+    boxed_answer_bonus: float = Field(0.2, ge=0, description="Added for a box behind the thought.")
+    apply_length_penalty: bool = Field(
+        True, description="Rank groups in which all answers are right by length."
+    )
+    length_threshold_ratio: float = Field(
+        0.5, ge=0, le=1, description="Part of max_token_length that costs nothing in that ranking."
+    )
+    temperature: float = Field(0.7, ge=0, description="Sampling temperature of rollouts.")
+    top_p: float = Field(0.9, gt=0, le=1, description="Nucleus of rollouts; 1 samples from all.")
+    generator: GeneratorKind = Field(
+        "auto",
+        description="Where exercises come from: mathgenerator, builtin, or auto for the former "
+        "where it is installed.",
+    )
+    problem_seed: int = Field(0, description="Seed of the exercises.")
+    word_problem_model_name: str = Field(
+        "gpt-4.1-mini", description="Model that turns exercises into stories."
+    )
+    word_problem_openai_api_key: str | None = Field(
+        default_factory=lambda: os.environ.get("OPENAI_API_KEY"),
+        repr=False,
+        description="Key for that model, the variable OPENAI_API_KEY by default; without one "
+        "exercises stay as they are.",
+    )
+    word_problem_openai_base_url: str | None = Field(
+        None, description="Address of that model; None is OpenAI's own."
+    )
+
+    @model_validator(mode="after")
+    def _right_answers_earn_most(self) -> InfiniteMathEnvConfig:
+        if self.correct_reward <= self._best_wrong():
+            raise ValueError("correct_reward must exceed incorrect_reward with both bonuses")
+        return self
+
+    def _best_wrong(self) -> float:
+        return self.incorrect_reward + self.think_block_bonus + self.boxed_answer_bonus
+
+
+def reward_of(completion: str, solution: str, config: InfiniteMathEnvConfig) -> float:
+    """Return what a completion earns, with its bonuses; an empty one is wrong."""
+    is_correct = is_equal(read_answer(completion), solution)
+    reward = config.correct_reward if is_correct else config.incorrect_reward
+    reward += config.think_block_bonus * has_thought(completion)
+    is_boxed = "</think>" in completion and first_boxed(visible_text(completion)) is not None
+    return reward + config.boxed_answer_bonus * is_boxed
+
+
+def eval_problems(source: ProblemSource) -> dict[int, list[Problem]]:
+    """Return level -> the exercises an evaluation asks at it."""
+    return {
+        level: [source.make(level, f"evaluation {i}") for i in range(NUM_EVAL_PROBLEMS)]
+        for level in range(1, MAX_LEVEL + 1)
+    }
+
+
+class InfiniteMathEnv(SingleTurnEnv):
+    """Exercises at the level of the curriculum.
+
+    Attributes:
+        iter: exercises handed out so far; kept in checkpoints, as are the next two.
+        curriculum_level: level of the next exercise.
+        performance_history: level -> latest results.
+    """
+
+    env_config_cls = InfiniteMathEnvConfig
+    config: InfiniteMathEnvConfig
+    scores_thinking = True
+    prefill = "\n<think>\n"
+    check_settings: ClassVar[dict[str, Any]] = {
+        "generator": "builtin",
+        "word_problem_openai_api_key": None,
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self.iter = 0
+        self.curriculum_level = config.starting_level
+        self.performance_history: dict[Any, list[int]] = {}
+        self.curriculum = self._make_curriculum()
+        self.results_since_log: dict[int, list[bool]] = defaultdict(list)
+        self.eval_problems: dict[int, list[Problem]] = {}
+        self.word_problems = WordProblems(
+            api_key=config.word_problem_openai_api_key,
+            base_url=config.word_problem_openai_base_url,
+            model_name=config.word_problem_model_name,
+        )
+
+    @classmethod
+    def config_init(cls) -> tuple[InfiniteMathEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        config = InfiniteMathEnvConfig(
+            tokenizer_name=MODEL,
+            group_size=8,
+            max_num_workers=64,
+            total_steps=10000,
+            batch_size=1024,
+            steps_per_eval=25,
+            max_token_length=4096,
+            min_evaluations=10,
+            incorrect_reward=-0.5,
+            length_threshold_ratio=0.6,
+            wandb_name="infinite_math",
+            data_path_to_save_groups="data/infinite_math_groups.jsonl",
+        )
+        server = APIServerConfig(
+            model_name=MODEL,
+            base_url="http://localhost:9004/v1",
+            api_key="x",
+            server_type="vllm",
+        )
+        return config, server
+
+    async def setup(self) -> None:
+        """Make the exercises of the evaluations."""
+        self.source = ProblemSource(self.config.generator, seed=self.config.problem_seed)
+        # In a thread: importing mathgenerator takes seconds.
+        self.eval_problems = await asyncio.to_thread(eval_problems, self.source)
+
+    async def get_next_item(self) -> tuple[Problem, int]:
+        """Make the next exercise; the number is how often it was asked before."""
+        problem = self.source.make(self.curriculum.level, self.iter)
+        self.iter += 1
+        return problem, 0
+
+    def eval_items(self) -> Sequence[tuple[Problem, int]]:
+        """Return the exercises of the current level."""
+        return [(problem, 0) for problem in self.eval_problems[self.curriculum.level]]
+
+    def prompt(self, item: tuple[Problem, int]) -> list[dict[str, str]]:
+        """Return an exercise and how to answer it."""
+        return [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": item[0].question},
+        ]
+
+    def sampling(self) -> dict[str, Any]:
+        """Return temperature and nucleus of rollouts."""
+        return {"temperature": self.config.temperature, "top_p": self.config.top_p}
+
+    async def collect_trajectories(
+        self, item: tuple[Problem, int]
+    ) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """Roll out an exercise; one that nobody solved may be asked again."""
+        problem, num_asked = await self._told(item)
+        group, backlog = await super().collect_trajectories((problem, num_asked))
+        is_unsolved = group is not None and max(group["scores"]) <= self.config._best_wrong()
+        if is_unsolved and num_asked + 1 < self.config.max_attempts_per_problem:
+            backlog = [*backlog, (item[0], num_asked + 1)]
+        return group, backlog
+
+    async def evaluate_item(self, item: tuple[Problem, int]) -> dict[str, Any]:
+        """Wait for one answer to an exercise; returns its record, with the level."""
+        told = await self._told(item)
+        return {**await super().evaluate_item(told), "level": told[0].level}
+
+    async def score(self, item: tuple[Problem, int], answer: str) -> float:
+        """Return the reward of a completion, and take note of the result."""
+        problem, _ = item
+        reward = reward_of(answer, problem.solution, self.config)
+        is_correct = self._is_correct(reward)
+        self.results_since_log[problem.level].append(is_correct)
+        self.curriculum.record(problem.level, is_correct=is_correct)
+        self.curriculum.advance()
+        return reward
+
+    def group_scores(
+        self, scores: Sequence[float], trajectories: Sequence[Trajectory]
+    ) -> Sequence[float]:
+        """Return the rewards, times what their length leaves when all are right."""
+        if not self.config.apply_length_penalty or not all(map(self._is_correct, scores)):
+            return scores
+        return [
+            score
+            * length_factor(
+                len(trajectory.tokens),
+                max_tokens=self.config.max_token_length,
+                free_fraction=self.config.length_threshold_ratio,
+            )
+            for score, trajectory in zip(scores, trajectories, strict=True)
+        ]
+
+    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
+        """Return how many answers are right."""
+        return {"train/percent_correct": statistics.fmean(map(self._is_correct, scores))}
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return the accuracy at the level that was asked, and whether it went up by that."""
+        level = samples[0]["level"]
+        right = [self._is_correct(sample["score"]) for sample in samples]
+        return {
+            f"eval/level_{level}_accuracy": statistics.fmean(right),
+            "eval/current_level": self.curriculum.level,
+            "eval/advanced_level": float(self.curriculum.level > level),
+        }
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add the results by level since the last log, and where the curriculum stands."""
+        metrics = {} if wandb_metrics is None else wandb_metrics
+        for level, results in self.results_since_log.items():
+            metrics[f"train/level_{level}_correct"] = statistics.fmean(results)
+            metrics[f"train/level_{level}_count"] = len(results)
+        self.results_since_log.clear()
+        metrics.update(self.curriculum.metrics())
+        await super().wandb_log(metrics)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position and the curriculum."""
+        own = {
+            "iter": self.iter,
+            "curriculum_level": self.curriculum.level,
+            "performance_history": {str(k): v for k, v in self.curriculum.history.items()},
+        }
+        super().save_checkpoint(step, {**(data or {}), **own})
+
+    def load_checkpoint(self) -> None:
+        """Restore the position and the curriculum."""
+        super().load_checkpoint()
+        self.curriculum = self._make_curriculum()
+
+    async def close(self) -> None:
+        """Close the connection to the model that tells stories."""
+        await self.word_problems.close()
+        await super().close()
+
+    def check_gold_answer(self, item: tuple[Problem, int]) -> str:
+        """Return the rest of a thought, and the solution in a box."""
+        return f"I work it out.\n</think>\nThe answer is \\boxed{{{item[0].solution}}}."
+
+    def _make_curriculum(self) -> MathCurriculum:
+        return MathCurriculum(
+            level=self.curriculum_level,
+            progress_threshold=self.config.progress_threshold,
+            min_evaluations=self.config.min_evaluations,
+            history=self.performance_history,
+        )
+
+    def _is_correct(self, reward: float) -> bool:
+        return reward > self.config._best_wrong()
+
+    async def _told(self, item: tuple[Problem, int]) -> tuple[Problem, int]:
+        problem, num_asked = item
+        story = await self.word_problems.rewrite(problem.question)
+        return problem._replace(question=story), num_asked
+
+
+if __name__ == "__main__":
+    InfiniteMathEnv.cli()
