@@ -99,10 +99,10 @@ BOARD = Board(
         (["1-Across: PEAR\n2-Down: ROCK"], [1 + WIN]),
         (["1-Across: PEAR", "2-Down: ROCK"], [4 / 7, 3 / 7 + WIN]),
         (["2-Down: ROCK", "1-Across: PEAR"], [4 / 7, 3 / 7 + WIN]),
-        (["1-Across: BEAR"], [(3 - 0.5) / 7]),
-        (["1-Across: PEAR\n2-Down: LOCK"], [(7 - 0.5) / 7 + WIN]),  # R is right once, L wrong
-        (["1-Across: PEAR", "2-Down: RING"], [4 / 7, -1.5 / 7]),
-        (["1-Across: XXXX", "1-Across: XXXX"], [-2 / 7, -2 / 7]),
+        (["1-Across: BEAR"], [(3 - 0.1) / 7]),
+        (["1-Across: PEAR\n2-Down: LOCK"], [(7 - 0.1) / 7 + WIN]),  # R is right once, L wrong
+        (["1-Across: PEAR", "2-Down: RING"], [4 / 7, -0.3 / 7]),
+        (["1-Across: XXXX", "1-Across: XXXX"], [-0.4 / 7, -0.4 / 7]),
         (["1-Across: PEAR", "1-Across: PEAR"], [4 / 7, INVALID]),
         (["1-Across: PEAR", "1-Across: PEAR\n2-Down: ROCK"], [4 / 7, INVALID]),
         (["1-Across: PEARS"], [INVALID]),
@@ -192,6 +192,20 @@ async def test_oracle_scores_highest_and_garbage_lowest(difficulty: str) -> None
         assert scores[0] > scores[1] > scores[2]
         assert scores[2] == pytest.approx(6 * INVALID + UNSOLVED)
         assert [game.is_won for game in games] == [True, False, False]
+
+
+async def test_stopping_early_is_worth_as_much_as_nonsense() -> None:
+    crossword = Crossword(CrosswordGame(BOARD), max_turns=3, thinking_active=False)
+    nonsense = sum(await play_game(crossword, lambda _: "qxz", max_turns=3))
+
+    stopped = Crossword(CrosswordGame(BOARD), max_turns=3, thinking_active=False)
+    at_once = stopped.unfinished_reward
+    first = await stopped.reply(Turn("1-Across: XXXX", 0, ()))
+
+    assert at_once == pytest.approx(nonsense)
+    assert first.reward + stopped.unfinished_reward == pytest.approx(
+        -0.4 / 7 + UNSOLVED + 2 * INVALID
+    )
 
 
 def test_environment_passes_the_check() -> None:

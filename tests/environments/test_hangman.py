@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import ChatMessage, Turn
 from atroposlib.envs.multi_turn import Rollout
 from atroposlib.errors import ConfigError
-from atroposlib.scored_data import check_group
+from atroposlib.scored_data import IGNORE_INDEX, check_group
 from environments.game_environments.hangman.game import (
     INVALID,
     LEVELS,
@@ -78,6 +78,15 @@ def test_last_life_ends_the_game() -> None:
     assert (game.is_over, game.is_won) == (True, False)
     with pytest.raises(ValueError, match="over"):
         game.guess("l")
+
+
+def test_giving_up_costs_as_much_as_nonsense() -> None:
+    game = HangmanGame("llama", lives=3)
+    given_up = game.forfeit
+
+    assert sum(play_guesses("llama", [None, None, None], lives=3)) == pytest.approx(given_up)
+    game.guess("z")
+    assert game.forfeit == pytest.approx(2 * INVALID + LOSS)
 
 
 def test_shown_word_hides_what_was_not_guessed() -> None:
@@ -172,7 +181,15 @@ async def test_process_writes_groups_with_an_advantage_per_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "groups.jsonl"
-    async with ScriptedEngine(["<guess>e</guess>", "<guess>a</guess>", "hm"]) as engine:
+    starts = itertools.cycle(["<guess>q</guess>", "hm"])
+
+    def player(prompt: str) -> str:
+        num_turns = prompt.count("Word:") - 1
+        if num_turns <= 0:
+            return next(starts) if num_turns == 0 else "ok"
+        return f"<guess>{'qxzj'[num_turns]}</guess>" if "<guess>q</guess>" in prompt else "hm"
+
+    async with ScriptedEngine(player) as engine:
         env = make_env(
             HangmanOnlineEnv, engine, monkeypatch, data_path_to_save_groups=str(out), max_turns=4
         )
@@ -180,7 +197,12 @@ async def test_process_writes_groups_with_an_advantage_per_turn(
 
     [group] = read_groups(out)
     check_group(group)
-    assert all(math.isfinite(a) for row in group["advantages"] for a in row)
+    lives_left = LEVELS["easy"].lives - 4
+    forfeit = lives_left * INVALID + LOSS
+    assert sorted(group["scores"]) == pytest.approx([4 * INVALID + forfeit, 4 * WRONG + forfeit])
+    for advantages, masks in zip(group["advantages"], group["masks"], strict=True):
+        values = {a for a, mask in zip(advantages, masks, strict=True) if mask != IGNORE_INDEX}
+        assert len(values) == 4
 
 
 async def test_position_and_win_rate_are_kept_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from environments.game_environments.crosswords.board import LEVELS, Board, make_board
-from environments.game_environments.crosswords.game import UNSOLVED, CrosswordGame
+from environments.game_environments.crosswords.game import INVALID, UNSOLVED, CrosswordGame
 from environments.shared.card import EnvironmentCard
 from environments.shared.games import THINK_FIRST, Difficulty, Game, GameEnv, GameEnvConfig
 from environments.shared.word_clues import words_at
@@ -29,7 +29,7 @@ __all__ = ["Crossword", "CrosswordsEnv", "CrosswordsEnvConfig", "board_of"]
 CARD = EnvironmentCard(
     task="solve a crossword",
     turns="up to 6",
-    reward="per turn, the share of letters found; wrong letters cost half, invalid -0.2, solved +1",
+    reward="per turn, the share of letters found; wrong ones a tenth off, invalid -0.2, solved +1",
     data="793 words with clues shipped",
     command="process --env.total_steps 4",
 )
@@ -71,11 +71,10 @@ class Crossword(Game):
         thinking_active: ask for thinking before each turn.
     """
 
-    unfinished_reward = UNSOLVED
-
     def __init__(self, game: CrosswordGame, *, max_turns: int, thinking_active: bool) -> None:
         self.game = game
         self.max_turns = max_turns
+        self.unfinished_reward = UNSOLVED + max_turns * INVALID
         self.thinking_active = thinking_active
 
     def opening(self) -> list[ChatMessage]:
@@ -90,7 +89,10 @@ class Crossword(Game):
         self.is_won = self.game.is_won
         if self.is_won:
             return Reply(reward=outcome.reward, is_done=True)
-        state = self._state(self.max_turns - turn.index - 1)
+        turns_left = self.max_turns - turn.index - 1
+        # To stop early is worth no more than to fill the other turns with nonsense.
+        self.unfinished_reward = UNSOLVED + turns_left * INVALID
+        state = self._state(turns_left)
         return Reply(f"{outcome.message}\n\n{state}", reward=outcome.reward)
 
     def _state(self, turns_left: int) -> str:

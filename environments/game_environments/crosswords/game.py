@@ -2,7 +2,7 @@
 
     two words of 4 letters that cross, 7 cells
     "1-Across: PEAR"                 right   4 of 7 cells: +4/7
-    "2-Down: RING"  for R O C K      G N I wrong, the crossing R was right before: -0.5 * 3/7
+    "2-Down: RING"  for R O C K      G N I wrong, the crossing R was right before: -0.1 * 3/7
     "2-Down: ROCKS"                  invalid, nothing is written: -0.2
     "2-Down: ROCK"                   3 of 7 cells and the crossword is solved: +3/7 + 1.0
 
@@ -21,7 +21,8 @@ __all__ = ["INVALID", "UNSOLVED", "WIN", "WRONG_CELL", "CrosswordGame", "Outcome
 WIN = 1.0
 UNSOLVED = -0.5
 INVALID = -0.2
-WRONG_CELL = 0.5
+"""More than the wrong letters of a turn can cost, so that trying is better."""
+WRONG_CELL = 0.1
 """What a wrong letter costs, as a share of what a right one earns."""
 
 _LINE = re.compile(r"[\s*-]*([0-9]+)\s*-\s*(across|down)\b(.*)", re.IGNORECASE | re.ASCII)

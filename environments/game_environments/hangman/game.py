@@ -99,6 +99,11 @@ class HangmanGame:
         is_found = self.num_hidden == 0
         return " ".join(x if is_found or x in self.guesses else "_" for x in self.word)
 
+    @property
+    def forfeit(self) -> float:
+        """What giving up costs: as much as an invalid guess for each life, and the loss."""
+        return self.lives * INVALID + LOSS
+
     def guess(self, text: str | None) -> Outcome:
         """Take a guess; one that is wrong or invalid costs a life.
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
-from environments.game_environments.hangman.game import LEVELS, LOSS, HangmanGame, hidden_word
+from environments.game_environments.hangman.game import LEVELS, HangmanGame, hidden_word
 from environments.shared.card import EnvironmentCard
 from environments.shared.games import (
     THINK_FIRST,
@@ -70,11 +70,10 @@ class Hangman(Game):
         thinking_active: ask for thinking before each guess.
     """
 
-    unfinished_reward = LOSS
-
     def __init__(self, game: HangmanGame, *, clue: str, thinking_active: bool) -> None:
         self.game = game
         self.clue = clue
+        self.unfinished_reward = game.forfeit
         self.thinking_active = thinking_active
 
     def opening(self) -> list[ChatMessage]:
@@ -92,6 +91,7 @@ class Hangman(Game):
         """Take the guess outside of the thinking."""
         outcome = self.game.guess(only_tagged(turn.answer, "guess"))
         self.is_won = self.game.is_won
+        self.unfinished_reward = self.game.forfeit
         if self.game.is_over:
             return Reply(reward=outcome.reward, is_done=True)
         return Reply(f"{outcome.message}\n{self._state()}", reward=outcome.reward)
