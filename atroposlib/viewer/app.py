@@ -27,6 +27,9 @@ _EVENT: dict[str, Any] = {
     "trigger_mode": "multiple",
 }
 
+_GROUP_PAGES = ("rollouts", "tokens", "conversation", "compare", "images")
+"""Pages that show one group; that of plain text opens its first by the button."""
+
 
 def build_app(viewer: Viewer, *, start_page: str = "overview", group_size: int = 2) -> Any:
     """Return the application, a `gradio.Blocks`.
@@ -139,7 +142,12 @@ class _Wiring:
         event(handle, [self.state, *inputs], self.outputs, **_EVENT)
 
     def _show(self, view: ViewState, *, moves: bool = False) -> dict[Any, Any]:
-        """Return what stands on screen for a view; `moves` also opens the tab of its page."""
+        """Return what stands on screen for a view; `moves` also opens the tab of its page.
+
+        A page of one group opens the first where none is open.
+        """
+        if view.group is None and view.page in _GROUP_PAGES:
+            view = self._step(view, 1)
         view = self.screen.within(view)
         page = self.screen.page(view)
         head = self.screen.head(view)
@@ -198,7 +206,8 @@ class _Wiring:
         answer = self._show(view)
         if answer[self.state].digest == view.digest:
             return {self.state: view}
-        if view.page in ("overview", "groups"):
+        has_opened = view.group is None and answer[self.state].group is not None
+        if view.page in ("overview", "groups") or has_opened:
             return answer
         return {self.state: answer[self.state], self.widgets.head: answer[self.widgets.head]}
 

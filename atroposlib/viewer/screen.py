@@ -59,7 +59,7 @@ class Screen:
             return self._listing(view)
         group = self._group(view)
         if group is None:
-            return empty("No group is open: choose one on the page of groups, or press j.")
+            return empty("No group to show: none is here yet, or none passes the filters.")
         if not isinstance(group, Group):
             return notice(group, "bad")
         if not group.rollouts:

@@ -168,6 +168,17 @@ def test_compare_marks_what_differs(url: str, open_page: OpenPage) -> None:
     assert page.inner_text("#v-compare .v-diff >> nth=1") == "none"
 
 
+def test_a_page_of_one_group_opens_the_first_where_none_is_open(
+    url: str, open_page: OpenPage
+) -> None:
+    watched = open_page(url)
+    watched.page.wait_for_selector("#v-overview .v-table")
+    page = show(watched, "conversation", ".v-message")
+
+    assert "line 1" in page.inner_text("#v-head .v-name")
+    assert watched.complaints == []
+
+
 def test_images_are_shown_and_plain_text_pads_its_boxes(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     open_group(watched, "what is it")
