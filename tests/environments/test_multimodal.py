@@ -50,6 +50,8 @@ def test_check_passes_offline(env_cls: type[ImageEnv]) -> None:
     report = check_environment(env_cls)
 
     assert report.passed, report.text
+    [context] = [outcome for outcome in report.outcomes if outcome.name == "context"]
+    assert (context.status, context.detail.split(",")[0]) == ("skipped", "the model saw images")
 
 
 @each_environment
