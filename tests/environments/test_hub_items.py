@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pytest
+
+from atroposlib.errors import ConfigError
+from environments.dataset_environment.dataset_config import DatasetEnvConfig
+from environments.dataset_environment.dataset_env import read_rows
+from environments.mcqa_thinking_env import MCQAThinkingEnv, read_question
+from environments.rlaif_server import RLAIFEnv
+from tests.environments.offline import PROBED, make_env
+from tests.fakes import ScriptedEngine
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put rows in the place of every data set of the hub."""
+
+    def fill(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        asked: list[tuple[Any, ...]] = []
+
+        def load(path: str, name: str | None = None, *, split: str) -> datasets.Dataset:
+            asked.append((path, name, split))
+            return datasets.Dataset.from_list(rows)
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        return asked
+
+    return fill
+
+
+async def test_rows_of_the_hub_are_split_and_handed_out(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"question": f"{i}?", "answer": i % 2, "choices": ["x", "y"], "s": 0} for i in range(100)
+    ]
+    asked = hub(rows)
+    async with ScriptedEngine([PROBED]) as engine:
+        env, again = (make_env(MCQAThinkingEnv, engine, monkeypatch) for _ in range(2))
+        await env.setup()
+        await again.setup()
+        items = [await env.get_next_item() for _ in range(99)]
+
+    assert asked[0] == ("NousResearch/AcademicMCQA", "default", "train")
+    assert (len(env.train), len(env.test)) == (98, 2)
+    assert env.train == again.train
+    prompts = {read_question(row).prompt for row in items}
+    assert len(prompts) == 98
+    assert not prompts & {read_question(row).prompt for row in env.test}
+    assert items[98] == items[0]
+
+
+async def test_columns_that_the_hub_lacks_are_named(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub([{"question": "?"}])
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_env(MCQAThinkingEnv, engine, monkeypatch)
+        with pytest.raises(ConfigError, match="has no answer"):
+            await env.setup()
+
+
+async def test_conversations_of_the_hub_are_decoded_one_by_one(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    hub([{"conversation": chat} for _ in range(50)])
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_env(RLAIFEnv, engine, monkeypatch)
+        await env.setup()
+        item = await env.get_next_item()
+
+    assert isinstance(env.train, datasets.Dataset)
+    assert (len(env.train), len(env.eval_items())) == (49, 1)
+    assert (item.messages, item.reference) == (chat[:1], "Hello")
+
+
+def test_dataset_environment_asks_for_evaluations_only_when_told(hub: Any) -> None:
+    asked = hub([{"q": str(i), "a": str(i)} for i in range(150)])
+    settings = {"dataset_name": "d", "dataset_config": "c", "prompt_field": "q"}
+
+    train, test = read_rows(DatasetEnvConfig(**settings))
+    assert (len(train), test, asked) == (150, [], [("d", "c", "train")])
+    _, test = read_rows(DatasetEnvConfig(**settings, eval_dataset_name="e"))
+    assert (len(test), asked[-1]) == (100, ("e", None, "test"))
+    with pytest.raises(ConfigError, match="no column b; it has q, a"):
+        read_rows(DatasetEnvConfig(**settings, answer_field="b"))
