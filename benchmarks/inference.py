@@ -7,7 +7,7 @@ is processor time per request. The longest stall is that of the loop's own work;
 includes what the kernel gave to other processes, as a watcher in an idle process shows.
 `text` goes through the OpenAI client and has no target.
 
-Usage: python benchmarks/inference.py [--only plain-short ...] [--rounds 5] [--json FILE]
+Usage: python benchmarks/inference.py [--only plain-short ...] [--rounds 4] [--json FILE]
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def main() -> None:
     """Run the cases asked for and print one table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each way")
+    parser.add_argument("--rounds", type=int, default=4, help="measurements of each way")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
