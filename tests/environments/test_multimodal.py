@@ -249,6 +249,33 @@ async def test_rows_without_a_readable_image_or_answer_are_skipped_and_counted(
     assert env.failure_counts["unusable_row"] >= 4
 
 
+async def test_data_of_the_hub_is_decoded_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    columns = {
+        "image": [{"bytes": png_bytes(), "path": None}] * 2,
+        "hour": [3, 3],
+        "minute": [5, 5],
+    }
+    kinds = {
+        "image": datasets.Image(),
+        "hour": datasets.Value("int8"),
+        "minute": datasets.Value("int8"),
+    }
+    rows = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **_: asked.append(args) or rows)
+    async with ScriptedEngine(["x"]) as engine:
+        env = make_env(pixmo_clocks.ClockDatasetEnv, engine, monkeypatch)
+        await env.setup()
+        item = await env.get_next_item()
+        await env.server.close()
+
+    assert asked == [("junyeong-nero/clock-dataset", None)]
+    assert item["gold"] == "3:05"
+    assert Image.open(io.BytesIO(base64.b64decode(item["image"]))).size == (4, 4)
+
+
 async def test_data_without_any_readable_image_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
