@@ -68,15 +68,28 @@ class LiveDisplay:
             get_renderable=self._render,
             console=console,
             refresh_per_second=_REFRESHES_PER_SECOND,
-            redirect_stdout=self._stream is sys.stdout or sys.stdout.isatty(),
+            redirect_stdout=False,
             redirect_stderr=False,
         )
         self._ending.enter_context(live)
-        above: Any = _LinesAbove(console)
-        for handler in _handlers_of(self._stream):
-            handler.setStream(above)
-            self._ending.callback(handler.setStream, self._stream)
+        for name in ("stdout", "stderr"):
+            original = getattr(sys, name)
+            if original.isatty():
+                self._divert(original, console, name)
+        if self._stream not in (sys.__stdout__, sys.__stderr__):
+            self._divert(self._stream, console, None)
         return self
+
+    def _divert(self, original: TextIO, console: Console, name: str | None) -> None:
+        """Let what is written to a stream appear above the view, until the end."""
+        above: Any = _LinesAbove(original, console)
+        self._ending.callback(above.finish)
+        if name is not None:
+            setattr(sys, name, above)
+            self._ending.callback(setattr, sys, name, original)
+        for handler in _handlers_of(original):
+            handler.setStream(above)
+            self._ending.callback(handler.setStream, original)
 
     def __exit__(
         self,
@@ -94,23 +107,42 @@ class LiveDisplay:
 
 
 class _LinesAbove:
-    """A stream for log handlers: whole texts, made harmless, above the view."""
+    """Stands in for a stream: whole lines, made harmless, above the view."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, original: TextIO, console: Console) -> None:
+        self._original = original
         self._console = console
+        self._started = ""
 
     def write(self, text: str) -> int:
-        if text.strip("\n"):
-            self._console.print(Text(inert_block(text.rstrip("\n"))))
+        *lines, self._started = (self._started + text).split("\n")
+        for line in lines:
+            # Of a line written over again and again, as progress bars are, the last state counts.
+            last = line.rstrip("\r").rpartition("\r")[2]
+            self._console.print(Text(inert_block(last)), soft_wrap=True)
         return len(text)
 
     def flush(self) -> None:
-        pass
+        """Do nothing: an unfinished line cannot stand above the view."""
+
+    def finish(self) -> None:
+        """Show a line that was not ended."""
+        if self._started:
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        """Answer no, so that nobody moves the cursor."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
 
 
-def _handlers_of(stream: TextIO) -> Iterator[logging.StreamHandler[Any]]:
+def _handlers_of(stream: TextIO) -> Iterator[Any]:
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for known in loggers:
         for handler in known.handlers if isinstance(known, logging.Logger) else ():
-            if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+            is_stream_handler = isinstance(handler, logging.StreamHandler)
+            # Its own: handlers that look `sys.stderr` up each time find the right one anyway.
+            if is_stream_handler and vars(handler).get("stream") is stream:
                 yield handler

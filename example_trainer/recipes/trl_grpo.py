@@ -193,7 +193,7 @@ def make_trainer(settings: argparse.Namespace, rollouts: ServiceRollouts) -> Any
     """Return TRL's trainer, fed by the service, as the flags say."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]  # its lazy package
 
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     if tokenizer.pad_token is None:

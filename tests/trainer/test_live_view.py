@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 
 from rich.console import Console
 
@@ -86,6 +87,19 @@ def test_display_puts_log_lines_above_and_gives_the_terminal_back():
     assert "step 1 of 3" in text
     assert "ended" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+def test_display_leaves_handlers_alone_that_look_their_stream_up():
+    log = logging.getLogger("test_live_view")
+    handler = logging._StderrHandler()  # what transformers uses; its stream cannot be set
+    log.addHandler(handler)
+    try:
+        with LiveDisplay("model", 3, stream=sys.stderr):
+            pass
+    finally:
+        log.removeHandler(handler)
+
+    assert handler.stream is sys.stderr
 
 
 def test_display_needs_a_terminal(monkeypatch):
