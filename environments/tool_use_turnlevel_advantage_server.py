@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, Item
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, Item, ScoredDataGroup
 from atroposlib.envs.multi_turn import Rollout
 from atroposlib.envs.turn_rewards import token_advantages
 from atroposlib.utils.local_records import read_splits
@@ -179,6 +179,12 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
         group = await super().postprocess_histories(trajectories)
         if group is None:
             return None
+        # In a thread: long groups hold a million tokens.
+        return await self._side_thread.run(self._with_advantages, group, trajectories)
+
+    def _with_advantages(
+        self, group: ScoredDataGroup, trajectories: Sequence[Rollout]
+    ) -> ScoredDataGroup | None:
         scores = [self.score_of(rollout) for rollout in trajectories]
         if max(scores) <= 0:
             return None
