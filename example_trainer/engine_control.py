@@ -80,9 +80,9 @@ class EngineControl:
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
         """Load the weights in `directory` into the running engine.
 
-        Generation pauses meanwhile, unless `pause_mode` is `none`. With that and with `keep`,
-        requests under way continue under the new weights; their key-value caches are dropped and
-        computed again, so that no token depends on both.
+        With `pause_mode` `keep`, requests under way are frozen and continue under the new weights;
+        their key-value caches are dropped and computed again, so that no token depends on both.
+        With `none` they run on, and tokens between the update and the renewal of their caches do.
 
         Args:
             directory: A Hugging Face model directory the engine's host can read.

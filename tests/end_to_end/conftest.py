@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,13 +83,15 @@ def vllm_environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # offers the routes that test_weight_sync needs
+        # These two offer the routes that test_weight_sync needs.
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     }
 
 
 @contextmanager
 def serve_with_vllm(
-    folder: Path, tokenizer: Any, *, max_model_len: int
+    folder: Path, tokenizer: Any, *, max_model_len: int, more: Sequence[str] = ()
 ) -> Iterator[EngineWithModel]:
     """Serve the model of a folder by a vLLM of its own, which ends with the context."""
     if importlib.util.find_spec("vllm") is None:
@@ -103,6 +105,7 @@ def serve_with_vllm(
     command += ["--model", str(folder), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", str(max_model_len), "--max-num-seqs", "16", "--enforce-eager"]
+    command += more
     engine = ManagedProcess("vLLM", command, log_path=folder / "vllm.log", env=vllm_environment())
 
     def is_ready() -> bool:
@@ -129,5 +132,7 @@ def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWith
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with serve_with_vllm(folder, tokenizer, max_model_len=MAX_MODEL_LEN) as engine:
+    with serve_with_vllm(
+        folder, tokenizer, max_model_len=MAX_MODEL_LEN, more=["--enable-lora"]
+    ) as engine:
         yield engine
