@@ -97,7 +97,7 @@ CHARTS = (
          ("train/zero_advantage_groups_fraction", "groups without a gradient"),
          ("train/padding_fraction", "padding")),
     ),
-    Chart("Throughput", "trained tokens per second of computing",
+    Chart("Throughput", "tokens fed to the model per second of computing",
           (("train/tokens_per_s", "tokens/s"),)),
     Chart("Use of the device", "model FLOPs over its peak (MFU)", (("train/mfu", "MFU"),)),
     Chart("Learning rate", "", (("train/lr", "learning rate"),), smooths=False),

@@ -128,7 +128,7 @@ def _facts(
     if times is not None:
         facts.append(Fact("time in steps", str(datetime.timedelta(seconds=round(sum(times.ys))))))
     if tokens is not None:
-        facts.append(Fact("tokens trained on", f"{sum(tokens.ys):,.0f}"))
+        facts.append(Fact("tokens fed to the model", f"{sum(tokens.ys):,.0f}"))
     return [*facts, *_dates(steps)]
 
 

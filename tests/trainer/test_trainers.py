@@ -88,6 +88,7 @@ def test_train_owns_an_engine_updates_it_and_leaves_nothing_running(
     end = load_file(final / "model.safetensors")
     assert not torch.equal(start["lm_head.weight"], end["lm_head.weight"])
     assert not is_port_in_use(config.vllm_port)
+    assert "4 of 4" in (tmp_path / "saves" / "report.html").read_text()
     if mode == "in_place":
         assert log.count("arguments:") == 1
         assert log.count("reload_weights") == 2  # after step 2, and at the end
