@@ -204,7 +204,7 @@ def test_in_place_sync_during_a_request_changes_policy_between_two_tokens(
     assert switch >= 5
     if pause_mode == "keep":
         assert max(new[switch:]) < TOLERANCE
-    # Left running, a request may reach its end before its caches are renewed; the next has new ones.
+    # Left running, a request may end before its caches are renewed; the next one has new ones.
     assert max(gaps(model, vllm_engine, *sample(vllm_engine, max_tokens=20))) < TOLERANCE
 
 
