@@ -2,7 +2,7 @@
 
     corpus.jsonl (id, title, text) ─► LocalCorpus: BM25 over titles and texts ─► hits, pages
 
-Whatever a page says is data: `inert` takes the sting out of it before anybody reads it.
+Whatever a page says is data: `inert` makes it harmless before anybody reads it.
 """
 
 from __future__ import annotations

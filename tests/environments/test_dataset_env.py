@@ -65,7 +65,7 @@ def test_no_reward_function_or_both_lists_are_refused() -> None:
     with pytest.raises(ConfigError, match="one of the two"):
         make_reward(config(reward_functions=["accuracy"], reward_funcs=["format"]))
     with pytest.raises(UnknownRewardError, match="accuracy"):
-        make_reward(config(reward_functions=["acuracy"]))
+        make_reward(config(reward_functions=["accuracies"]))
 
 
 def test_token_limit_grows_over_the_warm_up() -> None:

@@ -149,7 +149,7 @@ async def test_guess_behind_the_thinking_counts() -> None:
 
 
 def frequent_letters(chat: Sequence[ChatMessage]) -> str:
-    return f"<guess>{'etaoinsrhldcumfpgwybvkxjqz'[len(chat) // 2 - 1]}</guess>"
+    return f"<guess>{'etaoinsrhldcumfpgwybvkxjqz'[len(chat) // 2 - 1]}</guess>"  # pragma: allowlist secret
 
 
 @pytest.mark.parametrize("difficulty", ["easy", "medium", "hard"])

@@ -30,7 +30,7 @@ def test_words_of_a_file_are_read_in_order(tmp_path: Path) -> None:
         ("pear", "line 1"),
         ("pear\tfruit\nPear\tfruit", "line 2"),
         ("pear\tfruit\npear\tfruit", "twice"),
-        ("caf\u00e9\tplace", "letters a to z"),
+        ("na\u00efve\tsimple", "letters a to z"),
         ("", "no words"),
     ],
 )

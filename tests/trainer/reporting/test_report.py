@@ -113,7 +113,11 @@ def test_report_is_one_file_that_asks_for_nothing_and_runs_nothing(tmp_path):
     metrics = write_metrics(
         tmp_path, *(record(i, **times, **{"alignment/k3": 0.1 * i}) for i in range(1, 61))
     )
-    settings = {"model_name": f"a/{EVIL}", "training_steps": 60, "api_key": "hidden-word"}
+    settings = {
+        "model_name": f"a/{EVIL}",
+        "training_steps": 60,
+        "api_key": "hidden-word",
+    }  # pragma: allowlist secret
     write_settings(metrics, settings, {"model_name": EVIL})
 
     write_report(metrics, tmp_path / "report.html")
