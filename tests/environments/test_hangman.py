@@ -149,7 +149,8 @@ async def test_guess_behind_the_thinking_counts() -> None:
 
 
 def frequent_letters(chat: Sequence[ChatMessage]) -> str:
-    return f"<guess>{'etaoinsrhldcumfpgwybvkxjqz'[len(chat) // 2 - 1]}</guess>"  # pragma: allowlist secret
+    by_frequency = "etaoinsrhld" + "cumfpgwybvkxjqz"
+    return f"<guess>{by_frequency[len(chat) // 2 - 1]}</guess>"
 
 
 @pytest.mark.parametrize("difficulty", ["easy", "medium", "hard"])

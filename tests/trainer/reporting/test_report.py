@@ -116,8 +116,8 @@ def test_report_is_one_file_that_asks_for_nothing_and_runs_nothing(tmp_path):
     settings = {
         "model_name": f"a/{EVIL}",
         "training_steps": 60,
-        "api_key": "hidden-word",
-    }  # pragma: allowlist secret
+        "api_key": "hidden-word",  # pragma: allowlist secret
+    }
     write_settings(metrics, settings, {"model_name": EVIL})
 
     write_report(metrics, tmp_path / "report.html")
