@@ -127,12 +127,16 @@ def serve_with_vllm(
 
 @pytest.fixture(scope="session")
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWithModel]:
-    folder = tmp_path_factory.mktemp("tiny_model")
+    with serve_spread_out_model(tmp_path_factory.mktemp("tiny_model")) as engine:
+        yield engine
+
+
+@contextmanager
+def serve_spread_out_model(folder: Path, *, more: Sequence[str] = ()) -> Iterator[EngineWithModel]:
+    """Serve a tiny model whose answers differ, by a vLLM of its own."""
     _save_spread_out_model(folder)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with serve_with_vllm(
-        folder, tokenizer, max_model_len=MAX_MODEL_LEN, more=["--enable-lora"]
-    ) as engine:
+    with serve_with_vllm(folder, tokenizer, max_model_len=MAX_MODEL_LEN, more=more) as engine:
         yield engine

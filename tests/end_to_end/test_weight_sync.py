@@ -19,7 +19,12 @@ from example_trainer.lora import add_adapters
 from example_trainer.lora_sync import LoraSwapSync
 from example_trainer.processes import find_free_port
 from example_trainer.weight_sync import InPlaceSync
-from tests.end_to_end.conftest import MAX_MODEL_LEN, EngineWithModel, vllm_environment
+from tests.end_to_end.conftest import (
+    MAX_MODEL_LEN,
+    EngineWithModel,
+    serve_spread_out_model,
+    vllm_environment,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +96,14 @@ def gaps(model: Any, engine: EngineWithModel, tokens: Sequence[int], logprobs: A
     with torch.no_grad():
         expected_BT = token_logprobs_BT(model(ids[:, :-1]).logits, ids[:, 1:])
     return (expected_BT[0, len(prompt) - 1 :] - torch.tensor(logprobs)).abs().tolist()
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWithModel]:
+    # With adapters vLLM's CPU build cannot give the logprobs of prompts, which others test.
+    folder = tmp_path_factory.mktemp("tiny_model")
+    with serve_spread_out_model(folder, more=["--enable-lora"]) as engine:
+        yield engine
 
 
 @pytest.fixture
