@@ -79,9 +79,8 @@ class Bubblewrap:
         """Run a command in an empty folder, see `Sandbox.run`."""
         limits = limits or self._limits
         content = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
-        async with self._slots:
+        async with self._slots, self._groups.join(limits) as members:
             with contextlib.ExitStack() as held:
-                members = held.enter_context(self._groups.join(limits))
                 status_read, status_write = os.pipe()
                 held.callback(os.close, status_read)
                 close_status = held.enter_context(contextlib.ExitStack())

@@ -6,12 +6,12 @@ remain.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 ROOT = Path("/sys/fs/cgroup")
 PARENT = "atropos-sandbox"
 REMOVE_TRIES = 50
+REMOVE_PAUSE_S = 0.002
 
 _numbers = itertools.count()
 
@@ -66,8 +67,8 @@ class ControlGroups:
         """Whether all processes of a program can be bounded together."""
         return bool(self._parents)
 
-    @contextlib.contextmanager
-    def join(self, limits: SandboxLimits) -> Iterator[Membership]:
+    @contextlib.asynccontextmanager
+    async def join(self, limits: SandboxLimits) -> AsyncIterator[Membership]:
         """Make groups with these limits; they are removed at the end."""
         name = f"{os.getpid()}-{next(_numbers)}"
         folders = tuple(parent / name for parent in self._parents)
@@ -78,7 +79,7 @@ class ControlGroups:
             yield Membership(folders)
         finally:
             for folder in folders:
-                _remove(folder)
+                await asyncio.shield(_remove(folder))
 
 
 def _unified(root: Path) -> tuple[Path, ...]:
@@ -137,15 +138,15 @@ def _counts(file: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
-def _remove(folder: Path) -> None:
+async def _remove(folder: Path) -> None:
     """Remove a group; its last processes may take a moment to vanish."""
     for _ in range(REMOVE_TRIES):
         try:
-            folder.rmdir()
+            folder.rmdir()  # noqa: ASYNC240 - lies in the kernel's memory, not on a disk
         except FileNotFoundError:
             return
         except OSError:
-            time.sleep(0.002)
+            await asyncio.sleep(REMOVE_PAUSE_S)
         else:
             return
     logger.warning("the control group %s of a sandbox could not be removed", folder)
