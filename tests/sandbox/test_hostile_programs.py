@@ -20,7 +20,7 @@ from atroposlib.sandbox import (
     run_python,
 )
 
-LIMITS = SandboxLimits(wall_s=3.0, cpu_s=1, disk_bytes=2**20, output_bytes=10_000)
+LIMITS = SandboxLimits(wall_s=60.0, cpu_s=2, disk_bytes=2**20, output_bytes=10_000)
 
 
 @pytest.fixture(scope="session")
@@ -65,8 +65,8 @@ async def test_exit_code_and_both_outputs_come_back(sandbox: Sandbox) -> None:
     ],
 )
 async def test_endless_program_is_ended(sandbox: Sandbox, program: str, ending: str) -> None:
-    patience_s = 60.0 if ending == "cpu_time" else LIMITS.wall_s  # for a busy machine
-    result = await run_python(sandbox, program, limits=replace(LIMITS, wall_s=patience_s))
+    wall_s = 1.0 if ending == "wall_time" else LIMITS.wall_s
+    result = await run_python(sandbox, program, limits=replace(LIMITS, wall_s=wall_s))
 
     assert result.ended_by == ending
     assert len(result.stdout) <= LIMITS.output_bytes
@@ -218,10 +218,10 @@ async def test_new_namespaces_are_refused(sandbox: Sandbox) -> None:
 async def test_children_end_with_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
     before = _children()
     result = await run_python(
-        sandbox, "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\n"
+        sandbox, "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n"
     )
 
-    assert result.duration_s < LIMITS.wall_s
+    assert result.ended_by == "exit"
     assert _children() == before
 
 
