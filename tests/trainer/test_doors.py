@@ -57,7 +57,7 @@ def test_run_without_flags_outside_the_script_asks_for_the_model(capsys):
     ("argv", "message"),
     [
         (["--model", "m", "--lr", "-1"], "--lr: Input should be greater than 0 (got -1.0)"),
-        (["--model", "m", "--weight-bridge-mode", "lora_only"], "use one of: none, in_place"),
+        (["--model", "m", "--weight-bridge-mode", "shared_vllm"], "use one of: "),
         (
             ["--model", "m", "--ratio-anchor", "inference", "--importance-cap", "2"],
             "count that mismatch twice",
