@@ -1,7 +1,8 @@
-"""Random conversations through both dialects hold the engine's own tokens, for every template."""
+"""Random conversations through all dialects hold the engine's own tokens, for every template."""
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer, Sequen
 from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange
 from atroposlib.envs.server_handling.proxy.dialects.anthropic.routes import ANTHROPIC
 from atroposlib.envs.server_handling.proxy.dialects.responses.routes import RESPONSES
+from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.server_handling.conversation_plans import TEXTS, Plan, random_plan
@@ -103,7 +105,42 @@ class AnthropicAgent:
         self.history += anthropic_client.sent_back(message, turn, self.habit)
 
 
-AgentType = type[ResponsesAgent] | type[AnthropicAgent]
+class ChatAgent:
+    """Sends the history with every turn, as agents on the chat API do; its answers come whole."""
+
+    dialect = OPENAI
+
+    def __init__(self, chance: random.Random, plan: Plan) -> None:
+        self.respells_arguments = chance.random() < 0.3
+        self.history: list[Any] = [{"role": "user", "content": "Go."}]
+        if plan.system is not None:
+            self.history.insert(0, {"role": "system", "content": plan.system})
+        self.options: dict[str, Any] = {"model": "tiny"}
+        if plan.has_tools:
+            tools = [{"name": name, "parameters": SCHEMA} for name in TOOL_NAMES]
+            self.options["tools"] = [{"type": "function", "function": tool} for tool in tools]
+
+    def body(self, *, streams: bool) -> dict[str, Any]:
+        del streams  # the streamed form is tested with the official client
+        return {**self.options, "messages": list(self.history)}
+
+    def go_on(self, reply: Reply, results: Callable[[list[str]], Turn]) -> None:
+        message = reply.body["choices"][0]["message"]
+        calls = message.get("tool_calls") or []
+        if self.respells_arguments:
+            for call in calls:
+                function = call["function"]
+                function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=1)
+        turn = results([call["id"] for call in calls])
+        self.history.append(message)
+        for call, result in zip(calls, turn.results, strict=True):
+            self.history.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        if turn.follow_up is not None:
+            self.history.append({"role": "user", "content": turn.follow_up})
+
+
+AGENT_TYPES = [ChatAgent, ResponsesAgent, AnthropicAgent]
+AgentType = type[ChatAgent] | type[ResponsesAgent] | type[AnthropicAgent]
 
 
 async def play(name: str, agent_type: AgentType, seed: int) -> None:
@@ -152,7 +189,7 @@ async def mismatches_of(name: str, agent_type: AgentType, num_conversations: int
     return wrong
 
 
-@pytest.mark.parametrize("agent_type", [ResponsesAgent, AnthropicAgent])
+@pytest.mark.parametrize("agent_type", AGENT_TYPES)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 async def test_random_conversations_hold_the_engines_tokens(
     name: str, agent_type: AgentType
@@ -161,7 +198,7 @@ async def test_random_conversations_hold_the_engines_tokens(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("agent_type", [ResponsesAgent, AnthropicAgent])
+@pytest.mark.parametrize("agent_type", AGENT_TYPES)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 async def test_a_thousand_random_conversations_hold_the_engines_tokens(
     name: str, agent_type: AgentType
