@@ -91,7 +91,7 @@ class ScriptedTrainer:
         await self.client.close()
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Wait until something holds."""
 
     async def poll() -> None:
@@ -101,7 +101,7 @@ async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
     await asyncio.wait_for(poll(), timeout_s)
 
 
-async def serve_until(env: Any, body: Awaitable[Any], timeout_s: float = 20.0) -> None:
+async def serve_until(env: Any, body: Awaitable[Any], timeout_s: float = 60.0) -> None:
     """Run the environment while something else happens, then cancel it as a signal would."""
     serving = asyncio.create_task(env.env_manager())
     acting = asyncio.ensure_future(body)
