@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from demo_runs import run_demo
 from rich.console import Console
 from rich.table import Table
 
-from example_trainer.demo.progress import DemoProgress
-from example_trainer.demo.run import Demo
-from example_trainer.demo.settings import DemoPaths, DemoSettings
+from example_trainer.demo.settings import DemoSettings
 
 STALE_BATCHES = 4
 LAST_STEPS = 5
@@ -87,17 +87,11 @@ def _rows(text: str) -> list[str]:
 
 def _warmed_up(settings: DemoSettings, folder: Path) -> Path:
     """Make the model all rows start from, by a demo of one step."""
-    paths = _paths(folder / "start")
-    with DemoProgress() as progress:
-        Demo(replace(settings, steps=1), paths, progress).run()
-    return paths.tiny_model
+    return run_demo(replace(settings, steps=1), folder / "start").paths.tiny_model
 
 
 def _train(settings: DemoSettings, folder: Path) -> dict[str, float]:
-    paths = _paths(folder)
-    with DemoProgress() as progress:
-        result = Demo(settings, paths, progress).run()
-    steps = [json.loads(line) for line in paths.trainer_metrics.read_text().splitlines()]
+    result, steps, _ = run_demo(settings, folder)
     return {
         "before": result.before.accuracy,
         "after": result.after.accuracy,
@@ -107,12 +101,6 @@ def _train(settings: DemoSettings, folder: Path) -> dict[str, float]:
         "staleness": statistics.mean(_staleness(step) for step in steps),
         "seconds": result.seconds,
     }
-
-
-def _paths(folder: Path) -> DemoPaths:
-    paths = DemoPaths(folder.resolve())
-    paths.logs.mkdir(parents=True)
-    return paths
 
 
 def _mismatch(step: dict[str, Any]) -> float:
