@@ -16,6 +16,8 @@ from example_trainer.demo.extras import require_extra
 from example_trainer.reporting.series import rolling_mean
 
 __all__ = [
+    "SHARE_RIGHT",
+    "RewardMetric",
     "RewardPoint",
     "count_steps",
     "curve_text",
@@ -26,7 +28,29 @@ __all__ = [
     "write_rollouts_page",
 ]
 
-_REWARD_KEY = "train/percent_correct"
+
+class RewardMetric(NamedTuple):
+    """What an environment logs of the tries it has scored since the last step."""
+
+    key: str
+    """How the metric's name ends; the environment puts its own name before it."""
+
+    label: str
+    """What it is, for an axis."""
+
+    summary: str
+    """What it says, with `{:.0%}` or the like where the figure belongs."""
+
+    limits: tuple[float, float] | None
+    """Lowest and highest value it can have; None where there are none."""
+
+
+SHARE_RIGHT = RewardMetric(
+    key="train/percent_correct",
+    label="share of tries that are right",
+    summary="{:.0%} of the tries right",
+    limits=(0.0, 1.0),
+)
 
 
 class RewardPoint(NamedTuple):
@@ -36,7 +60,7 @@ class RewardPoint(NamedTuple):
     reward: float
 
 
-def read_rewards(metrics_path: Path) -> list[RewardPoint]:
+def read_rewards(metrics_path: Path, metric: RewardMetric = SHARE_RIGHT) -> list[RewardPoint]:
     """Read the environment's metrics; a last line that is still being written is left out.
 
     The environment's figures count every try. The trainer sees only groups whose scores differ,
@@ -48,7 +72,7 @@ def read_rewards(metrics_path: Path) -> list[RewardPoint]:
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
                 # The environment puts the name it registered under before its metrics.
-                reward = next((v for k, v in record.items() if k.endswith(_REWARD_KEY)), None)
+                reward = next((v for k, v in record.items() if k.endswith(metric.key)), None)
                 if reward is not None:
                     points.append(RewardPoint(int(record["step"]), float(reward)))
     return points
@@ -62,7 +86,9 @@ def count_steps(metrics_path: Path) -> int:
         return 0
 
 
-def write_curve(points: Sequence[RewardPoint], path: Path) -> None:
+def write_curve(
+    points: Sequence[RewardPoint], path: Path, *, metric: RewardMetric = SHARE_RIGHT
+) -> None:
     """Draw the reward over the steps, with a rolling mean, as a PNG."""
     with require_extra("trainer"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -83,7 +109,7 @@ def write_curve(points: Sequence[RewardPoint], path: Path) -> None:
         linewidth=2,
         label=f"mean of {window} steps",
     )
-    axes.set(xlabel="trainer step", ylabel="share of tries that are right", ylim=(0, 1))
+    axes.set(xlabel="trainer step", ylabel=metric.label, ylim=metric.limits)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +126,7 @@ def curve_text(points: Sequence[RewardPoint], *, width: int = 72, height: int = 
     figure = plotext.figure
     figure.clear()
     figure.plot_size(width, height)
-    figure.title(f"share of tries that are right (mean of {window} steps)")
+    figure.title(f"{SHARE_RIGHT.label} (mean of {window} steps)")
     figure.label("trainer step", axis="x")
     figure.ruler("y").lim(0, 1)
     signal = figure.signal([point.step for point in points], rewards, marker="braille")
