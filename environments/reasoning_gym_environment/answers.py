@@ -42,7 +42,6 @@ ARITHMETIC_NODES = (
 MAX_EXPRESSION_CHARACTERS = 2_000
 MAX_EXPONENT = 1_000
 
-THINK_BLOCK = re.compile(r"<think>.*?</think>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -52,14 +51,25 @@ def extract_answer(completion: str) -> str | None:
     Text inside `<think>` does not count; a chat template may have opened it in the prompt, and a
     block that is never closed reaches to the end. Several answers are none.
     """
-    text = THINK_BLOCK.sub("", completion)
-    text = text.rsplit("</think>", 1)[-1].split("<think>", 1)[0]
+    text = _without_thinking(completion)
     if text.count("<answer>") != 1:
         return None
     match = ANSWER.search(text)
     if match is None:
         return None
     return match[1].strip() or None
+
+
+def _without_thinking(completion: str) -> str:
+    *thoughts, rest = completion.split("</think>")
+    shown: list[str] = []
+    for thought in thoughts:
+        before, opened, _ = thought.partition("<think>")
+        if opened:
+            shown.append(before)
+        else:  # the chat template opened it: everything so far was thought
+            shown.clear()
+    return "".join([*shown, rest.partition("<think>")[0]])
 
 
 def is_safe_answer(answer: str, task: str) -> bool:

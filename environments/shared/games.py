@@ -5,7 +5,6 @@ seed -> item {"seed": n} -> the same game for every rollout of a group
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
@@ -24,7 +23,6 @@ __all__ = [
     "GameEnv",
     "GameEnvConfig",
     "evaluation_seeds",
-    "only_tagged",
 ]
 
 Difficulty = Literal["easy", "medium", "hard"]
@@ -38,17 +36,6 @@ THINK_FIRST = "Think first, between <think> and </think>; only what stands behin
 def evaluation_seeds(num_games: int) -> range:
     """Return the seeds of the evaluation, which no training game has."""
     return range(NUM_TRAINING_SEEDS, NUM_TRAINING_SEEDS + num_games)
-
-
-def only_tagged(answer: str, tag: str) -> str | None:
-    """Return what stands between the tags; None unless there is exactly one such pair.
-
-    Args:
-        answer: a completion without its thinking.
-        tag: name of the tag.
-    """
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", answer, re.DOTALL)
-    return found[0].strip() if len(found) == 1 else None
 
 
 class GameEnvConfig(MultiTurnEnvConfig):

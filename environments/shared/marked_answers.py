@@ -1,12 +1,17 @@
-r"""Finding the answer that a completion marks: `\boxed{...}` or `<answer>...</answer>`. Pure."""
+r"""Finding the answer that a completion marks: `\boxed{...}` or tags around it. Pure.
+
+Every search takes time in proportion to the text: a pattern such as `<a>(.*?)</a>` would look for
+the closing tag anew behind each of a thousand opening ones.
+"""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["boxed_answer", "tagged_answer"]
+__all__ = ["boxed_answer", "only_tagged", "tagged_answer"]
 
-_TAGS = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE)
+_OPENED = re.compile("<answer>", re.IGNORECASE | re.ASCII)
+_CLOSED = re.compile("</answer>", re.IGNORECASE | re.ASCII)
 _BOX = "\\boxed{"
 
 
@@ -22,5 +27,24 @@ def boxed_answer(text: str) -> str | None:
 
 def tagged_answer(text: str) -> str | None:
     """Return what stands in the first pair of tags on one line, stripped; None without a pair."""
-    found = _TAGS.search(text)
-    return found[1].strip() if found else None
+    for line in text.split("\n"):
+        opened = _OPENED.search(line)
+        closed = _CLOSED.search(line, opened.end()) if opened else None
+        if opened and closed:
+            return line[opened.end() : closed.start()].strip()
+    return None
+
+
+def only_tagged(text: str, tag: str) -> str | None:
+    """Return what stands between the tags, stripped; None unless there is exactly one such pair.
+
+    Args:
+        text: a completion without its thinking.
+        tag: name of the tag.
+    """
+    _, opened, rest = text.partition(f"<{tag}>")
+    inside, closed, behind = rest.partition(f"</{tag}>")
+    if not (opened and closed):
+        return None
+    is_second = f"</{tag}>" in behind.partition(f"<{tag}>")[2]
+    return None if is_second else inside.strip()

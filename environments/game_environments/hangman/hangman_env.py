@@ -19,14 +19,8 @@ from pydantic import Field
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from environments.game_environments.hangman.game import LEVELS, HangmanGame, hidden_word
 from environments.shared.card import EnvironmentCard
-from environments.shared.games import (
-    THINK_FIRST,
-    Difficulty,
-    Game,
-    GameEnv,
-    GameEnvConfig,
-    only_tagged,
-)
+from environments.shared.games import THINK_FIRST, Difficulty, Game, GameEnv, GameEnvConfig
+from environments.shared.marked_answers import only_tagged
 from environments.shared.word_clues import words_at
 
 __all__ = ["Hangman", "HangmanEnvConfig", "HangmanOnlineEnv"]

@@ -42,7 +42,7 @@ DEFAULT_ACTION: Action = "stick"
 """What an invalid reply plays."""
 BONUS = 0.2
 
-_THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+THINK_START, THINK_END = "<think>", "</think>"
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
@@ -93,10 +93,10 @@ def form_bonus(reply: str, *, is_valid: bool, thinking_active: bool) -> float:
     bonus = BONUS if is_valid else -BONUS
     if not thinking_active:
         return bonus
-    found = _THINKING.search(reply)
-    if found is None or not found[1]:
+    _, thinking, _ = _around_thinking(reply)
+    if not thinking:
         return bonus - BONUS
-    return bonus + (BONUS if found[1].strip() else 0.0)
+    return bonus + (BONUS if thinking.strip() else 0.0)
 
 
 def score_reply(
@@ -135,11 +135,22 @@ def shorten_thinking(reply: str, *, max_chars: int) -> str:
         reply: a finished reply; one without a closed thinking block is unchanged.
         max_chars: the most characters that stay.
     """
-    found = _THINKING.search(reply)
-    if found is None:
+    before, inside, behind = _around_thinking(reply)
+    if inside is None:
         return reply
-    thinking = found[1].strip()
+    thinking = inside.strip()
     kept = _PARAGRAPHS.split(thinking)[-1]
     kept = kept[max(0, len(kept) - max_chars) :].strip()
     inner = kept if kept == thinking else f"... {kept}"
-    return f"{reply[: found.start(1)]}\n{inner}\n{reply[found.end(1) :]}"
+    return f"{before}{THINK_START}\n{inner}\n{THINK_END}{behind}"
+
+
+def _around_thinking(reply: str) -> tuple[str, str | None, str]:
+    """Return what stands before, in and behind the first thought; None in it without one.
+
+    Without a pattern: this runs in the event loop, and one would look for the end of the thought
+    anew behind each of a thousand opening tags.
+    """
+    before, opened, rest = reply.partition(THINK_START)
+    inside, closed, behind = rest.partition(THINK_END)
+    return (before, inside, behind) if opened and closed else (reply, None, "")
