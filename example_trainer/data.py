@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from atroposlib.errors import GroupError
 from atroposlib.scored_data import MASKED_LOGPROB
 from example_trainer.api import get_batch
 from example_trainer.batch import make_microbatch, padded_length
@@ -49,10 +50,15 @@ def pad_data_to_good_offset(
         seq_len: Longest row in tokens, None for no limit.
 
     Raises:
-        GroupError: a group is malformed or asks for something that cannot be honoured.
+        GroupError: there is no group, or one is malformed or asks for something that cannot be
+            honoured.
     """
     rules = RowRules(seq_len=seq_len or _NO_LIMIT)
     groups = data["batch"]
+    if not groups:
+        raise GroupError(
+            "batch: no groups; ask the service again, it answers null until one is full"
+        )
     rows = [
         row
         for i, group in enumerate(groups)

@@ -11,6 +11,7 @@ from typing import Any
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX
+from example_trainer.row_checks import check_numbers, check_teacher_ids
 
 __all__ = [
     "float_rows",
@@ -113,11 +114,13 @@ def float_rows(group: Mapping[str, Any], field: str) -> Sequence[Sequence[float]
     """Return an optional [G][L] field, None when it was never filled.
 
     Raises:
-        GroupError: its lengths are not those of the tokens.
+        GroupError: its lengths are not those of the tokens, or a number is not finite.
     """
     rows: Sequence[Sequence[float]] | None = group.get(field) or None
     if rows is not None:
         _check_lengths(field, rows, group["tokens"])
+        for i, row in enumerate(rows):
+            check_numbers(f"{field}[{i}]", row)
     return rows
 
 
@@ -127,7 +130,7 @@ def teacher_row(
     """Return [L][K] ids and logprobs of the teacher for trajectory i, None without a teacher.
 
     Raises:
-        GroupError: one array is missing, or the two do not line up.
+        GroupError: one array is missing, the two do not line up, or an entry is no id or number.
     """
     ids, logprobs = group.get("distill_token_ids"), group.get("distill_logprobs")
     if not ids and not logprobs:
@@ -143,6 +146,8 @@ def teacher_row(
                 f"distill_logprobs[{i}][{t}]: {len(logprob_row)} entries, "
                 f"distill_token_ids[{i}][{t}] has {len(id_row)}"
             )
+        check_teacher_ids(f"distill_token_ids[{i}][{t}]", id_row)
+        check_numbers(f"distill_logprobs[{i}][{t}]", logprob_row)
     return ids[i], logprobs[i]
 
 

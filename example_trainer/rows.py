@@ -15,6 +15,12 @@ from typing import Any, Literal
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 from example_trainer.advantages import group_advantages, overlong_penalty
+from example_trainer.row_checks import (
+    check_numbers,
+    check_switches,
+    check_tokens,
+    drop_unfilled,
+)
 from example_trainer.row_fields import (
     float_rows,
     is_demonstration,
@@ -97,7 +103,10 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
         GroupError: the group is malformed, or asks for something this trainer cannot do.
     """
     try:
+        group = drop_unfilled(group)
         check_group(group)
+        check_tokens(group)
+        check_switches(group)
         if rules.unsupported_fields == "refuse":
             refuse_unsupported(
                 group, uses_reference=rules.uses_reference, uses_teacher=rules.uses_teacher
@@ -133,7 +142,7 @@ def _row(
     may_mask = rules.truncated_completions == "mask" and not is_sft
     if may_mask and (is_cut or reaches_max_tokens(group, i)):
         labels = [IGNORE_INDEX] * len(labels)
-    logprobs = group.get("inference_logprobs") or None  # empty when never filled
+    logprobs = group.get("inference_logprobs")
     ids, teacher = teacher_row(group, i) if rules.uses_teacher else (None, None)
     return Row(
         tokens=tokens[keep],
@@ -168,6 +177,7 @@ def _token_advantages(
         row = [float(value)] * len(tokens) if isinstance(value, (int, float)) else list(value)
         if len(row) != len(tokens):
             raise GroupError(f"advantages[{i}]: {len(row)} entries, tokens[{i}] has {len(tokens)}")
+        check_numbers(f"advantages[{i}]", row)
         result.append(row)
     return result
 

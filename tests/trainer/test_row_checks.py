@@ -1,0 +1,100 @@
+"""Groups with odd values: right, known to be empty, or refused naming the path."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from atroposlib.errors import GroupError
+from example_trainer.data import pad_data_to_good_offset
+from example_trainer.rows import RowRules, rows_from_group
+from tests.trainer.tiny import group
+
+L = 5  # tokens of each trajectory
+NAN = math.nan
+RULES = RowRules(seq_len=64)
+REFERENCE = RowRules(seq_len=64, uses_reference=True)
+TEACHER = RowRules(seq_len=64, uses_teacher=True)
+
+
+def pair(**extra):
+    """Two trajectories of five tokens, three of them the prompt."""
+    return group([[7, 8], [9, 9]], [1.0, 0.0]) | extra
+
+
+def teacher(ids, logprobs):
+    return {"distill_token_ids": [[ids] * L] * 2, "distill_logprobs": [[logprobs] * L] * 2}
+
+
+@pytest.mark.parametrize(
+    ("extra", "path"),
+    [
+        ({"scores": [NAN, 0.0]}, r"scores\[0\]: nan"),
+        ({"scores": [1.0]}, "scores: 1 entries, tokens has 2"),
+        ({"inference_logprobs": [[1.0, 1.0, 1.0, NAN, -1.0]] * 2}, r"inference_logprobs\[0\]\[3\]"),
+        ({"inference_logprobs": [[1.0, 1.0, 1.0, -1.0]] * 2}, r"inference_logprobs\[0\]: 4"),
+        ({"advantages": [[0.0] * L, [0.0, NAN, 0.0, 0.0, 0.0]]}, r"advantages\[1\]\[1\]: nan"),
+        ({"advantages": [0.5, math.inf]}, r"advantages\[1\]\[0\]: inf"),
+        ({"advantages": [[0.0] * L]}, "advantages: 1 entries, tokens has 2"),
+        ({"advantages": [["a"] * L] * 2}, r"advantages\[0\]\[0\]: 'a'"),
+        ({"overrides": [{"set_advantage_to_zero": True}]}, "overrides: 1 entries, tokens has 2"),
+        ({"overrides": [{}] * 3}, "overrides: 3 entries, tokens has 2"),
+        ({"overrides": {"sft": True}}, "overrides: expected a list"),
+        ({"overrides": ["sft", {}]}, r"overrides\[0\]: expected an object, got 'sft'"),
+        ({"overrides": [{"temperature": "hot"}, {}]}, r"overrides\[0\]\.temperature: 'hot'"),
+        ({"group_overrides": {"temperature": NAN}}, r"group_overrides\.temperature: nan"),
+        ({"group_overrides": ["sft"]}, "group_overrides: expected an object"),
+        ({"generation_params": "hot"}, "generation_params: expected an object"),
+        ({"generation_params": {"temperature": math.inf}}, r"generation_params\.temperature: inf"),
+        ({"generation_params": {"top_p": "0.9"}}, r"generation_params\.top_p: '0\.9'"),
+        # Zeros and ones would be trained as the tokens 0 and 1.
+        ({"masks": [[0, 0, 0, 1, 1]] * 2}, r"masks\[0\]\[0\]: 0; expected the token, 1"),
+        ({"masks": [[-100, -100, -100, 7, -1], [-100] * L]}, r"masks\[0\]\[4\]: -1"),
+        ({"tokens": [[1, 2, -3, 7, 8], [1] * L]}, r"tokens\[0\]\[2\]: -3 is not a token id"),
+    ],
+)
+def test_odd_value_is_refused_with_its_path(extra, path):
+    with pytest.raises(GroupError, match=f"group 4: {path}"):
+        rows_from_group(pair(**extra), RULES, name="group 4")
+
+
+@pytest.mark.parametrize(
+    ("rules", "extra", "path"),
+    [
+        (REFERENCE, {"ref_logprobs": [[NAN] * L] * 2}, r"ref_logprobs\[0\]\[0\]: nan"),
+        (REFERENCE, {"ref_logprobs": [[-1.0] * L]}, "ref_logprobs: 1 entries"),
+        (TEACHER, teacher([4], [NAN]), r"distill_logprobs\[0\]\[0\]\[0\]: nan"),
+        # Only -1 pads; another negative id would be taken for the token 0.
+        (TEACHER, teacher([-2], [-1.0]), r"distill_token_ids\[0\]\[0\]: -2 is neither"),
+    ],
+)
+def test_odd_value_of_what_stands_beside_the_policy_loss_is_refused(rules, extra, path):
+    with pytest.raises(GroupError, match=path):
+        rows_from_group(pair(**extra), rules)
+
+
+OPTIONAL = [
+    "advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "images",
+    "distill_token_ids", "distill_logprobs",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("empty", [[], [None, None], [[], []]], ids=["none", "nulls", "lists"])
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_field_that_was_never_filled_counts_as_absent(name, empty):
+    assert rows_from_group(pair(**{name: empty}), RULES) == rows_from_group(pair(), RULES)
+
+
+def test_group_is_not_changed_by_being_read():
+    given = pair(images=[None, None], advantages=[])
+
+    rows_from_group(given, RULES)
+
+    assert (given["images"], given["advantages"]) == ([None, None], [])
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_contract_door_says_that_there_is_no_batch(nothing):
+    with pytest.raises(GroupError, match="batch: no groups"):
+        pad_data_to_good_offset({"batch": nothing}, 2)
