@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +12,7 @@ from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import BatchSummary
 from example_trainer.config import TrainingConfig
 from example_trainer.losses.reductions import BatchTotals
+from example_trainer.metrics_file import claim_metrics_file
 from example_trainer.reporting.writing import REPORT_NAME, write_report, write_settings
 
 __all__ = [
@@ -51,11 +50,11 @@ class StepTimes(NamedTuple):
         }
 
 
-def with_wandb_names(config: TrainingConfig) -> TrainingConfig:
+def with_wandb_names(config: TrainingConfig, run_id: str) -> TrainingConfig:
     """Return the config with wandb settings that can work.
 
-    Without a project wandb is switched off with a warning; a missing group becomes eight random
-    letters and digits.
+    Without a project wandb is switched off with a warning. A missing group becomes the first eight
+    letters and digits of the run's id: random, and the same when the run is resumed.
     """
     if not config.use_wandb:
         return config
@@ -64,17 +63,22 @@ def with_wandb_names(config: TrainingConfig) -> TrainingConfig:
         return config.model_copy(update={"use_wandb": False})
     if config.wandb_group:
         return config
-    # Not the seeded generator: two runs with one seed must not share a group.
-    letters = random.SystemRandom().choices(string.ascii_letters + string.digits, k=8)
-    return config.model_copy(update={"wandb_group": "".join(letters)})
+    return config.model_copy(update={"wandb_group": run_id[:8]})
 
 
-def open_run_log(config: TrainingConfig) -> RunLog:
-    """Open the run's log: always a JSONL file, others where the config asks for them."""
+def open_run_log(config: TrainingConfig, *, run_id: str, steps_done: int = 0) -> RunLog:
+    """Open the run's log: always a JSONL file, others where the config asks for them.
+
+    Args:
+        config: Settings.
+        run_id: Which run it is; one that is continued goes on in its own file.
+        steps_done: Steps of it that stand; those after them will be logged again.
+    """
     path = _metrics_path(config)
+    claim_metrics_file(path, run_id=run_id, steps_done=steps_done)
     settings = config.model_dump(mode="json")
     changed = {name: settings[name] for name in config.model_dump(exclude_defaults=True)}
-    write_settings(path, settings, changed)
+    write_settings(path, settings, changed, run_id=run_id)
     log = RunLog(
         use_wandb=config.use_wandb, metrics_path=path, use_tensorboard=config.use_tensorboard
     )
@@ -83,6 +87,8 @@ def open_run_log(config: TrainingConfig) -> RunLog:
         group=config.wandb_group,
         name=None,
         config=config.model_dump(),
+        run_id=run_id,
+        steps_done=steps_done,
     )
     return log
 

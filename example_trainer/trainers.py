@@ -51,7 +51,6 @@ def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
     Raises:
         AtroposError: a setting is wrong, the engine died, the service refused or stayed away.
     """
-    config = with_wandb_names(config)
     _seed(config.seed)
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(open_parallel(config))
@@ -72,9 +71,10 @@ def _lead(
     """Train as rank 0, or alone: with the service, the engine, the checkpoints and the log."""
     weight_sync.check_before_load()
     journal = BatchJournal.open(config.save_path, resume=config.resume)
+    config = with_wandb_names(config, journal.run_id)
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
     loaded = _load(config, parallel, checkpoint)
-    run_log = open_run_log(config)
+    run_log = open_run_log(config, run_id=journal.run_id, steps_done=loaded.steps_done)
     stack.callback(write_run_report, config)
     stack.callback(run_log.finish)
     client = stack.enter_context(open_client(config.atropos_url))

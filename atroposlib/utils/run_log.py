@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,8 @@ class RunLog:
         if use_tensorboard:
             require_tensorboard()
         self.wandb_run: Any = None  # wandb carries no types worth following
+        self._first_wandb_step = 0
+        self._steps_done: int | None = None
         self._use_wandb = use_wandb
         self._use_tensorboard = use_tensorboard
         self._tensorboard: TensorboardLog | None = None
@@ -63,7 +66,14 @@ class RunLog:
         self._file: TextIO | None = None
 
     def start(
-        self, *, project: str | None, group: str | None, name: str | None, config: Mapping[str, Any]
+        self,
+        *,
+        project: str | None,
+        group: str | None,
+        name: str | None,
+        config: Mapping[str, Any],
+        run_id: str | None = None,
+        steps_done: int | None = None,
     ) -> None:
         """Open the Weights & Biases run, when one was asked for.
 
@@ -72,15 +82,26 @@ class RunLog:
             group: runs of one training share it.
             name: display name, None lets wandb invent one.
             config: settings to store; keys and passwords in them are masked.
+            run_id: names a Weights & Biases run that is continued where it exists; steps it has
+                are not sent again. None begins a new one.
+            steps_done: steps of the run that stand; TensorBoard no longer shows later ones that
+                are in its folder. None leaves all of them.
         """
+        self._steps_done = steps_done
         if not self._use_wandb or self.wandb_run is not None:
             return
         try:
             import wandb
 
             self.wandb_run = wandb.init(
-                project=project, group=group, name=name, config=mask_secrets(config)
+                project=project,
+                group=group,
+                name=name,
+                config=mask_secrets(config),
+                id=run_id,
+                resume="allow" if run_id is not None else None,
             )
+            self._first_wandb_step = self.wandb_run.starting_step
         except Exception as error:  # noqa: BLE001 - metrics must not end a run
             remedy = "set WANDB_MODE=offline to record without a connection"
             logger.warning("wandb is not available (%s); %s", error, remedy)
@@ -95,7 +116,7 @@ class RunLog:
         self._log_locally(metrics, step)
         if self._use_tensorboard:
             self._log_to_tensorboard(metrics, step)
-        if self.wandb_run is None:
+        if self.wandb_run is None or step < self._first_wandb_step:
             return
         try:
             self.wandb_run.log(dict(metrics), step=step)
@@ -145,6 +166,8 @@ class RunLog:
         if self._file is None:
             self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.metrics_path.open("a", encoding="utf-8")
+            if _is_torn(self.metrics_path):
+                self._file.write("\n")
         record = {"step": step, "time": self._now(), **metrics}
         self._file.write(encode_mapping(record, default=self._to_record, allow_nan=True) + "\n")
         self._file.flush()
@@ -155,7 +178,9 @@ class RunLog:
         try:
             if self._tensorboard is None:
                 folder = Path("logs") if self.metrics_path is None else self.metrics_path.parent
-                self._tensorboard = TensorboardLog(folder / "tensorboard")
+                self._tensorboard = TensorboardLog(
+                    folder / "tensorboard", steps_done=self._steps_done
+                )
             self._tensorboard.log(records, step=step, time_s=self._now())
         except Exception as error:  # noqa: BLE001 - metrics must not end a run
             self._use_tensorboard = False
@@ -171,3 +196,14 @@ class RunLog:
             return to_plain(value)
         except TypeError:
             return str(value)
+
+
+def _is_torn(path: Path) -> bool:
+    """Say whether a file ends within a line, as a killed process may leave it."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

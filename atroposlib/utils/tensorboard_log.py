@@ -38,18 +38,24 @@ class TensorboardLog:
 
     Args:
         directory: where a new file is begun; several runs of one training may share it.
+        steps_done: steps that stand; what older files there hold of later ones is no longer shown.
+            None: all of it is.
 
     Raises:
         MissingExtraError: the tensorboard package is not installed.
         OSError: the directory cannot be written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, steps_done: int | None = None) -> None:
         require_tensorboard()
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(directory), flush_secs=FLUSH_INTERVAL_S)
+        if steps_done is not None:
+            begun = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=steps_done + 1, session_log=begun))
 
     def log(self, metrics: Mapping[str, Any], *, step: int, time_s: float) -> None:
         """Add one event; on disk within five seconds, or when the log is closed.

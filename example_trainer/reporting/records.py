@@ -26,8 +26,8 @@ class RunRecords(NamedTuple):
 def read_records(lines: Iterable[str]) -> RunRecords:
     """Read the newest run of a metrics file.
 
-    A run that was continued has logged some steps twice: the later record counts. A file to which
-    a second run was appended begins again at its first step, and what stood before is left out.
+    Of two records of a step the later one counts. A file to which a second run was appended begins
+    again at its first step, and what stood before is left out.
 
     Args:
         lines: of the file.

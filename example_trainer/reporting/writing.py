@@ -10,12 +10,13 @@ from typing import Any
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.secret_masking import mask_secrets
+from example_trainer.checkpointing import write_file
 from example_trainer.reporting.findings import find
 from example_trainer.reporting.page import Fact, make_page
 from example_trainer.reporting.records import RunRecords, read_records, series_of
 from example_trainer.reporting.series import Series, short_number
 
-__all__ = ["REPORT_NAME", "settings_path", "write_report", "write_settings"]
+__all__ = ["REPORT_NAME", "read_settings", "settings_path", "write_report", "write_settings"]
 
 REPORT_NAME = "report.html"
 _ACCURACY_KEY = "percent_correct"
@@ -29,7 +30,11 @@ def settings_path(metrics_path: Path) -> Path:
 
 
 def write_settings(
-    metrics_path: Path, settings: Mapping[str, Any], changed: Mapping[str, Any]
+    metrics_path: Path,
+    settings: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    *,
+    run_id: str | None = None,
 ) -> None:
     """Keep the settings of a run for its report; secrets in them are masked.
 
@@ -37,11 +42,12 @@ def write_settings(
         metrics_path: the metrics file of the run.
         settings: all of them, as JSON values.
         changed: those that are not at their defaults.
+        run_id: which run it is.
     """
     path = settings_path(metrics_path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"settings": mask_secrets(settings), "changed": mask_secrets(changed)}
-    path.write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
+    kept = {"settings": mask_secrets(settings), "changed": mask_secrets(changed), "run_id": run_id}
+    write_file(path, (json.dumps(kept, indent=2, default=str) + "\n").encode())
 
 
 def write_report(
@@ -61,7 +67,7 @@ def write_report(
         ConfigError: a file cannot be read.
     """
     records = read_records(_lines(metrics_path))
-    kept = _read_settings(metrics_path)
+    kept = read_settings(metrics_path)
     settings, changed = kept.get("settings", {}), kept.get("changed", {})
     accuracy = _accuracy(_lines(environment_path)) if environment_path else None
     page = make_page(
@@ -86,7 +92,8 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _read_settings(metrics_path: Path) -> dict[str, Any]:
+def read_settings(metrics_path: Path) -> dict[str, Any]:
+    """Return what `write_settings` kept beside a metrics file; empty where nothing can be read."""
     try:
         kept = json.loads(settings_path(metrics_path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -34,6 +34,8 @@ class Outcome:
     kills: int = 0
     steps_at_kill: list[int] = field(default_factory=list)
     """Lines of metrics that were written when each kill came."""
+    logged_steps: list[int] = field(default_factory=list)
+    """Step of each line of metrics at the end."""
     service_step: int = 0
     queue_groups: int = 0
 
@@ -120,6 +122,8 @@ class Supervisor:
         finally:
             self._service.stop()
         outcome.final_model = (self._saves / "final_model" / "model.safetensors").read_bytes()
+        lines = (self._saves / "metrics.jsonl").read_text().splitlines()
+        outcome.logged_steps = [json.loads(line)["step"] for line in lines]
         return outcome
 
     def _live(self, rng: random.Random, outcome: Outcome, *, kills: int, span_s: float) -> int:
@@ -153,9 +157,10 @@ class Supervisor:
         if rng.random() < 0.2:  # some of them while the trainer starts up or comes back
             time.sleep(rng.uniform(0, _START_UP_S))
             return
-        lines = self._num_lines()
+        fewest = self._num_lines()  # less, once the trainer has cut the file back
         deadline = time.monotonic() + _LIMIT_S
-        while self._num_lines() == lines and trainer.poll() is None:
+        while (lines := self._num_lines()) <= fewest and trainer.poll() is None:
+            fewest = min(fewest, lines)
             assert time.monotonic() < deadline, self._log.read_text()[-4000:]
             time.sleep(_POLL_S)
         time.sleep(rng.uniform(0, span_s))

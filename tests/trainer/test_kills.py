@@ -18,6 +18,7 @@ def compare(tmp_path, *, kills, steps, span_s, seed):
     print(f"killed {broken.kills} times, lines of metrics then: {broken.steps_at_kill}")
     assert broken.kills == kills
     assert broken.final_model == whole.final_model
+    assert broken.logged_steps == whole.logged_steps == list(range(1, steps + 1))
     assert (broken.service_step, broken.queue_groups) == (steps, 0)
     assert (whole.service_step, whole.queue_groups) == (steps, 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from example_trainer.batch import Microbatch
 from example_trainer.loss import BatchTotals, LossInputs, TokenTruncation, TrainingLoss
-from example_trainer.metrics import StepTimes, open_run_log, step_line, with_wandb_names
+from example_trainer.metrics import StepTimes, step_line, with_wandb_names
 from example_trainer.scoring import TokenScores
 from example_trainer.step_stats import StepStats
 from tests.trainer.tiny import tiny_config
@@ -82,32 +81,19 @@ def test_step_statistics_of_nothing_are_finite():
 
 
 def test_wandb_without_a_project_is_switched_off_with_a_warning(tmp_path, caplog):
-    config = with_wandb_names(tiny_config(tmp_path, use_wandb=True))
+    config = with_wandb_names(tiny_config(tmp_path, use_wandb=True), "a" * 32)
 
     assert config.use_wandb is False
     assert "wandb_project" in caplog.text
 
 
-def test_wandb_group_is_invented_once_when_missing(tmp_path):
+def test_missing_wandb_group_is_that_of_the_run_however_often_it_is_resumed(tmp_path):
     config = tiny_config(tmp_path, use_wandb=True, wandb_project="p")
 
-    first, second = with_wandb_names(config), with_wandb_names(config)
+    named = with_wandb_names(config, "0123456789abcdef")
 
-    assert len(first.wandb_group) == 8
-    assert first.wandb_group.isalnum()
-    assert first.wandb_group != second.wandb_group
-    assert with_wandb_names(first) == first
-
-
-def test_run_log_writes_jsonl_beside_the_checkpoints(tmp_path):
-    config = tiny_config(tmp_path)
-
-    log = open_run_log(config)
-    log.log({"train/loss": 0.5}, step=1)
-    log.finish()
-
-    line = json.loads((tmp_path / "saves" / "metrics.jsonl").read_text())
-    assert (line["step"], line["train/loss"]) == (1, 0.5)
+    assert named.wandb_group == "01234567"
+    assert with_wandb_names(named, "another") == named
 
 
 def test_step_line_shows_what_one_watches():

@@ -149,3 +149,43 @@ def test_wandb_that_fails_later_does_not_end_the_run(
 
     assert "step 5: disk full" in caplog.text
     assert read(tmp_path / "m.jsonl")[0]["step"] == 5
+
+
+def test_local_file_that_ends_within_a_line_goes_on_with_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"ste')
+    log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
+
+    log.log({}, step=2)
+    log.finish()
+
+    first, torn, last = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert (first, torn) == ('{"step": 1}', '{"ste')
+    assert json.loads(last)["step"] == 2
+
+
+def test_named_wandb_run_is_continued_and_gets_no_step_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    class ContinuedRun:
+        starting_step = 4  # the run has steps 0 to 3
+
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def log(self, metrics: dict[str, Any], *, step: int) -> None:
+            self.steps.append(step)
+
+    opened: dict[str, Any] = {}
+    run = ContinuedRun()
+    monkeypatch.setattr(wandb, "init", lambda **options: opened.update(options) or run)
+    log = RunLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
+
+    log.start(project="p", group="g", name=None, config={}, run_id="abc")
+    for step in (3, 4, 5):
+        log.log({"a": 1}, step=step)
+
+    assert (opened["id"], opened["resume"]) == ("abc", "allow")
+    assert run.steps == [4, 5]
+    assert [row["step"] for row in read(tmp_path / "m.jsonl")] == [3, 4, 5]
