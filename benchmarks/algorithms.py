@@ -11,16 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from demo_runs import run_demo
 from rich.console import Console
 from rich.table import Table
 
-from example_trainer.demo.settings import DemoSettings
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0] = str(REPOSITORY)  # in this folder `environments` would be a benchmark, not the package
+
+from benchmarks.demo_runs import run_demo  # noqa: E402
+from example_trainer.demo.settings import DemoSettings  # noqa: E402
 
 STALE_BATCHES = 4
 LAST_STEPS = 5

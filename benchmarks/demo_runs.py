@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from example_trainer.demo.progress import DemoProgress
-from example_trainer.demo.repository import REPOSITORY
 from example_trainer.demo.run import Demo, DemoResult
 from example_trainer.demo.settings import DemoPaths, DemoSettings
 
 __all__ = ["FinishedRun", "run_demo"]
-
-# A script finds its neighbours first, and one of ours has the name of the package `environments`.
-sys.path.insert(0, str(REPOSITORY))
 
 
 class FinishedRun(NamedTuple):
