@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
 from example_trainer.cli import describe_errors
 from example_trainer.config import TrainingConfig
+from example_trainer.extras import require_extra
 from example_trainer.weight_sync import require_built_mode
 
 if TYPE_CHECKING:
@@ -29,12 +30,17 @@ logger = logging.getLogger("example_trainer")
 def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], TrainingConfig]) -> None:
     """Make the config and train.
 
-    Exits with 2 when the settings are wrong, with 1 and the cause when training fails, with
-    128 + n after signal n. SIGINT and SIGTERM unwind the run, so every child ends first.
+    Exits with 2 when the settings are wrong, with 1 and the cause when training fails or torch is
+    missing, with 128 + n after signal n. SIGINT and SIGTERM unwind the run, so every child ends
+    first.
     """
     try:
-        config = make_config()
+        with require_extra("trainer"):
+            config = make_config()
+            import torch  # noqa: F401 - told here when missing, not in the middle of the start
         require_built_mode(config)
+    except MissingExtraError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
     except ValidationError as error:
         parser.error(describe_errors(error))
     except ConfigError as error:

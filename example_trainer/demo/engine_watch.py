@@ -6,7 +6,7 @@ for instance in the middle of a weight update, it neither ends nor reports that 
 
 from __future__ import annotations
 
-from example_trainer.demo.extras import require_extra
+from example_trainer.extras import require_extra
 from example_trainer.processes import ManagedProcess, ProcessFailedError
 
 __all__ = ["EngineWatch"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from example_trainer.demo.extras import require_extra
+from example_trainer.extras import require_extra
 
 if TYPE_CHECKING:
     from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig

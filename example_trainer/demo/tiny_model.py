@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from example_trainer.demo.extras import require_extra
+from example_trainer.extras import require_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -23,7 +23,6 @@ __all__ = ["TinyModelShape", "build_model", "save_tiny_model", "train_tokenizer"
 PAD_TOKEN = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
-MAX_VOCABULARY = 768
 
 # ChatML, as Qwen and Hermes models have it.
 CHAT_TEMPLATE = (
@@ -50,15 +49,22 @@ class TinyModelShape:
     max_length: int = 256
     """Longest sequence in tokens."""
 
+    max_vocabulary: int = 768
+    """Most tokens of its tokenizer; 259 of them are the bytes and the marks of a chat."""
+
 
 def train_tokenizer(
-    conversations: Iterable[Sequence[Mapping[str, str]]], *, max_length: int
+    conversations: Iterable[Sequence[Mapping[str, str]]],
+    *,
+    max_length: int,
+    max_vocabulary: int = TinyModelShape.max_vocabulary,
 ) -> PreTrainedTokenizerFast:
     """Learn a tokenizer from conversations of the task and give it a ChatML template.
 
     Args:
         conversations: Prompts with their completions, as messages.
         max_length: Longest sequence of the model, in tokens.
+        max_vocabulary: Most tokens.
 
     Returns:
         A fast tokenizer: any text round-trips, `<|im_end|>` ends a turn, `<|endoftext|>` pads.
@@ -70,6 +76,9 @@ def train_tokenizer(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
+            # The line that opens a message stays apart: the tokens of a prompt are a prefix of
+            # those of the whole conversation, whatever the completion begins with.
+            pre_tokenizers.Split(Regex(r"\A(system|user|assistant)\n"), behavior="isolated"),
             pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated"),
             # Without the usual word pattern, so that merges may span words.
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -77,14 +86,12 @@ def train_tokenizer(
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=MAX_VOCABULARY,
+        vocab_size=max_vocabulary,
         min_frequency=8,
         special_tokens=[PAD_TOKEN, TURN_START, TURN_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Role and content apart: no merge may join the end of a prompt and the start of a completion,
-    # else the tokens of a prompt would not be a prefix of those of the whole conversation.
     texts = (
         text
         for messages in conversations

@@ -36,6 +36,16 @@ def test_entry_point_explains_a_mistyped_flag_however_it_is_started(command):
     assert "did you mean --model?" in result.stderr
 
 
+def test_missing_torch_is_told_with_the_extra_that_brings_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    with pytest.raises(SystemExit) as exit_info:
+        grpo.main(["--model", "some/model"])
+
+    assert exit_info.value.code == 1
+    assert "pip install 'atroposlib[trainer]'" in capsys.readouterr().err
+
+
 def test_script_help_shows_every_flag_with_its_default():
     result = start("example_trainer/grpo.py", "--help")
 
