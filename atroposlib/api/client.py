@@ -3,7 +3,9 @@
 `TrajectoryApiClient` is for environments (async), `TrainerClient` for trainers (sync); `batches`
 is an iterator for trainers with a loop of their own. None imports the service.
 
-    client_async, client_sync ─► client_rules (retries, errors) ─► client_bodies (lanes) ─► wire
+    client_async ─► client_transport ─┐
+                                      ├─► client_rules (retries, errors) ─► client_bodies (lanes)
+    client_sync ──► client_sync_base ─┘
 """
 
 from __future__ import annotations

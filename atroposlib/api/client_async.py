@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from atroposlib.api.client_bodies import (
-    BATCH_HEADERS,
+    BINARY_LANE_HEADERS,
     Body,
     Encoder,
     encode_body,
@@ -142,7 +142,7 @@ class TrajectoryApiClient:
     async def batch(self) -> list[dict[str, Any]] | None:
         """Take the next batch, None when none is ready; raises when no trainer is registered."""
         answer = await self._transport.send(
-            "GET", "/batch", headers=BATCH_HEADERS, is_repeatable=True
+            "GET", "/batch", headers=BINARY_LANE_HEADERS, is_repeatable=True
         )
         return delivered_groups(answer, self.base_url)
 

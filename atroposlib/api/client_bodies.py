@@ -17,7 +17,7 @@ import msgspec
 from atroposlib.wire import MEDIA_TYPES, Lane, decode_batch
 
 __all__ = [
-    "BATCH_HEADERS",
+    "BINARY_LANE_HEADERS",
     "Body",
     "Format",
     "ServiceTraits",
@@ -32,8 +32,8 @@ _MIN_GZIP_BYTES = 1024
 _ADVERTISING_PATHS = frozenset({"/info", "/wandb_info", "/register", "/register-env"})
 _FORMAT_REFUSALS = (400, 415, 422)
 
-BATCH_HEADERS = {"Accept": f"{MEDIA_TYPES['msgpack']}; zstd=1, {MEDIA_TYPES['json']};q=0.5"}
-"""Ask for a batch in the binary lane; services without it answer JSON."""
+BINARY_LANE_HEADERS = {"Accept": f"{MEDIA_TYPES['msgpack']}; zstd=1, {MEDIA_TYPES['json']};q=0.5"}
+"""Ask for groups in the binary lane; services without it answer JSON."""
 
 
 class Encoder(Protocol):

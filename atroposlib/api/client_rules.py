@@ -1,4 +1,4 @@
-"""What both clients agree on: retries, defaults, and errors that say what to do; pure."""
+"""What all clients agree on: retries, defaults, and errors that say what to do; pure."""
 
 from __future__ import annotations
 

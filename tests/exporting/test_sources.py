@@ -59,13 +59,17 @@ class Listing(InspectionClient):
         return {"groups": [{"id": i} for i in page], "total": len(self.ids)}
 
 
+def ids_of(entries: list[dict[str, Any]]) -> list[int]:
+    return [entry["id"] for entry in entries]
+
+
 def test_long_queue_is_walked_once_and_then_from_its_end() -> None:
     client = Listing(list(range(5500)))
 
-    first = client.new_group_ids("queued", frozenset())
+    first = ids_of(client.new_groups("queued", frozenset()))
     pages_of_first, client.num_pages = client.num_pages, 0
     client.ids += [5500, 5501]
-    second = client.new_group_ids("queued", set(first))
+    second = ids_of(client.new_groups("queued", set(first)))
 
     assert first == list(range(5500))
     assert second == [5500, 5501]
@@ -75,4 +79,4 @@ def test_long_queue_is_walked_once_and_then_from_its_end() -> None:
 def test_past_groups_are_looked_at_whole_because_the_newest_come_first() -> None:
     client = Listing([9, 8, 7, 1])
 
-    assert client.new_group_ids("past", {9, 7}) == [1, 8]
+    assert ids_of(client.new_groups("past", {9, 7})) == [1, 8]

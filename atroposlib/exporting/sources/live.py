@@ -54,8 +54,7 @@ def watch_groups(
     seen: set[int] = set()
     num_quiet_rounds = 0
     while True:
-        found = [i for state in _STATES for i in client.new_group_ids(state, seen)]
-        new = sorted(set(found) - seen)
+        new = sorted({entry["id"] for state in _STATES for entry in client.new_groups(state, seen)})
         for payload in client.payloads(new):
             if payload is not None:
                 yield RawGroup(f"group {payload.group_id}", payload.lane, payload.content)

@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
-
-from atroposlib.api.client_rules import auth_headers
-from atroposlib.errors import GroupError
+from atroposlib.api.client_inspection import GROUP_STATES, InspectionClient
+from atroposlib.api.client_rules import RetryRule
+from atroposlib.errors import GroupError, TrajectoryApiError
 from atroposlib.viewer.group_index import GroupIndex
 from atroposlib.viewer.sources.base import GroupGoneError, Problems, ServiceFigures
 from atroposlib.viewer.sources.payloads import decode_payload
@@ -29,12 +28,11 @@ from atroposlib.viewer.summaries import GroupSummary, searchable_text, summarise
 __all__ = ["LiveSource"]
 
 _POLL_S = 2.0
-_PAGE_GROUPS = 1000
 _READ_AHEAD_GROUPS = 2000
 """Of a long queue only the latest groups are read in full; others when they are opened."""
 _SPOOL_BYTES = 2**30
 _TIMEOUT_S = 10.0
-_STATES = ("past", "in_flight", "queued", "buffered")
+_NOT_ALLOWED = (401, 403)
 
 
 class LiveSource:
@@ -46,10 +44,13 @@ class LiveSource:
     """
 
     def __init__(self, base_url: str, *, token: str | None = None) -> None:
-        self.base_url = base_url.rstrip("/")
+        # Asked again every two seconds anyway, and a person waits for what is opened.
+        self._client = InspectionClient(
+            base_url, timeout_s=_TIMEOUT_S, retry=RetryRule(attempts=1), token=token
+        )
+        self.base_url = self._client.base_url
         self.title = f"service {self.base_url}"
         self.problems = Problems()
-        self._client = httpx.Client(timeout=_TIMEOUT_S, headers=auth_headers(token))
         self._log = FigureLog()
         self._position_of: dict[int, int] = {}
         self._listed: list[dict[str, Any]] = []
@@ -75,12 +76,12 @@ class LiveSource:
         content = self._spool.get(group_id)
         try:
             if content is None:
-                content = self._get(f"/groups/{group_id}/payload").content
+                content = self._fetch(group_id)
                 self._spool.put(group_id, content)
             return decode_payload(content)
-        except httpx.HTTPStatusError as error:
-            raise GroupGoneError(_refusal(error.response, group_id)) from error
-        except (httpx.HTTPError, GroupError) as error:
+        except TrajectoryApiError as error:
+            raise GroupGoneError(_refusal(error, group_id)) from error
+        except GroupError as error:
             raise GroupGoneError(f"group {group_id} could not be read: {error}") from error
 
     def figures(self) -> ServiceFigures:
@@ -93,55 +94,43 @@ class LiveSource:
 
     def _poll(self, index: GroupIndex) -> None:
         try:
-            metrics = self._client.get(f"{self.base_url}/metrics")
-            if metrics.is_success:  # older services have none
-                self._log.note_metrics(metrics.text)
-            self._log.note_status(self._get("/status").json())
-            for state in _STATES:
+            metrics = self._client.metrics()
+            if metrics is not None:  # older services have none
+                self._log.note_metrics(metrics)
+            self._log.note_status(self._client.status())
+            for state in GROUP_STATES:
                 self._list(state, index)
             if self._may_read:
                 self._problem = None
-        except httpx.HTTPStatusError as error:
-            self._problem = _listing_refusal(error.response)
-        except (httpx.HTTPError, ValueError) as error:
-            self._problem = f"{self.base_url} does not answer ({error}); what was read stays here"
+        except TrajectoryApiError as error:
+            self._problem = self._listing_refusal(error)
+        except ValueError as error:  # metrics that are none
+            self._problem = f"{self.base_url}/metrics cannot be read: {error}"
 
     def _list(self, state: str, index: GroupIndex) -> None:
         """Add the groups in one state that were not seen before, oldest first."""
-        fresh: list[dict[str, Any]] = []
-        offset = 0
-        if state == "queued" and self._position_of:
-            total = int(self._page(state, 0, 1).get("total") or 0)
-            offset = max(0, total - _PAGE_GROUPS)
-            if any(row["id"] not in self._position_of for row in self._rows(state, offset)[:1]):
-                offset = 0  # more came than fit a page
-        while True:
-            page = self._page(state, offset, _PAGE_GROUPS)
-            rows = page.get("groups") or []
-            unseen = [row for row in rows if row["id"] not in self._position_of]
-            fresh += unseen
-            if page.get("next_offset") is None or (state == "past" and not unseen):
-                break
-            offset = int(page["next_offset"])
-        for row in sorted(fresh, key=lambda row: int(row["id"])):
-            if row["id"] in self._position_of:
-                continue
+        for row in self._client.new_groups(state, self._position_of):
             self._position_of[row["id"]] = index.add(_summary_of(row))
             self._listed.append(row)
             self._unread.append(len(self._listed) - 1)
 
-    def _rows(self, state: str, offset: int) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self._page(state, offset, 1).get("groups") or []
-        return rows
+    def _listing_refusal(self, error: TrajectoryApiError) -> str:
+        if error.status is None:
+            return f"{self.base_url} does not answer ({error}); what was read stays here"
+        if error.status in _NOT_ALLOWED:
+            return (
+                "this service asks for a token; put one of a trainer (lists) or an admin (lists "
+                "and groups) in ATROPOS_API_TOKEN and start again"
+            )
+        if error.status == 404:
+            return "this service has no routes to look at groups: it is an older one"
+        return str(error)
 
-    def _page(self, state: str, offset: int, limit: int) -> dict[str, Any]:
-        page: dict[str, Any] = self._get(
-            f"/groups?state={state}&offset={offset}&limit={limit}"
-        ).json()
-        return page
-
-    def _get(self, path: str) -> httpx.Response:
-        return self._client.get(self.base_url + path).raise_for_status()
+    def _fetch(self, group_id: int) -> bytes:
+        payload = self._client.payload(group_id)
+        if payload is None:
+            raise GroupGoneError(f"group {group_id} left the service before it was read here")
+        return payload.content
 
     def _read(self, position: int, index: GroupIndex) -> None:
         """Read one group in full; what the listing did not say is added to the index."""
@@ -150,10 +139,7 @@ class LiveSource:
             fields = self.load(position)
         except GroupGoneError as error:
             cause = error.__cause__
-            if isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code in (
-                401,
-                403,
-            ):
+            if isinstance(cause, TrajectoryApiError) and cause.status in _NOT_ALLOWED:
                 self._may_read = False
                 self._problem = str(error)
             return
@@ -210,23 +196,10 @@ def _summary_of(row: Mapping[str, Any]) -> GroupSummary:
     )
 
 
-def _refusal(response: httpx.Response, group_id: int) -> str:
-    if response.status_code in (401, 403):
+def _refusal(error: TrajectoryApiError, group_id: int) -> str:
+    if error.status in _NOT_ALLOWED:
         return (
             "this service shows groups to admins only; put an admin token in ATROPOS_API_TOKEN "
             "and start again"
         )
-    if response.status_code in (404, 410):
-        return f"group {group_id} left the service before it was read here"
-    return f"group {group_id} could not be read: the service answered {response.status_code}"
-
-
-def _listing_refusal(response: httpx.Response) -> str:
-    if response.status_code in (401, 403):
-        return (
-            "this service asks for a token; put one of a trainer (lists) or an admin (lists and "
-            "groups) in ATROPOS_API_TOKEN and start again"
-        )
-    if response.status_code == 404:
-        return "this service has no routes to look at groups: it is an older one"
-    return f"{response.url.path} answered {response.status_code}"
+    return f"group {group_id} could not be read: {error}"
