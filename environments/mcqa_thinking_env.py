@@ -8,6 +8,9 @@ Reads the columns of AcademicMCQA and those of MMLU, with up to 26 options:
 
     python environments/mcqa_thinking_env.py process --env.dataset_path \
         environments/data/mcqa_sample --env.total_steps 4
+
+MMLU is read with `--env.dataset_name lighteval/mmlu --env.dataset_split test`, one of its subjects
+with `--env.dataset_subset astronomy`, or from files with `--env.dataset_path`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ CARD = EnvironmentCard(
     task="questions with lettered options (AcademicMCQA, MMLU)",
     turns="1",
     reward="+1 right, -1 wrong",
-    data="AcademicMCQA from the hub, or `--env.dataset_path`",
+    data="AcademicMCQA from the hub, MMLU with `--env.dataset_name`, or `--env.dataset_path`",
     command="process --env.dataset_path environments/data/mcqa_sample",
 )
 

@@ -227,12 +227,10 @@ class RLAIFEnv(HubItems, SingleTurnEnv):
         answers = quoted_answers(messages)
         return None if answers is None else f"\\boxed{{{'B' if answers[1] == GOLD else 'A'}}}"
 
-    def _read(self) -> tuple[Any, Any]:
-        if self.config.dataset_path is not None:
-            return super()._read()
+    def _read_hub(self) -> tuple[Any, Any]:
         # Half a million conversations: decoded one by one, when they are asked for.
-        rows = hub_dataset(self.hub_dataset, split="train").shuffle(seed=self.config.dataset_seed)
-        num_test = max(1, round(self.test_fraction * len(rows)))
+        rows = hub_dataset(**self._hub_source()).shuffle(seed=self.config.dataset_seed)
+        num_test = self._num_test_rows(len(rows))
         return rows.select(range(num_test, len(rows))), rows.select(range(num_test))
 
     def _prompts(self, item: Chat) -> list[tuple[Messages, int]]:

@@ -11,7 +11,6 @@ Calls inside the thinking do not count. With a vLLM server on port 9004, and wit
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,11 +21,12 @@ from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.single_turn import Trajectory
 from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
+from atroposlib.errors import ConfigError
 from atroposlib.utils.length_penalty import length_factor
-from atroposlib.utils.local_records import read_splits
 from environments.shared.card import EnvironmentCard
-from environments.shared.hub import hub_rows
+from environments.shared.hub_items import HubItems, HubItemsConfig
 from environments.shared.percent_correct import PercentCorrect
+from environments.shared.rollout_columns import RolloutColumns
 from environments.shared.thinking import DEEP_THINKING
 from environments.shared.tool_calls import calls_match, read_calls
 
@@ -41,23 +41,15 @@ CARD = EnvironmentCard(
 )
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
-DATASET = "NousResearch/XLAM-Atropos"
 SAMPLE = Path(__file__).with_name("data") / "tool_calling_sample"
-SEED = 42
-NUM_TEST_ROWS = 100
 FREE_LENGTH_FRACTION = 0.5
 Request = dict[str, str]
 """One item: `tools` (the system text that lists them), `request` and `expected`."""
 
 
-class SingleToolCallingEnvConfig(SingleTurnEnvConfig):
+class SingleToolCallingEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
     """Where the requests come from."""
 
-    dataset_path: str | None = Field(
-        None,
-        description="JSONL or Parquet file, or folder with train and test files, with the column "
-        "conversations; None loads XLAM-Atropos from the hub.",
-    )
     temperature: float = Field(0.8, ge=0, description="Sampling temperature of rollouts.")
 
 
@@ -65,7 +57,7 @@ def request_of(row: Mapping[str, Any]) -> Request | None:
     """Return the first system, human and gpt text of a row; None without a readable call."""
     texts: dict[str, str] = {}
     for message in row["conversations"]:
-        texts.setdefault(message["from"], message["value"])
+        texts.setdefault(str(message.get("from")), str(message.get("value")))
     if not {"system", "human", "gpt"} <= texts.keys():
         return None
     expected = visible_text(texts["gpt"])
@@ -85,37 +77,18 @@ def score(expected: str, answer: str) -> float:
     return 1.0 if calls_match(read_calls(expected).calls, read_calls(answer).calls) else -1.0
 
 
-def load_requests(dataset_path: str | None) -> tuple[list[Request], list[Request]]:
-    """Return the training and the test requests in a fixed order.
-
-    Raises:
-        ConfigError: the data cannot be read; the message says what is expected.
-    """
-    if dataset_path is None:
-        rows = hub_rows(DATASET, split="train", shuffle_seed=SEED)
-        train, test = rows[NUM_TEST_ROWS:], rows[:NUM_TEST_ROWS]
-    else:
-        train, test = read_splits(Path(dataset_path), ["conversations"], shuffle_seed=SEED)
-    readable = [[r for r in map(request_of, rows) if r is not None] for rows in (train, test)]
-    return readable[0], readable[1]
-
-
-class SingleToolCallingEnv(PercentCorrect):
-    """Requests and the calls that fulfil them.
-
-    Attributes:
-        iter: requests handed out so far; kept in checkpoints.
-    """
+class SingleToolCallingEnv(RolloutColumns, HubItems, PercentCorrect):
+    """Requests and the calls that fulfil them."""
 
     env_config_cls = SingleToolCallingEnvConfig
     config: SingleToolCallingEnvConfig
+    hub_dataset = "NousResearch/XLAM-Atropos"
+    hub_subset = "default"
+    num_test_rows = 100
+    columns = ("conversations",)
+    rollout_columns = ("expected_tool_call",)
+    min_trained_tokens = 10
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.iter = 0
-        self.train: list[Request] = []
-        self.test: list[Request] = []
 
     @classmethod
     def config_init(cls) -> tuple[SingleToolCallingEnvConfig, APIServerConfig]:
@@ -143,17 +116,17 @@ class SingleToolCallingEnv(PercentCorrect):
         return env_config, server
 
     async def setup(self) -> None:
-        """Load both splits."""
-        self.train, self.test = await asyncio.to_thread(load_requests, self.config.dataset_path)
-
-    async def get_next_item(self) -> Request:
-        """Return the next training request, from the start again after the last."""
-        self.iter += 1
-        return self.train[(self.iter - 1) % len(self.train)]
-
-    def eval_items(self) -> Sequence[Request]:
-        """Return the test requests."""
-        return self.test
+        """Read the rows and make requests of those that can be scored."""
+        await super().setup()
+        self.train, self.test = (
+            [request for request in map(request_of, rows) if request is not None]
+            for rows in (self.train, self.test)
+        )
+        if not self.train:
+            raise ConfigError(
+                "no training row has a system, a human and a gpt text with a call; expected "
+                'conversations of {"from": ..., "value": ...}'
+            )
 
     def prompt(self, item: Request) -> list[dict[str, str]]:
         """Ask for the calls, under the list of tools."""
@@ -182,9 +155,9 @@ class SingleToolCallingEnv(PercentCorrect):
         """Return the expected calls, after a thought."""
         return f"<think>These calls do it.</think>{item['expected']}"
 
-    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position."""
-        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+    def rollout_cells(self, item: Request) -> Sequence[Any]:
+        """Return the text with the expected calls."""
+        return (item["expected"],)
 
 
 if __name__ == "__main__":

@@ -103,9 +103,8 @@ def mtgrpo_advantages(
         outcomes      1      0          z        1      -1
         outcome_weight 1                         [1, 2] [-1, -2]
 
-    Source: Zeng et al. 2025, "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
-    Credit Assignment", arXiv:2505.11821. Differs in standardising over the rollouts
-    that reached a turn.
+    This is MT-GRPO, group-relative advantages of the turns and of the outcome, but with the mean
+    and the deviation of a turn taken over the rollouts that reached it.
     """
     by_outcome = [outcome_weight * value for value in standardized(outcomes)]
     advantages = [[value] * len(row) for value, row in zip(by_outcome, turn_rewards, strict=True)]
@@ -159,7 +158,8 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
         await super().setup()
 
     def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        if self.config.dataset_path is None and LOCAL_FILE.is_file():
+        is_free = self.config.dataset_path is None and self.config.dataset_name is None
+        if is_free and LOCAL_FILE.is_file():
             return read_splits(
                 LOCAL_FILE,
                 self.columns,

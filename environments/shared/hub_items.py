@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from pydantic import Field
 
@@ -28,6 +28,14 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 
+class HubSource(TypedDict):
+    """One split of a data set of the hub, by the arguments of `hub_rows`."""
+
+    path: str
+    subset: str | None
+    split: str
+
+
 class HubItemsConfig(LocalItemsConfig):
     """Where the rows come from."""
 
@@ -35,6 +43,17 @@ class HubItemsConfig(LocalItemsConfig):
         None,
         description="JSONL, JSON or Parquet file, or folder with a train and a test file; "
         "None loads the data set of the hub.",
+    )
+    dataset_name: str | None = Field(
+        None,
+        description="Another data set of the hub, in columns that the environment reads; None is "
+        "its own.",
+    )
+    dataset_subset: str | None = Field(
+        None, description="Configuration of that data set, if it has several."
+    )
+    dataset_split: str = Field(
+        "train", description="Its split; a part is kept for evaluations, and is not trained on."
     )
     dataset_seed: int = Field(
         42, description="Seed of the order, and of the test rows taken from a single file."
@@ -45,15 +64,17 @@ class HubItems(LocalItems):
     """Reads the rows at `setup` and hands them out; the position is kept in checkpoints.
 
     Attributes:
-        hub_dataset: name on the hub, its training split is read.
+        hub_dataset: name on the hub, read unless the settings name another.
         hub_subset: name of its configuration.
         test_fraction: part of a single split or file that is kept for evaluations.
+        num_test_rows: so many rows of a split of the hub instead.
         optional_columns: columns a row may lack; None stands in for them.
     """
 
     hub_dataset: ClassVar[str]
     hub_subset: ClassVar[str | None] = None
     test_fraction: ClassVar[float] = 0.02
+    num_test_rows: ClassVar[int | None] = None
     optional_columns: ClassVar[Sequence[str]] = ()
     config: HubItemsConfig
 
@@ -62,23 +83,36 @@ class HubItems(LocalItems):
         self.train, self.test = await asyncio.to_thread(self._read)
         logger.info("%d training and %d test rows", len(self.train), len(self.test))
 
-    def _read(self) -> tuple[list[Row], list[Row]]:
-        seed, path = self.config.dataset_seed, self.config.dataset_path
-        if path is not None:
-            return read_splits(
-                Path(path),
-                self.columns,
-                shuffle_seed=seed,
-                test_fraction=self.test_fraction,
-                optional=self.optional_columns,
-            )
-        loaded = hub_rows(
-            self.hub_dataset, split="train", subset=self.hub_subset, shuffle_seed=seed
+    def _read(self) -> tuple[Any, Any]:
+        path = self.config.dataset_path
+        if path is None:
+            return self._read_hub()
+        return read_splits(
+            Path(path),
+            self.columns,
+            shuffle_seed=self.config.dataset_seed,
+            test_fraction=self.test_fraction,
+            optional=self.optional_columns,
         )
+
+    def _read_hub(self) -> tuple[Any, Any]:
+        source = self._hub_source()
+        loaded = hub_rows(**source, shuffle_seed=self.config.dataset_seed)
         missing = sorted(set(self.columns) - set(loaded[0] if loaded else ()))
         if missing:
-            raise ConfigError(f"{self.hub_dataset} on the hub has no {', '.join(missing)}")
+            raise ConfigError(f"{source['path']} on the hub has no {', '.join(missing)}")
         names = (*self.columns, *self.optional_columns)
         rows = [{name: row.get(name) for name in names} for row in loaded]
-        num_test = max(1, round(self.test_fraction * len(rows)))
+        num_test = self._num_test_rows(len(rows))
         return rows[num_test:] or rows, rows[:num_test]
+
+    def _hub_source(self) -> HubSource:
+        name, subset = self.config.dataset_name, self.config.dataset_subset
+        return {
+            "path": name or self.hub_dataset,
+            "subset": subset or (None if name else self.hub_subset),
+            "split": self.config.dataset_split,
+        }
+
+    def _num_test_rows(self, num_rows: int) -> int:
+        return self.num_test_rows or max(1, round(self.test_fraction * num_rows))

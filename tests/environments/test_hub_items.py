@@ -10,6 +10,7 @@ from environments.dataset_environment.dataset_config import DatasetEnvConfig
 from environments.dataset_environment.dataset_env import read_rows
 from environments.mcqa_thinking_env import MCQAThinkingEnv, read_question
 from environments.rlaif_server import RLAIFEnv
+from environments.tool_calling_server import SingleToolCallingEnv
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine
 
@@ -51,6 +52,36 @@ async def test_rows_of_the_hub_are_split_and_handed_out(
     assert len(prompts) == 98
     assert not prompts & {read_question(row).prompt for row in env.test}
     assert items[98] == items[0]
+
+
+async def test_settings_name_another_data_set_in_the_same_columns(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"question": f"{i}?", "answer": 1, "choices": ["x", "y"]} for i in range(50)]
+    asked = hub(rows)
+    mmlu = {"dataset_name": "lighteval/mmlu", "dataset_split": "test"}
+    async with ScriptedEngine([PROBED]) as engine:
+        for settings in (mmlu, {**mmlu, "dataset_subset": "astronomy"}):
+            env = make_env(MCQAThinkingEnv, engine, monkeypatch, **settings)
+            await env.setup()
+
+    assert asked == [("lighteval/mmlu", None, "test"), ("lighteval/mmlu", "astronomy", "test")]
+    assert read_question(env.test[0]).prompt.endswith("?\nA. x\nB. y")
+
+
+async def test_so_many_rows_are_kept_where_their_number_is_set(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    texts = {"system": "tools", "human": "please", "gpt": call}
+    row = {"conversations": [{"from": k, "value": v} for k, v in texts.items()]}
+    asked = hub([row] * 150)
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_env(SingleToolCallingEnv, engine, monkeypatch)
+        await env.setup()
+
+    assert asked == [("NousResearch/XLAM-Atropos", "default", "train")]
+    assert (len(env.train), len(env.eval_items())) == (50, 100)
 
 
 async def test_columns_that_the_hub_lacks_are_named(

@@ -9,11 +9,13 @@ import pytest
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.tools import parse_tool_calls
+from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
+from atroposlib.utils.local_records import read_records
 from environments.tool_calling_server import (
     SAMPLE,
+    Request,
     SingleToolCallingEnv,
-    load_requests,
     request_of,
     score,
 )
@@ -27,6 +29,11 @@ def block(name: str, **arguments: object) -> str:
 
 EXPECTED = block("book", room="Oak", slot={"day": 4, "hours": [9, 10]})
 GOLD = EXPECTED
+
+
+def requests_of(split: str) -> list[Request]:
+    rows = map(request_of, read_records(SAMPLE / f"{split}.jsonl", ["conversations"]))
+    return [request for request in rows if request is not None]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +92,44 @@ def test_request_without_a_readable_call_is_left_out() -> None:
 
     assert request_of(row) is None
     assert request_of({"conversations": row["conversations"][:2]}) is None
+    assert request_of({"conversations": [{"role": "user", "content": "please"}]}) is None
+
+
+async def test_data_without_any_call_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"conversations": [{"from": "human", "value": "please"}]}))
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_env(SingleToolCallingEnv, engine, monkeypatch, dataset_path=str(path))
+        with pytest.raises(ConfigError, match="no training row has a system, a human and a gpt"):
+            await env.setup()
+
+
+async def test_table_has_the_expected_call_and_short_answers_are_muted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metrics: dict[str, Any] = {}
+    async with ScriptedEngine([PROBED, "no", "I shall not call any tool."]) as engine:
+        env = make_env(
+            SingleToolCallingEnv, engine, monkeypatch, dataset_path=str(SAMPLE), group_size=2
+        )
+        await env.setup()
+        item = await env.get_next_item()
+        group, _ = await env.collect_trajectories(item)
+        await env.add_rollouts_for_wandb(group, item)
+        monkeypatch.setattr(env.run_log, "table", lambda columns, rows: (columns, rows))
+        await env.create_rollout_table(metrics)
+        await env.close()
+
+    columns, rows = metrics["train/rollouts"]
+    assert columns == ["text", "score", "expected_tool_call"]
+    assert {row[1:] for row in rows} == {(-1.0, item["expected"])}
+    assert group["overrides"] == [{"set_advantage_to_zero": True}, {}]
 
 
 def test_sample_has_both_splits_and_gold_scores_highest() -> None:
-    train, test = load_requests(str(SAMPLE))
+    train, test = requests_of("train"), requests_of("test")
 
     assert (len(train), len(test)) == (12, 4)
     assert {score(r["expected"], r["expected"]) for r in train + test} == {1.0}
@@ -101,9 +142,8 @@ class Calling:
     """Every second completion has the expected calls; the others have them in the thinking."""
 
     def __init__(self, *, always_right: bool = False) -> None:
-        self.expected = {
-            r["request"]: r["expected"] for rows in load_requests(str(SAMPLE)) for r in rows
-        }
+        rows = requests_of("train") + requests_of("test")
+        self.expected = {row["request"]: row["expected"] for row in rows}
         self.always_right = always_right
         self.num_replies = 0
 
