@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from example_trainer.demo.warm_up import WarmUpResult, encode_example, warm_up
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Student", "habitual_solution", "make_student", "teach_student"]
+__all__ = ["Student", "habitual_solution", "make_student", "student_of", "teach_student"]
 
 _NUM_TOKENIZER_PROBLEMS = 2_000
 
@@ -48,7 +48,20 @@ def make_student(
         [*problem.messages, {"role": "assistant", "content": problem.worked_solution}]
         for problem in training_problems(env_settings, _NUM_TOKENIZER_PROBLEMS)
     ]
-    tokenizer = train_tokenizer(conversations, max_length=shape.max_length)
+    return student_of(conversations, shape=shape, seed=seed, folder=folder)
+
+
+def student_of(
+    conversations: Iterable[Sequence[Mapping[str, Any]]],
+    *,
+    shape: TinyModelShape,
+    seed: int,
+    folder: Path,
+) -> Student:
+    """Make a tokenizer for conversations and a model with random weights, and write both."""
+    tokenizer = train_tokenizer(
+        conversations, max_length=shape.max_length, max_vocabulary=shape.max_vocabulary
+    )
     model = build_model(tokenizer, shape, seed=seed)
     save_tiny_model(model, tokenizer, folder)
     return Student(model, tokenizer, folder)

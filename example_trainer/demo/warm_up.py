@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from example_trainer.demo.learning import (
+    Example,
+    encode_conversation,
+    prompt_text,
+    supervised_steps,
+)
 from example_trainer.demo.task import Problem
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Example", "WarmUpResult", "encode_example", "sample_completions", "warm_up"]
+__all__ = ["WarmUpResult", "encode_example", "sample_completions", "warm_up"]
 
-_RAMP_STEPS = 30
 _MAX_COMPLETION_TOKENS = 32
-
-
-class Example(NamedTuple):
-    """One conversation as the model sees it."""
-
-    tokens: list[int]
-    """[L] prompt, completion and end of turn."""
-
-    num_prompt_tokens: int
-    """How many of them are the prompt, which is not learned."""
 
 
 class WarmUpResult(NamedTuple):
@@ -44,17 +37,9 @@ class WarmUpResult(NamedTuple):
 
 def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> Example:
     """Turn a problem and a solution to it into tokens."""
-    prompt = prompt_tokens(tokenizer, problem)
-    completion = tokenizer.encode(solution, add_special_tokens=False)
-    return Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
-
-
-def prompt_tokens(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
-    """Return the tokens of the conversation up to where the model begins to write."""
-    text = tokenizer.apply_chat_template(
-        problem.messages, tokenize=False, add_generation_prompt=True
+    return encode_conversation(
+        tokenizer, [*problem.messages, {"role": "assistant", "content": solution}]
     )
-    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def warm_up(
@@ -89,25 +74,22 @@ def warm_up(
             the warm-up.
         clock: Monotonic seconds.
     """
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
-    batches = _batches(examples, batch_size, random.Random(seed))
+    losses = supervised_steps(
+        model,
+        examples,
+        lr=lr,
+        batch_size=batch_size,
+        pad_token=int(tokenizer.pad_token_id),
+        seed=seed,
+    )
     started = clock()
     step = 0
     while True:
-        step += 1
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = lr * min(1.0, step / _RAMP_STEPS)
-        loss = _loss(model, next(batches), pad_token=int(tokenizer.pad_token_id))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        step, loss = step + 1, next(losses)
         if step % steps_per_check:
             continue
         accuracy = measure_accuracy(model, tokenizer, measured)
-        on_check(step, float(loss.detach()), accuracy)
+        on_check(step, loss, accuracy)
         elapsed_s = clock() - started
         if is_enough(accuracy) or elapsed_s >= limit_s:
             return WarmUpResult(accuracy, step, elapsed_s)
@@ -128,7 +110,8 @@ def sample_completions(
     """Return one completion of each problem, sampled at temperature 1."""
     import torch
 
-    prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
+    texts = [prompt_text(tokenizer, problem.messages) for problem in problems]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     width = max(map(len, prompts))
     pad = int(tokenizer.pad_token_id)
     tokens_BP = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
@@ -145,31 +128,5 @@ def sample_completions(
             eos_token_id=tokenizer.eos_token_id,
         )
     model.train()
-    texts: list[str] = tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
-    return texts
-
-
-def _batches(
-    examples: Sequence[Example], size: int, rng: random.Random
-) -> Iterator[Sequence[Example]]:
-    """Draw batches for ever, each pass in a new order."""
-    while True:
-        order = rng.sample(examples, len(examples))
-        for start in range(0, len(order) - size + 1, size):
-            yield order[start : start + size]
-
-
-def _loss(model: Any, batch: Sequence[Example], *, pad_token: int) -> torch.Tensor:
-    """Return the mean cross-entropy of the completion tokens of a batch."""
-    import torch
-
-    length = max(len(example.tokens) for example in batch)
-    tokens_BL = torch.tensor([e.tokens + [pad_token] * (length - len(e.tokens)) for e in batch])
-    positions_L = torch.arange(length)
-    starts_B1 = torch.tensor([[e.num_prompt_tokens] for e in batch])
-    ends_B1 = torch.tensor([[len(e.tokens)] for e in batch])
-    learned_BL = (positions_L >= starts_B1) & (positions_L < ends_B1)
-    hidden = model.model(tokens_BL).last_hidden_state[:, :-1]
-    # Only where something is learned: the vocabulary projection is a large part of the work.
-    logits = model.lm_head(hidden[learned_BL[:, 1:]])
-    return torch.nn.functional.cross_entropy(logits, tokens_BL[:, 1:][learned_BL[:, 1:]])
+    completions: list[str] = tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
+    return completions

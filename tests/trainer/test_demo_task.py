@@ -133,7 +133,8 @@ def test_encode_example_ends_the_turn_and_marks_where_the_completion_begins() ->
 
     example = encode_example(tokenizer, problem, problem.worked_solution)
 
-    completion = example.tokens[example.num_prompt_tokens :]
+    completion = example.tokens[example.is_learned.index(True) :]
+    assert example.is_learned[-len(completion) :] == [True] * len(completion)
     assert tokenizer.decode(completion) == f"{problem.worked_solution}<|im_end|>"
 
 

@@ -65,6 +65,21 @@ def test_chat_template_prompt_tokens_are_a_prefix_of_the_conversation(tokenizer:
     assert tokenizer.decode([tokenizer.eos_token_id]) == "<|im_end|>"
 
 
+def test_chat_template_completion_like_the_prompt_leaves_its_tokens_a_prefix() -> None:
+    # Were the line before a completion no token of its own, "\n" and "State" could join here.
+    tokenizer = train_tokenizer(
+        [[{"role": "user", "content": "\nState"}, {"role": "assistant", "content": "State"}]] * 10,
+        max_length=64,
+    )
+
+    together = tokenizer.encode("<|im_start|>assistant\nState")
+
+    assert together == [
+        *tokenizer.encode("<|im_start|>assistant\n"),
+        *tokenizer.encode("State"),
+    ]
+
+
 def test_build_model_same_seed_same_weights(tokenizer: Any) -> None:
     shape = TinyModelShape(hidden_size=32, num_layers=1, num_heads=1, max_length=64)
 
