@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from example_trainer.demo.repository import ENVIRONMENT_DOOR
 from example_trainer.demo.tiny_model import TinyModelShape
 from example_trainer.reporting.writing import REPORT_NAME
 
@@ -106,8 +108,8 @@ class DemoSettings:
     num_held_out: int = 512
     """Problems accuracy is measured on; none of them is ever trained on."""
 
-    task: TaskSettings = TaskSettings()
-    """What is learned."""
+    task: TaskSettings | None = TaskSettings()
+    """What is learned; None where `environment_sections` say it, of any environment."""
 
     warm_up: WarmUpSettings = WarmUpSettings()
     """How the tiny model gets its partial skill; unused with `model`."""
@@ -117,6 +119,12 @@ class DemoSettings:
 
     trainer_flags: tuple[str, ...] = ()
     """Further flags of the trainer, such as `--algorithm=gspo`; they come last and win."""
+
+    environment_door: Path = ENVIRONMENT_DOOR
+    """Script of the environment, relative to the repository."""
+
+    environment_sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further settings of the environment, by section of its YAML file; they win."""
 
     max_batches_offpolicy: int = 1
     """Batches the environment may be ahead of the trainer."""
@@ -172,12 +180,13 @@ def settings_for(
         max_tokens: None takes 64 for the tiny model, 1024 for a given one.
         algorithm: policy loss of the trainer; None takes the trainer's default.
     """
+    task = TaskSettings()
     settings = DemoSettings(model=model, seed=seed)
     if algorithm is not None:
         settings = replace(settings, trainer_flags=(f"--algorithm={algorithm}",))
     if model is not None:
         # A real model follows the environment's own instructions and thinks in more tokens.
-        task = replace(settings.task, num_terms=6, num_digits=3, system_prompt=None)
+        task = replace(task, num_terms=6, num_digits=3, system_prompt=None)
         settings = replace(settings, lr=1e-6, max_tokens=1024, stall_limit_s=1800.0, task=task)
     if profile == "quick":
         # Just enough skill that the tries at one problem differ: equal scores teach nothing.
@@ -186,7 +195,7 @@ def settings_for(
             steps=3,
             groups_per_step=4,
             num_held_out=32,
-            task=replace(settings.task, num_terms=2),
+            task=replace(task, num_terms=2),
             shape=replace(settings.shape, num_layers=2),
             warm_up=replace(settings.warm_up, skill_accuracy=0.2, start_accuracy=(0.0, 1.0)),
         )

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from example_trainer.demo.repository import ENVIRONMENT_DOOR, REPOSITORY
-from example_trainer.demo.settings import DemoPaths, DemoSettings
+from example_trainer.demo.repository import REPOSITORY
+from example_trainer.demo.settings import DemoPaths, DemoSettings, TaskSettings
 from example_trainer.processes import ManagedProcess
 
-__all__ = ["Stack", "build_stack", "environment_settings"]
+__all__ = ["Stack", "build_stack", "environment_settings", "repository_process", "write_yaml"]
 
 
 @dataclass(frozen=True)
@@ -58,29 +60,16 @@ def build_stack(
     engine_port, service_port = ports
     engine_url = f"http://127.0.0.1:{engine_port}"
     service_url = f"http://127.0.0.1:{service_port}"
-    variables = common_variables(settings, inherited)
     config = environment_settings(
         settings, paths, model=model, engine_url=engine_url, service_url=service_url
     )
-    paths.environment_config.parent.mkdir(parents=True, exist_ok=True)
-    paths.environment_config.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-
-    def part(
-        name: str, command: list[str], extra: Mapping[str, str] | None = None
-    ) -> ManagedProcess:
-        return ManagedProcess(
-            name,
-            [sys.executable, *command],
-            log_path=paths.logs / f"{name.replace(' ', '_')}.log",
-            env={**variables, **(extra or {})},
-            cwd=REPOSITORY,
-        )
-
+    write_yaml(config, paths.environment_config)
+    part = partial(repository_process, settings=settings, paths=paths, inherited=inherited)
     return Stack(
         engine=part(
             "inference engine",
             engine_arguments(settings, model=model, port=engine_port, on_gpu=on_gpu),
-            engine_variables(on_gpu=on_gpu),
+            variables=engine_variables(on_gpu=on_gpu),
         ),
         service=part(
             "trajectory service",
@@ -91,7 +80,7 @@ def build_stack(
         ),
         environment=part(
             "environment",
-            [str(ENVIRONMENT_DOOR), "serve", "--config", str(paths.environment_config)],
+            [str(settings.environment_door), "serve", "--config", str(paths.environment_config)],
         ),
         trainer=part(
             "trainer",
@@ -101,6 +90,40 @@ def build_stack(
         ),
         engine_url=engine_url,
         service_url=service_url,
+    )
+
+
+def write_yaml(content: Mapping[str, Any], path: Path) -> None:
+    """Write the settings of an environment to the file it is started with."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
+
+
+def repository_process(
+    name: str,
+    command: Sequence[str],
+    *,
+    settings: DemoSettings,
+    paths: DemoPaths,
+    inherited: Mapping[str, str],
+    variables: Mapping[str, str] | None = None,
+) -> ManagedProcess:
+    """Describe a Python process of the run; it logs to a file of its name.
+
+    Args:
+        name: What it is.
+        command: Arguments of Python, paths relative to the repository.
+        settings: What the run does.
+        paths: Where it writes.
+        inherited: Environment variables of this process.
+        variables: Its own.
+    """
+    return ManagedProcess(
+        name,
+        [sys.executable, *command],
+        log_path=paths.logs / f"{name.replace(' ', '_')}.log",
+        env={**common_variables(settings, inherited), **(variables or {})},
+        cwd=REPOSITORY,
     )
 
 
@@ -183,19 +206,10 @@ def environment_settings(
     settings: DemoSettings, paths: DemoPaths, *, model: str, engine_url: str, service_url: str
 ) -> dict[str, Any]:
     """Return the content of the YAML file the environment is started with."""
-    task = settings.task
-    return {
+    sections: dict[str, Any] = {
         "env": {
-            "task_names": [task.name],
-            "task_params": {task.name: task.params},
-            "system_prompt": task.system_prompt,
-            "seed": settings.seed,
-            "eval_seed": settings.eval_seed,
-            "num_eval_samples_per_task": settings.num_held_out,
+            **({} if settings.task is None else task_fields(settings, settings.task)),
             "temperature": 1.0,
-            "top_p": 1.0,
-            # The checks of this task are two lines of arithmetic: no need for more processes.
-            "num_score_workers": 0,
             "group_size": settings.group_size,
             "batch_size": settings.sequences_per_step,
             "max_num_workers": 2 * settings.groups_per_step,
@@ -221,4 +235,22 @@ def environment_settings(
         },
         "slurm": False,
         "testing": False,
+    }
+    for name, given in settings.environment_sections.items():
+        sections[name] = {**sections.get(name, {}), **given}
+    return sections
+
+
+def task_fields(settings: DemoSettings, task: TaskSettings) -> dict[str, Any]:
+    """Return the settings only the reasoning-gym environment has."""
+    return {
+        "task_names": [task.name],
+        "task_params": {task.name: task.params},
+        "system_prompt": task.system_prompt,
+        "seed": settings.seed,
+        "eval_seed": settings.eval_seed,
+        "num_eval_samples_per_task": settings.num_held_out,
+        "top_p": 1.0,
+        # The checks of this task are two lines of arithmetic: no need for more processes.
+        "num_score_workers": 0,
     }
