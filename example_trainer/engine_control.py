@@ -7,9 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from atroposlib.errors import ConfigError, InferenceError
+from example_trainer.engine_connection import EngineConnection
 
 __all__ = ["EngineControl"]
 
@@ -17,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineControl:
-    """Speaks to the development routes of one vLLM server.
+    """Speaks to the development routes of one vLLM server; fulfils `engine_fleet.Control`.
 
     Args:
         base_url: Address without `/v1`.
@@ -25,13 +24,11 @@ class EngineControl:
     """
 
     def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
-        self._base_url = base_url
-        # The engine is a neighbour: proxy settings of the environment do not concern it.
-        self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
+        self._engine = EngineConnection(base_url, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connection; the engine runs on."""
-        self._http.close()
+        self._engine.close()
 
     def require_in_place_updates(self) -> None:
         """Check that the engine can reload its weights while it runs.
@@ -40,10 +37,10 @@ class EngineControl:
             ConfigError: it does not offer that; names what to do.
         """
         # Without a method the route refuses with 400 and changes nothing; 404 means no route.
-        status = self._send("POST", "/collective_rpc", json={}).status_code
+        status = self._engine.send("POST", "/collective_rpc", json={}).status_code
         if status != 400:
             raise ConfigError(
-                f"the engine at {self._base_url} offers no in-place weight updates (POST "
+                f"the engine at {self._engine.base_url} offers no in-place weight updates (POST "
                 f"/collective_rpc answered {status}); start vLLM with VLLM_SERVER_DEV_MODE=1 in "
                 "its environment, or use --weight-bridge-mode none to restart it instead"
             )
@@ -71,7 +68,7 @@ class EngineControl:
 
     def _settings(self) -> dict[str, Any]:
         """Return the engine's own settings, empty when it does not tell them."""
-        answer = self._send("GET", "/server_info", params={"config_format": "json"})
+        answer = self._engine.send("GET", "/server_info", params={"config_format": "json"})
         try:
             return dict(answer.json()["vllm_config"]) if answer.status_code == 200 else {}
         except (KeyError, TypeError, ValueError):
@@ -95,7 +92,7 @@ class EngineControl:
         if pause_mode == "none":
             self._reload(directory)
             return
-        self._require("/pause", params={"mode": pause_mode})
+        self._engine.post("/pause", params={"mode": pause_mode})
         try:
             self._reload(directory)
         finally:
@@ -103,31 +100,19 @@ class EngineControl:
 
     def _reload(self, directory: Path) -> None:
         request = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
-        self._require("/collective_rpc", json=request)
-        reset = self._require("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        self._engine.post("/collective_rpc", json=request)
+        reset = self._engine.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if reset.content and reset.json().get("success") is False:
             raise InferenceError(
-                f"the engine at {self._base_url} kept its prefix cache after the weights "
+                f"the engine at {self._engine.base_url} kept its prefix cache after the weights "
                 "changed; use --sync-pause-mode wait"
             )
 
     def _resume(self) -> None:
         try:
-            self._require("/resume")
+            self._engine.post("/resume")
         except InferenceError:
-            logger.exception("the engine may still be paused: POST %s/resume", self._base_url)
-            raise
-
-    def _require(self, path: str, **options: Any) -> httpx.Response:
-        answer = self._send("POST", path, **options)
-        if answer.status_code != 200:
-            raise InferenceError(
-                f"POST {self._base_url}{path} answered {answer.status_code}: {answer.text[:500]}"
+            logger.exception(
+                "the engine may still be paused: POST %s/resume", self._engine.base_url
             )
-        return answer
-
-    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        try:
-            return self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            raise InferenceError(f"{method} {self._base_url}{path} failed: {error!r}") from error
+            raise

@@ -6,11 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.checkpointing import replace_directory
 from example_trainer.config import TrainingConfig
+from example_trainer.engine_connection import EngineConnection
 from example_trainer.lora import engine_rank
 from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
 
@@ -42,23 +41,21 @@ class LoraSwapSync:
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
-        self._base_url = f"http://{config.vllm_connect_host}:{config.vllm_port}"
-        # The engine is a neighbour: proxy settings of the environment do not concern it.
-        self._http = httpx.Client(base_url=self._base_url, timeout=600.0, trust_env=False)
+        self._engine = EngineConnection(f"http://{config.vllm_connect_host}:{config.vllm_port}")
 
     def check_before_load(self) -> None:
         """Fail when no engine is there, or one that takes no adapters."""
         if not check_vllm_health(self._config.vllm_port, self._config.vllm_connect_host):
             raise InferenceError(
-                f"no engine answers GET {self._base_url}/health with 200; weight_bridge_mode="
-                "lora_only needs a running vLLM, lora_restart launches its own"
+                f"no engine answers GET {self._engine.base_url}/health with 200; "
+                "weight_bridge_mode=lora_only needs a running vLLM, lora_restart launches its own"
             )
         # Without a name the route refuses and changes nothing; 404 and 405 mean no route.
-        status = self._send({}).status_code
+        status = self._engine.send("POST", _ROUTE, json={}).status_code
         if status not in (400, 422):
             raise ConfigError(
-                f"the engine at {self._base_url} takes no adapters while it runs (POST {_ROUTE} "
-                f"answered {status}); start vLLM with --enable-lora --max-lora-rank "
+                f"the engine at {self._engine.base_url} takes no adapters while it runs (POST "
+                f"{_ROUTE} answered {status}); start vLLM with --enable-lora --max-lora-rank "
                 f"{engine_rank(self._config.lora_r)} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
                 "in its environment, or use --weight-bridge-mode lora_restart"
             )
@@ -73,25 +70,21 @@ class LoraSwapSync:
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         """Write the adapters and let the engine take them in place of those it has."""
         directory = save_adapter(model, self._config, step)
-        answer = self._send(
-            {
+        answer = self._engine.send(
+            "POST",
+            _ROUTE,
+            json={
                 "lora_name": self._config.lora_name,
                 "lora_path": str(directory.resolve()),
                 "load_inplace": True,
-            }
+            },
         )
         if answer.status_code != 200:
             raise InferenceError(
-                f"POST {self._base_url}{_ROUTE} answered {answer.status_code}: "
+                f"POST {self._engine.base_url}{_ROUTE} answered {answer.status_code}: "
                 f"{answer.text[:500]}; the model is served as {self._config.lora_name!r} and the "
                 "engine must be able to read the directory"
             )
-
-    def _send(self, body: dict[str, Any]) -> httpx.Response:
-        try:
-            return self._http.post(_ROUTE, json=body)
-        except httpx.HTTPError as error:
-            raise InferenceError(f"POST {self._base_url}{_ROUTE} failed: {error!r}") from error
 
     def check_alive(self) -> None:
         """The engine is not ours; a dead one shows at the next swap."""
@@ -102,7 +95,7 @@ class LoraSwapSync:
 
     def close(self) -> None:
         """Close the connection; the engine runs on with the adapters it has."""
-        self._http.close()
+        self._engine.close()
 
 
 class LoraRestartSync:

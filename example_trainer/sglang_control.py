@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from atroposlib.errors import ConfigError, InferenceError
+from example_trainer.engine_connection import EngineConnection
 
 __all__ = ["SglangControl"]
 
@@ -15,7 +13,7 @@ _PAUSE_MODES = {"keep": "retract", "abort": "abort", "none": "in_place"}
 
 
 class SglangControl:
-    """Speaks to one SGLang server; has the methods of `EngineControl`.
+    """Speaks to one SGLang server; fulfils `engine_fleet.Control`.
 
     Args:
         base_url: Address without `/v1`.
@@ -23,13 +21,11 @@ class SglangControl:
     """
 
     def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
-        self._base_url = base_url
-        # The engine is a neighbour: proxy settings of the environment do not concern it.
-        self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
+        self._engine = EngineConnection(base_url, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connection; the engine runs on."""
-        self._http.close()
+        self._engine.close()
 
     def require_in_place_updates(self) -> None:
         """Check that an SGLang answers there.
@@ -37,11 +33,11 @@ class SglangControl:
         Raises:
             ConfigError: something else does.
         """
-        status = self._send("GET", "/model_info").status_code
+        status = self._engine.send("GET", "/model_info").status_code
         if status != 200:
             raise ConfigError(
-                f"the engine at {self._base_url} is no SGLang (GET /model_info answered {status}); "
-                "for a vLLM use --engine vllm"
+                f"the engine at {self._engine.base_url} is no SGLang (GET /model_info answered "
+                f"{status}); for a vLLM use --engine vllm"
             )
 
     def returns_processed_logprobs(self) -> bool:
@@ -69,16 +65,16 @@ class SglangControl:
         if mode is None:
             self._update(directory, version, drops_caches=True)
             return
-        self._require("/pause_generation", {"mode": mode})
+        self._engine.post("/pause_generation", json={"mode": mode})
         try:
             self._update(directory, version, drops_caches=mode != "in_place")
         finally:
-            self._require("/continue_generation", {})
+            self._engine.post("/continue_generation", json={})
 
     def _update(self, directory: Path, version: int, *, drops_caches: bool) -> None:
-        answer = self._require(
+        answer = self._engine.post(
             "/update_weights_from_disk",
-            {
+            json={
                 "model_path": str(directory.resolve()),
                 "weight_version": str(version),
                 "flush_cache": drops_caches,
@@ -86,20 +82,6 @@ class SglangControl:
         )
         if answer.json().get("success") is False:
             raise InferenceError(
-                f"the engine at {self._base_url} did not take the weights: "
+                f"the engine at {self._engine.base_url} did not take the weights: "
                 f"{str(answer.json().get('message'))[:500]}"
             )
-
-    def _require(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        answer = self._send("POST", path, json=body)
-        if answer.status_code != 200:
-            raise InferenceError(
-                f"POST {self._base_url}{path} answered {answer.status_code}: {answer.text[:500]}"
-            )
-        return answer
-
-    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        try:
-            return self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            raise InferenceError(f"{method} {self._base_url}{path} failed: {error!r}") from error
