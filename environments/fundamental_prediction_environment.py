@@ -42,7 +42,8 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right direction, -1 wrong; 0 to 2 with `--env.magnitude_in_score true`",
     data="company-fundamentals-prediction-lite from the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/fundamental_prediction_sample",
+    command="process --env.dataset_path environments/data/fundamental_prediction_sample "
+    "--env.total_steps 4",
 )
 
 SAMPLE = Path(__file__).with_name("data") / "fundamental_prediction_sample"

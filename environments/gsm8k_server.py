@@ -43,7 +43,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong; by length when all are right",
     data="GSM8K from the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/gsm8k_sample",
+    command="process --env.dataset_path environments/data/gsm8k_sample --env.total_steps 4",
 )
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"

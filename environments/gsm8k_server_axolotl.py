@@ -20,7 +20,7 @@ CARD = EnvironmentCard(
     reward="+1 right, -1 wrong; by length when all are right",
     data="GSM8K from the hub, or `--env.dataset_path`",
     needs="`trl vllm-serve` or axolotl",
-    command="process --env.dataset_path environments/data/gsm8k_sample",
+    command="process --env.dataset_path environments/data/gsm8k_sample --env.total_steps 4",
 )
 
 MODEL = "Qwen/Qwen3-1.7B"

@@ -31,7 +31,8 @@ CARD = EnvironmentCard(
     reward="+1 right, -1 wrong; by length when all are right",
     data="GSM8K from the hub, or `--env.dataset_path`",
     needs="a second server, for the teacher",
-    command="process --env.teacher_enabled false --env.dataset_path environments/data/gsm8k_sample",
+    command="process --env.teacher_enabled false --env.dataset_path environments/data/gsm8k_sample "
+    "--env.total_steps 4",
 )
 
 

@@ -55,7 +55,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong; a verdict on a wrong solution by the retries it helps",
     data="DeepMath from the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/math_sample",
+    command="process --env.dataset_path environments/data/math_sample --env.total_steps 4",
 )
 
 MODEL = "NousResearch/Hermes-4-14B"

@@ -39,7 +39,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong",
     data="DeepMath from the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/math_sample",
+    command="process --env.dataset_path environments/data/math_sample --env.total_steps 4",
 )
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"

@@ -40,7 +40,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong",
     data="AcademicMCQA from the hub, MMLU with `--env.dataset_name`, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/mcqa_sample",
+    command="process --env.dataset_path environments/data/mcqa_sample --env.total_steps 4",
 )
 
 SAMPLE = Path(__file__).with_name("data") / "mcqa_sample"

@@ -43,7 +43,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="-0.5 to 0.5 by the judge's votes; a cut answer loses, -1 to +1",
     data="WildChat from the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/rlaif_sample",
+    command="process --env.dataset_path environments/data/rlaif_sample --env.total_steps 4",
 )
 
 SAMPLE = Path(__file__).with_name("data") / "rlaif_sample"

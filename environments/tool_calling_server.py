@@ -37,7 +37,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 the expected calls, -1 anything else; by length when all are right",
     data="XLAM-Atropos from the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/tool_calling_sample",
+    command="process --env.dataset_path environments/data/tool_calling_sample --env.total_steps 4",
 )
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"

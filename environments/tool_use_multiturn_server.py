@@ -34,7 +34,8 @@ CARD = EnvironmentCard(
     turns="1 to 2 call turns, more by configuration",
     reward="share of right turns, +0.5 when all are, -0.2 at the first wrong; -1 if none is left",
     data="ToolACE sequential from the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/tool_dialogues_sample",
+    command="process --env.dataset_path environments/data/tool_dialogues_sample "
+    "--env.total_steps 4",
 )
 
 SAMPLE = Path(__file__).with_name("data") / "tool_dialogues_sample"

@@ -46,7 +46,8 @@ CARD = EnvironmentCard(
     turns="2 to 3 call turns and the texts between them",
     reward="a turn: 0.5 well-formed, 0.5 right, -0.2 wrong, 1 a text; all right: 1 more",
     data="Hermes reasoning tool use from the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/tool_dialogues_sample",
+    command="process --env.dataset_path environments/data/tool_dialogues_sample "
+    "--env.total_steps 4",
 )
 
 SAMPLE = Path(__file__).with_name("data") / "tool_dialogues_sample"

@@ -47,7 +47,8 @@ CARD = EnvironmentCard(
     reward="+1 when all tests pass, else -1",
     data="RLVR coding problems or code contests from the hub, or `--env.dataset_path`",
     needs="a sandbox: `apt-get install bubblewrap`",
-    command="process --env.dataset_path environments/data/code_execution_sample",
+    command="process --env.dataset_path environments/data/code_execution_sample "
+    "--env.total_steps 4",
 )
 
 SAMPLE = Path(__file__).parents[1] / "data" / "code_execution_sample"

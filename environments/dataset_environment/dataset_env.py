@@ -37,7 +37,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="by reward functions named in a YAML file",
     data="any data set of the hub, or `--env.dataset_path`",
-    command="process --env.dataset_path environments/data/gsm8k_sample",
+    command="process --env.dataset_path environments/data/gsm8k_sample --env.total_steps 4",
 )
 
 SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample"

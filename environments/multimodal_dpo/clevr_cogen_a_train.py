@@ -21,7 +21,8 @@ CARD = EnvironmentCard(
     reward="+1 right, -1 wrong",
     data="leonardPKU/clevr_cogen_a_train from the hub, or `--env.dataset_path`",
     needs="`atroposlib[examples]`",
-    command="process --env.dataset_path environments/data/clevr_cogen_a_train_sample",
+    command="process --env.dataset_path environments/data/clevr_cogen_a_train_sample "
+    "--env.total_steps 4",
 )
 
 INSTRUCTIONS = (

@@ -21,7 +21,7 @@ CARD = EnvironmentCard(
     reward="+1 right, -1 wrong",
     data="MMInstruction/Clevr_CoGenT_TrainA_70K_Complex from the hub, or `--env.dataset_path`",
     needs="`atroposlib[examples]`",
-    command="process --env.dataset_path environments/data/clevr_complex_sample",
+    command="process --env.dataset_path environments/data/clevr_complex_sample --env.total_steps 4",
 )
 
 INSTRUCTIONS = (

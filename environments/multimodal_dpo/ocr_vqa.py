@@ -20,7 +20,7 @@ CARD = EnvironmentCard(
     reward="+1 right, -1 wrong",
     data="howard-hou/OCR-VQA from the hub, or `--env.dataset_path`",
     needs="`atroposlib[examples]`",
-    command="process --env.dataset_path environments/data/ocr_vqa_sample",
+    command="process --env.dataset_path environments/data/ocr_vqa_sample --env.total_steps 4",
 )
 
 INSTRUCTIONS = (

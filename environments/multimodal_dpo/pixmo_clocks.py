@@ -23,7 +23,7 @@ CARD = EnvironmentCard(
     reward="+1 right, -1 wrong",
     data="junyeong-nero/clock-dataset from the hub, or `--env.dataset_path`",
     needs="`atroposlib[examples]`",
-    command="process --env.dataset_path environments/data/pixmo_clocks_sample",
+    command="process --env.dataset_path environments/data/pixmo_clocks_sample --env.total_steps 4",
 )
 
 INSTRUCTIONS = (

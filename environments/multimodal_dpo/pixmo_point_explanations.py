@@ -22,7 +22,8 @@ CARD = EnvironmentCard(
     reward="+1 right, -1 wrong",
     data="allenai/pixmo-point-explanations from the hub, or `--env.dataset_path`",
     needs="`atroposlib[examples]`",
-    command="process --env.dataset_path environments/data/pixmo_point_explanations_sample",
+    command="process --env.dataset_path environments/data/pixmo_point_explanations_sample "
+    "--env.total_steps 4",
 )
 
 INSTRUCTIONS = (

@@ -42,7 +42,7 @@ CARD = EnvironmentCard(
     reward="0 to 1 from the task's own scorer",
     data="made on the spot",
     needs="`atroposlib[examples]`",
-    command="process --env.task_names chain_sum",
+    command="process --env.task_names chain_sum --env.total_steps 4",
 )
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def test_every_environment_with_a_command_line_has_a_card() -> None:
     }
 
     assert doors - set(find_cards()) == set()
+
+
+def test_commands_of_cards_end_after_a_few_groups() -> None:
+    endless = [
+        path
+        for path, card in find_cards().items()
+        if not re.search(r"--env\.total_steps [1-9]\b", card.command)
+    ]
+
+    assert endless == [], "without --env.total_steps, `process` makes all groups of a training run"
 
 
 def test_cards_are_read_without_importing(tmp_path: Path) -> None:
