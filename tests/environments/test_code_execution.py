@@ -10,7 +10,6 @@ from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits, SandboxUnavailableError, open_sandbox
 from environments.code_execution_server.code_execution_server import (
     SAMPLE,
-    CodeConfig,
     CodingEnv,
     prompt_messages,
     score,
@@ -200,16 +199,6 @@ def test_figures_are_means_over_problems_and_answers() -> None:
     assert evaluated["eval/overlong_ratio"] == 0.75
     assert evaluated["eval/correct_completion_length"] == 10
     assert train_figures([]) == {}
-
-
-def test_defaults_are_those_of_the_catalogue() -> None:
-    config, server = CodingEnv.config_init()
-    plain = CodeConfig()
-
-    assert (plain.temperature, plain.eval_temperature, plain.top_p) == (0.6, 0.6, 0.95)
-    assert (plain.start_idx, plain.max_eval_token_length) == (0, 40960)
-    assert (config.temperature, config.top_p, config.max_token_length) == (1.0, 1.0, 32768)
-    assert server.model_name == "Qwen/Qwen3-14B"
 
 
 @pytest.mark.usefixtures("_has_sandbox")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -244,19 +243,3 @@ class Replies:
         if self.always_right or self.num_replies % 2:
             return f"<think>steps</think>Right: \\boxed{{{gold}}}"
         return "<think>steps</think>Wrong: \\boxed{-999}"
-
-
-def test_config_init_gives_the_published_settings() -> None:
-    config, server = GSM8kEnv.config_init()
-
-    expected: dict[str, Any] = {
-        "group_size": 8,
-        "total_steps": 1000,
-        "batch_size": 12,
-        "steps_per_eval": 100,
-        "max_token_length": 2048,
-        "wandb_name": "gsm8k",
-        "dataset_path": None,
-    }
-    assert {key: config.model_dump()[key] for key in expected} == expected
-    assert (server.base_url, server.num_requests_for_eval) == ("http://localhost:9001/v1", 256)

@@ -174,19 +174,6 @@ async def test_base_model_is_scored_on_its_continuation_only(
         check_group(group)
 
 
-def test_defaults_are_those_of_the_catalogue() -> None:
-    config, [server] = math_server.MathEnv.config_init()
-    zero, zero_server = math_server_zero.MathEnv.config_init()
-
-    assert (config.percent_to_judge, config.percent_length_penalty) == (0.3, 0.1)
-    assert (config.group_size, config.max_token_length, config.batch_size) == (16, 16384, 1024)
-    assert (server.model_name, server.server_type) == ("NousResearch/Hermes-4-14B", "sglang")
-    assert (zero.start_tok_length, math_server_zero.RSConfig().start_tok_length) == (32000, 8192)
-    assert (zero.wandb_name, zero.total_steps) == ("math-zero-env", 120)
-    assert zero_server.base_url == "http://localhost:9001/v1"
-    assert {math_server.MathEnv.name, math_server_zero.MathEnv.name} == {"math"}
-
-
 @pytest.mark.parametrize("env_cls", [math_server.MathEnv, math_server_zero.MathEnv])
 def test_environment_passes_its_check(env_cls: Any) -> None:
     report = check_environment(env_cls, num_score_workers=1)

@@ -129,14 +129,6 @@ async def test_group_metrics_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row[1:] == (1.0, "C", read_question(item).text)
 
 
-def test_published_settings() -> None:
-    config, server = MCQAThinkingEnv.config_init()
-
-    assert (config.group_size, config.max_token_length, config.eval_limit_ratio) == (32, 15360, 0.1)
-    assert (config.temperature, config.eval_temperature) == (1.0, 0.5)
-    assert (server.num_max_requests_at_once, server.num_requests_for_eval) == (32, 256)
-
-
 def test_environment_passes_the_check() -> None:
     report = check_environment(MCQAThinkingEnv)
 

@@ -219,25 +219,6 @@ async def test_evaluation_is_greedy_and_counts_as_evaluation(
     await env.close()
 
 
-def test_config_init_gives_the_published_settings() -> None:
-    config, server = SingleToolCallingEnv.config_init()
-
-    expected: dict[str, Any] = {
-        "group_size": 16,
-        "max_num_workers_per_node": 16,
-        "total_steps": 2000,
-        "batch_size": 1024,
-        "steps_per_eval": 25,
-        "max_token_length": 16384,
-        "min_batch_allocation": 0.1,
-        "eval_limit_ratio": 0.1,
-        "wandb_name": "toolcall_think",
-        "temperature": 0.8,
-    }
-    assert {key: config.model_dump()[key] for key in expected} == expected
-    assert server.base_url == "http://localhost:9004/v1"
-
-
 def test_environment_passes_the_check() -> None:
     report = check_environment(SingleToolCallingEnv)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from atroposlib.envs.base import BaseEnv, ScoredDataGroup
+from atroposlib.envs.base import APIServerConfig, BaseEnv, ScoredDataGroup
 from atroposlib.utils.awaiting import all_results
 from atroposlib.utils.best_of_n_selection import select_best_index
 from environments.game_environments.gymnasium.blackjack.chat import Prompt, fit_prompt
@@ -38,6 +38,7 @@ from environments.game_environments.gymnasium.blackjack.table import Table
 from environments.game_environments.gymnasium.blackjack.values import best_action
 from environments.game_environments.gymnasium.package import load_gymnasium
 from environments.shared.card import EnvironmentCard
+from environments.shared.deep_hermes import deep_hermes_settings
 from environments.shared.games import NUM_TRAINING_SEEDS, evaluation_seeds
 
 __all__ = ["BlackjackEnv", "BlackjackEnvConfig"]
@@ -52,8 +53,6 @@ CARD = EnvironmentCard(
     needs="`atroposlib[examples]`",
     command="process --env.total_steps 4",
 )
-
-MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 
 
 class Replies(NamedTuple):
@@ -78,20 +77,23 @@ class BlackjackEnv(BaseEnv):
 
     env_config_cls = BlackjackEnvConfig
     config: BlackjackEnvConfig
-    default_model = MODEL
-    default_settings: ClassVar[dict[str, Any]] = {
-        "max_num_workers": 128,
-        "total_steps": 2000,
-        "batch_size": 1024,
-        "steps_per_eval": 20,
-        "max_token_length": 16384,
-    }
     check_settings: ClassVar[dict[str, Any]] = {"max_turns": 1, "eval_episodes": 4}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.iter = 0
         self.games_since_log: list[GameRecord] = []
+
+    @classmethod
+    def config_init(cls) -> tuple[BlackjackEnvConfig, APIServerConfig]:
+        """Return the published settings of this environment."""
+        return deep_hermes_settings(
+            BlackjackEnvConfig,
+            max_num_workers=128,
+            total_steps=2000,
+            steps_per_eval=20,
+            max_token_length=16384,
+        )
 
     async def setup(self) -> None:
         """Import gymnasium, which takes a while."""
