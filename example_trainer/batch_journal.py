@@ -2,16 +2,20 @@
 
     journal/ run.json          which run writes here
              step_<n>.batch    the batch of optimiser step n, whole: groups and hand-out token
+             step_<n>/         a checkpoint, written where the records had become too large
              refused_<k>.batch a batch that could not be honoured; never read again
 
 A record is written, flushed and renamed into place before its batch is trained. It is deleted once
-a checkpoint of step n or later is on disk.
+a checkpoint of step n or later is on disk. Where those are far apart, or not wanted at all, the
+records would grow for the whole run: once they take as much as a checkpoint would, one is written
+here in their place.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -20,11 +24,13 @@ import msgspec
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError
-from example_trainer.checkpointing import write_file
+from example_trainer.checkpointing import drop_checkpoints_before, write_file
 
-__all__ = ["JOURNAL_DIRECTORY", "BatchJournal"]
+__all__ = ["JOURNAL_DIRECTORY", "SMALLEST_LIMIT_BYTES", "BatchJournal", "checkpoint_bytes"]
 
 JOURNAL_DIRECTORY = "journal"
+SMALLEST_LIMIT_BYTES = 2**30
+"""The records may take as much in any case."""
 _RECORD = re.compile(r"step_(\d+)\.batch")
 
 
@@ -33,6 +39,21 @@ class _Record(msgspec.Struct, frozen=True):
     step: int
     batch_id: str | None
     groups: list[dict[str, Any]]
+
+
+def checkpoint_bytes(model: Any, *, trained_only: bool) -> int:
+    """Return about how much a resumable checkpoint takes: weights, and two moments of each trained.
+
+    Args:
+        model: Whose parameters are saved.
+        trained_only: Whether adapters are saved without the model they belong to.
+    """
+    trained = total = 0
+    for parameter in model.parameters():
+        size: int = parameter.numel() * parameter.element_size()
+        total += size
+        trained += size if parameter.requires_grad else 0
+    return 2 * trained + (trained if trained_only else total)
 
 
 class BatchJournal:
@@ -46,6 +67,16 @@ class BatchJournal:
     def __init__(self, directory: Path, run_id: str) -> None:
         self.directory = directory
         self.run_id = run_id
+        self._sizes = {
+            int(match.group(1)): path.stat().st_size
+            for path in directory.iterdir()
+            if (match := _RECORD.fullmatch(path.name))
+        }
+
+    @property
+    def size_bytes(self) -> int:
+        """How much the records take on disk."""
+        return sum(self._sizes.values())
 
     @classmethod
     def open(cls, save_path: str | Path, *, resume: bool) -> BatchJournal:
@@ -60,12 +91,14 @@ class BatchJournal:
         if resume and marker.is_file():
             return cls(directory, json.loads(marker.read_text(encoding="utf-8"))["run_id"])
         directory.mkdir(parents=True, exist_ok=True)
-        journal = cls(directory, uuid.uuid4().hex)
-        # From here on the records that are left belong to no run.
-        write_file(marker, json.dumps({"run_id": journal.run_id}).encode())
+        run_id = uuid.uuid4().hex
+        # From here on the records and checkpoints that are left belong to no run.
+        write_file(marker, json.dumps({"run_id": run_id}).encode())
         for path in directory.glob("*.batch*"):
             path.unlink()
-        return journal
+        for path in directory.glob("*step_*"):
+            shutil.rmtree(path)
+        return cls(directory, run_id)
 
     def path_of(self, step: int) -> Path:
         """Return where the batch of an optimiser step is kept."""
@@ -74,7 +107,9 @@ class BatchJournal:
     def write(self, step: int, batch: LeasedBatch) -> None:
         """Keep the batch of an optimiser step; it is on disk when this returns."""
         record = _Record(self.run_id, step, batch.batch_id, batch.groups)
-        write_file(self.path_of(step), msgspec.msgpack.encode(record))
+        content = msgspec.msgpack.encode(record)
+        write_file(self.path_of(step), content)
+        self._sizes[step] = len(content)
 
     def read(self, step: int) -> LeasedBatch | None:
         """Return the batch that an earlier life of this run took for a step, None if there is none.
@@ -97,6 +132,7 @@ class BatchJournal:
 
     def set_aside(self, step: int) -> Path:
         """Take the batch of a step out of the run; returns where it is kept."""
+        self._sizes.pop(step, None)
         number = len(list(self.directory.glob("refused_*.batch"))) + 1
         return self.path_of(step).rename(self.directory / f"refused_{number}.batch")
 
@@ -109,7 +145,7 @@ class BatchJournal:
 
     def forget_through(self, step: int) -> None:
         """Delete the records of steps up to `step`: a checkpoint holds what they taught."""
-        for path in list(self.directory.iterdir()):
-            match = _RECORD.fullmatch(path.name)
-            if match and int(match.group(1)) <= step:
-                path.unlink()
+        for done in [known for known in self._sizes if known <= step]:
+            self.path_of(done).unlink(missing_ok=True)
+            del self._sizes[done]
+        drop_checkpoints_before(step, self.directory)

@@ -21,6 +21,7 @@ from typing import Any
 from atroposlib.errors import ConfigError
 
 __all__ = [
+    "drop_checkpoints_before",
     "drop_old_checkpoints",
     "find_latest_checkpoint",
     "load_feed_state",
@@ -222,30 +223,44 @@ def load_feed_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def find_latest_checkpoint(save_path: str | Path, *, run_id: str | None = None) -> Path | None:
+def find_latest_checkpoint(*places: str | Path, run_id: str | None = None) -> Path | None:
     """Return the resumable `step_<n>` directory with the largest n, None when there is none.
 
     Args:
-        save_path: Where the checkpoints are.
+        places: Directories that hold checkpoints.
         run_id: Passes over those that name another run; None takes every one.
     """
-    checkpoints = _resumable_checkpoints(save_path, run_id)
-    return checkpoints[-1] if checkpoints else None
+    steps: dict[int, Path] = {}
+    for place in places:
+        steps |= _resumable_checkpoints(place, run_id)
+    return steps[max(steps)] if steps else None
 
 
 def drop_old_checkpoints(save_path: str | Path, *, keep: int, run_id: str | None = None) -> None:
     """Delete all but the newest `keep` resumable checkpoints of a run."""
     for leftover in Path(save_path).glob(".step_*.old"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for path in _resumable_checkpoints(save_path, run_id)[:-keep]:
-        # Renamed first, so that no half of a checkpoint stands under its name.
-        retired = path.with_name(f".{path.name}.old")
-        path.rename(retired)
-        shutil.rmtree(retired, ignore_errors=True)
+    checkpoints = _resumable_checkpoints(save_path, run_id)
+    for step in sorted(checkpoints)[:-keep]:
+        _drop(checkpoints[step])
 
 
-def _resumable_checkpoints(save_path: str | Path, run_id: str | None) -> list[Path]:
-    """Return the `step_<n>` directories that hold a training state, by rising n."""
+def drop_checkpoints_before(step: int, directory: Path) -> None:
+    """Delete the resumable checkpoints in a directory that are older than one of `step`."""
+    for number, path in _resumable_checkpoints(directory, None).items():
+        if number < step:
+            _drop(path)
+
+
+def _drop(checkpoint: Path) -> None:
+    # Renamed first, so that no half of a checkpoint stands under its name.
+    retired = checkpoint.with_name(f".{checkpoint.name}.old")
+    checkpoint.rename(retired)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _resumable_checkpoints(save_path: str | Path, run_id: str | None) -> dict[int, Path]:
+    """Return the `step_<n>` directories that hold a training state, by n."""
     steps: dict[int, Path] = {}
     root = Path(save_path)
     for path in root.iterdir() if root.is_dir() else ():
@@ -254,7 +269,7 @@ def _resumable_checkpoints(save_path: str | Path, run_id: str | None) -> list[Pa
             continue
         if run_id is None or load_feed_state(path).get("run_id", run_id) == run_id:
             steps[int(match.group(1))] = path
-    return [steps[step] for step in sorted(steps)]
+    return steps
 
 
 def write_file(path: Path, content: bytes) -> None:

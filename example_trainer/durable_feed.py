@@ -17,7 +17,7 @@ import msgspec
 
 from atroposlib.api.client import LeasedBatch
 from example_trainer.api import TrajectoryFeed
-from example_trainer.batch_journal import BatchJournal
+from example_trainer.batch_journal import SMALLEST_LIMIT_BYTES, BatchJournal
 
 __all__ = ["BatchMark", "DurableFeed"]
 
@@ -50,13 +50,20 @@ class DurableFeed:
         feed: The connection to the service.
         journal: Where batches are kept until a checkpoint holds them.
         state: What `state` returned for the checkpoint that is continued; None without one.
+        journal_limit_bytes: From this size of its records on a checkpoint has to replace them.
     """
 
     def __init__(
-        self, feed: TrajectoryFeed, journal: BatchJournal, state: Mapping[str, Any] | None = None
+        self,
+        feed: TrajectoryFeed,
+        journal: BatchJournal,
+        state: Mapping[str, Any] | None = None,
+        *,
+        journal_limit_bytes: int = SMALLEST_LIMIT_BYTES,
     ) -> None:
         self._feed = feed
         self._journal = journal
+        self._journal_limit_bytes = journal_limit_bytes
         self._marks = [BatchMark(*mark) for mark in (state or {}).get("trained", ())]
         self._batch_id: str | None = (state or {}).get("batch_id")
 
@@ -112,6 +119,10 @@ class DurableFeed:
             "batch_id": self._batch_id,
             "trained": [list(mark) for mark in self._marks],
         }
+
+    def wants_checkpoint(self) -> bool:
+        """Say whether the journal has become so large that a checkpoint has to replace it."""
+        return self._journal.size_bytes >= self._journal_limit_bytes
 
     def saved(self, step: int) -> None:
         """Take note that a checkpoint of `step` is on disk."""

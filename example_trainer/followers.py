@@ -35,6 +35,10 @@ class FollowerFeed:
         """Return nothing: rank 0 writes the checkpoints."""
         return {}
 
+    def wants_checkpoint(self) -> bool:
+        """Return False: rank 0 keeps the journal, and tells what it wants."""
+        return False
+
     def saved(self, step: int) -> None:
         """Rank 0 keeps the journal."""
 

@@ -27,5 +27,8 @@ class GroupFeed(Protocol):
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint made after training the latest batch has to hold, as JSON."""
 
+    def wants_checkpoint(self) -> bool:
+        """Say whether what is kept for lack of a checkpoint has grown too large."""
+
     def saved(self, step: int) -> None:
         """Take note that a checkpoint of so many optimiser steps is on disk."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from example_trainer.batch_journal import JOURNAL_DIRECTORY
 from example_trainer.checkpointing import (
     drop_old_checkpoints,
     random_states,
@@ -60,14 +61,18 @@ class Publisher:
         config = self._config
         saves = config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0
         publishes = self._is_sync_due(step) and step < config.training_steps
-        if not saves and not publishes:
+        cuts_journal = not saves and self._parallel.broadcast(self._feed.wants_checkpoint())
+        if not saves and not publishes and not cuts_journal:
             return
         model = self._parallel.whole_model(self._model)
         checkpoint: Path | None = None
-        if saves or self._weight_sync.needs_checkpoint:
+        if saves or (publishes and self._weight_sync.needs_checkpoint):
             checkpoint = self._save(model, step, is_resumable=saves)
         if saves:
             self._note_saved(step)
+        if cuts_journal:
+            self._save(model, step, is_resumable=True, folder=JOURNAL_DIRECTORY)
+            self._feed.saved(step)
         if publishes:
             self._publish(model, step, checkpoint)
 
@@ -87,7 +92,13 @@ class Publisher:
         return is_sync_due(step, self._config, publishes_final=self._weight_sync.publishes_final)
 
     def _save(
-        self, model: Any, step: int, *, is_final: bool = False, is_resumable: bool = False
+        self,
+        model: Any,
+        step: int,
+        *,
+        is_final: bool = False,
+        is_resumable: bool = False,
+        folder: str = "",
     ) -> Path:
         optimizer_state, states = None, None
         if is_resumable:
@@ -96,7 +107,7 @@ class Publisher:
         return save_checkpoint(
             model,
             self._tokenizer,
-            self._config.save_path,
+            Path(self._config.save_path) / folder,
             step,
             is_final,
             final_name="final_adapter" if self._config.uses_lora else "final_model",

@@ -14,7 +14,11 @@ import torch
 
 from atroposlib.utils.run_log import RunLog
 from example_trainer.api import TrajectoryFeed, open_client
-from example_trainer.batch_journal import BatchJournal
+from example_trainer.batch_journal import (
+    SMALLEST_LIMIT_BYTES,
+    BatchJournal,
+    checkpoint_bytes,
+)
 from example_trainer.checkpointing import (
     find_latest_checkpoint,
     load_feed_state,
@@ -81,7 +85,7 @@ def _lead(
     service = TrajectoryFeed(client, config)
     service.connect()
     service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
-    feed = DurableFeed(service, journal, load_feed_state(checkpoint) if checkpoint else None)
+    feed = _open_feed(config, service, journal, checkpoint, loaded.model)
     feed.settle()
     # Sharded weights are gathered by all ranks together, so the others are told when.
     model = parallel.whole_model(loaded.model)
@@ -105,6 +109,25 @@ def _lead(
             _benchmark_metrics(config, time.perf_counter() - started), step=config.training_steps
         )
     return final
+
+
+def _open_feed(
+    config: TrainingConfig,
+    service: TrajectoryFeed,
+    journal: BatchJournal,
+    checkpoint: Path | None,
+    model: Any,
+) -> DurableFeed:
+    limit_bytes = max(SMALLEST_LIMIT_BYTES, checkpoint_bytes(model, trained_only=config.uses_lora))
+    if config.checkpoint_interval == 0:
+        logger.info(
+            "checkpoint_interval=0: a resumed run trains all its steps again, from batches kept in "
+            "%s; once they take %.1f GiB a checkpoint replaces them there",
+            journal.directory,
+            limit_bytes / 2**30,
+        )
+    state = load_feed_state(checkpoint) if checkpoint else None
+    return DurableFeed(service, journal, state, journal_limit_bytes=limit_bytes)
 
 
 def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: FollowerSync) -> Path:
@@ -182,7 +205,7 @@ def train_legacy(config: TrainingConfig) -> Path:
 def _checkpoint_to_continue(config: TrainingConfig, journal: BatchJournal) -> Path | None:
     if not config.resume:
         return None
-    return find_latest_checkpoint(config.save_path, run_id=journal.run_id)
+    return find_latest_checkpoint(config.save_path, journal.directory, run_id=journal.run_id)
 
 
 def _divides_by_temperature(config: TrainingConfig, weight_sync: WeightSync) -> bool:

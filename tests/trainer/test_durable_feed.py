@@ -6,12 +6,13 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError
 from atroposlib.utils.run_log import RunLog
-from example_trainer import checkpointing, publishing
-from example_trainer.batch_journal import BatchJournal
+from example_trainer import batch_journal, checkpointing, publishing
+from example_trainer.batch_journal import BatchJournal, checkpoint_bytes
 from example_trainer.checkpointing import (
     find_latest_checkpoint,
     load_feed_state,
@@ -61,26 +62,30 @@ class LeasingService:
         self.waiting = sorted([*back, *self.waiting], key=lambda batch: batch[0])
 
 
-def live(tmp_path, service, *, resume):
+def live(tmp_path, service, *, resume, checkpoint_interval=2, journal_limit_bytes=2**30):
     """One life of a trainer, put together as `trainers.train` does."""
     random.seed(5)
     np.random.seed(5)
     config = tiny_config(
         tmp_path,
         training_steps=STEPS,
-        checkpoint_interval=2,
+        checkpoint_interval=checkpoint_interval,
         weight_bridge_mode="off",
         warmup_steps=3,
         keep_checkpoints=1,
     )
     journal = BatchJournal.open(config.save_path, resume=resume)
-    checkpoint = find_latest_checkpoint(config.save_path, run_id=journal.run_id) if resume else None
+    checkpoint = None
+    if resume:
+        places = (config.save_path, journal.directory)
+        checkpoint = find_latest_checkpoint(*places, run_id=journal.run_id)
     model = tiny_llama(seed=5)
     if checkpoint is not None:
         model = type(model).from_pretrained(checkpoint).train()
     optimizer = create_optimizer(model, config)
     steps_done = load_training_state(checkpoint, optimizer) if checkpoint else 0
-    feed = DurableFeed(service, journal, load_feed_state(checkpoint) if checkpoint else None)
+    state = load_feed_state(checkpoint) if checkpoint else None
+    feed = DurableFeed(service, journal, state, journal_limit_bytes=journal_limit_bytes)
     feed.settle()
     trainer = Trainer(
         config,
@@ -152,6 +157,66 @@ def test_run_killed_at_a_named_moment_ends_as_if_undisturbed(
     assert service.waiting == []
     assert service.leased == {}
     assert sorted({token.partition("-")[0] for token in service.acknowledged}) == list("01234")
+
+
+JOURNAL_MOMENTS = {
+    "before there is one": (Trainer, "train_on", 1, True),
+    "half written": (checkpointing, "save_training_state", 1, False),
+    "in place, records not cut": (BatchJournal, "forget_through", 1, False),
+    "in place, older one not dropped": (batch_journal, "drop_checkpoints_before", 2, False),
+    "in place, batch not acknowledged": (batch_journal, "drop_checkpoints_before", 2, True),
+}
+
+
+@pytest.mark.parametrize("moment", JOURNAL_MOMENTS)
+def test_run_without_checkpoints_keeps_its_journal_small_and_survives_being_killed(
+    tmp_path, monkeypatch, undisturbed, moment
+):
+    # A record has some hundreds of bytes: the journal is cut every few steps.
+    settings = {"checkpoint_interval": 0, "journal_limit_bytes": 1000}
+    service = LeasingService()
+    with monkeypatch.context() as patch:
+        owner, name, call, after = JOURNAL_MOMENTS[moment]
+        kill_at(patch, owner, name, call=call, after=after)
+        with pytest.raises(Killed):
+            live(tmp_path, service, resume=False, **settings)
+
+    final = live(tmp_path, service, resume=True, **settings)
+
+    assert final == undisturbed
+    assert (service.waiting, service.leased) == ([], {})
+    saves = tmp_path / "saves"
+    assert sorted(path.name for path in saves.iterdir()) == ["final_model", "journal"]
+    journal = BatchJournal.open(saves, resume=True)
+    assert journal.size_bytes < settings["journal_limit_bytes"]
+    is_left_over = moment == "in place, older one not dropped"
+    checkpoints = [path for path in journal.directory.glob("step_*") if path.is_dir()]
+    assert len(checkpoints) == 1 + is_left_over  # until the next one is written
+
+
+def test_run_without_checkpoints_and_with_a_small_journal_writes_none(tmp_path, undisturbed):
+    final = live(tmp_path, LeasingService(), resume=False, checkpoint_interval=0)
+
+    journal = BatchJournal.open(tmp_path / "saves", resume=True)
+    assert final == undisturbed
+    assert journal.count_after(0) == STEPS
+    assert journal.size_bytes == sum(journal.path_of(n).stat().st_size for n in range(1, STEPS + 1))
+
+
+def test_new_run_empties_the_journal_of_the_old_one(tmp_path):
+    live(tmp_path, LeasingService(), resume=False, checkpoint_interval=0, journal_limit_bytes=1000)
+
+    journal = BatchJournal.open(tmp_path / "saves", resume=False)
+
+    assert [path.name for path in journal.directory.iterdir()] == ["run.json"]
+    assert journal.size_bytes == 0
+
+
+def test_checkpoint_takes_the_weights_and_two_moments_of_what_is_trained():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).requires_grad_(False))
+
+    assert checkpoint_bytes(model, trained_only=False) == 4 * (8 + 3 + 2 * 8)
+    assert checkpoint_bytes(model, trained_only=True) == 4 * 3 * 8
 
 
 def test_new_run_in_the_same_directory_repeats_nothing_of_the_old_one(tmp_path, undisturbed):

@@ -44,6 +44,9 @@ class ScriptedFeed:
     def state(self):
         return {"run_id": "scripted"}
 
+    def wants_checkpoint(self):
+        return False
+
     def saved(self, step):
         self.checkpoints.append(step)
 
