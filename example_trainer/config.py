@@ -326,6 +326,10 @@ class TrainingConfig(
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> TrainingConfig:
         _ = self.loss_choice  # raises where settings of the loss exclude each other
+        if not (self.policy_coef or self.kl_coef or self.sft_coef or self.distill_coef):
+            raise ValueError(
+                "policy_coef, kl_coef, sft_coef and distill_coef are all 0: nothing is trained"
+            )
         if self.engine_urls and self.weight_bridge_mode not in ("in_place", "off"):
             raise ValueError("engine_urls are updated by weight_bridge_mode=in_place alone")
         if self.engine == "sglang" and self.weight_bridge_mode not in ("in_place", "off"):

@@ -88,6 +88,7 @@ def make_loss(config: TrainingConfig) -> TrainingLoss:
         correction=_make_correction(config),
         reduction=choice.reduction,
         horizon=config.loss_horizon or config.seq_len,
+        policy_coef=config.policy_coef,
         kl=KlPenalty(config.kl_coef, config.kl_estimator) if config.kl_coef else None,
         sft=SupervisedLoss(config.sft_coef),
         distillation=Distillation(

@@ -48,6 +48,8 @@ class RowRules:
     """Trained tokens at which the score loses 1; None: no penalty."""
     overlong_buffer_tokens: int = 0
     truncated_completions: Literal["train", "mask"] = "train"
+    uses_rewards: bool = True
+    """Whether the policy loss takes part; without it every advantage is 0."""
     uses_reference: bool = False
     """Whether the loss has a KL penalty, for which every group must bring `ref_logprobs`."""
     uses_teacher: bool = False
@@ -87,9 +89,9 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
     """Turn one scored group into rows.
 
     Advantages come from the group's token-level `advantages` where it has them, else from its
-    scores. `overrides[i].set_advantage_to_zero` silences trajectory i after that. Trajectories
-    marked `sft` have no advantage, and their scores no part in their siblings'. `messages` are
-    not read: tokens say what they say.
+    scores; both are passed over where rewards are not used. `overrides[i].set_advantage_to_zero`
+    silences trajectory i after that. Trajectories marked `sft` have no advantage, and their scores
+    no part in their siblings'. `messages` are not read: tokens say what they say.
 
     Args:
         group: A group as the service delivers it; null fields count as absent.
@@ -163,6 +165,8 @@ def _token_advantages(
     group: Mapping[str, Any], rules: RowRules, are_sft: Sequence[bool]
 ) -> list[list[float]]:
     """Return [G][L] advantages; demonstrations get zeros, and what they sent is not looked at."""
+    if not rules.uses_rewards:
+        return [[0.0] * len(tokens) for tokens in group["tokens"]]
     given = group.get("advantages")
     if given is None:
         given = _score_advantages(group, rules, are_sft)

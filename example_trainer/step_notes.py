@@ -29,7 +29,10 @@ class StepNotes:
         if metrics["train/skipped_steps"]:
             logger.warning("the gradient was not finite; this step left the weights as they were")
         if summary.num_silent_groups == summary.num_groups:
-            logger.warning("no group had an advantage: this batch carried no gradient")
+            logger.warning(
+                "no group had an advantage, a demonstration or a teacher's answer: this batch "
+                "carried no gradient"
+            )
         if summary.num_truncated_rows:
             logger.warning("%d sequences were cut to seq_len", summary.num_truncated_rows)
         if summary.num_rows_of_cut_sampling:

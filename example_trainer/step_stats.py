@@ -98,10 +98,11 @@ class StepStats:
         `grpo/mean_ratio`, `grpo/clipped_fraction` and `alignment/*` compare the trainer's
         logprobs with the inference engine's; they are left out when no group carried any.
         `grpo/bound_fraction` counts the tokens whose gradient the algorithm's own clip or mask
-        changed, `grpo/truncated_fraction` those whose importance weight was cut. `sft/loss` and
-        `distill/loss` are before their coefficients. The entropy is that of the trainer's own
-        distribution, left out where whole logits are computed; its estimate is minus the mean
-        logprob of the sampled tokens.
+        changed, `grpo/truncated_fraction` those whose importance weight was cut.
+        `grpo/policy_loss`, `sft/loss` and `distill/loss` are before their coefficients;
+        `distill/kl`, the student's divergence from the teacher, is no part of the loss. The entropy
+        is that of the trainer's own distribution, left out where whole logits are computed; its
+        estimate is minus the mean logprob of the sampled tokens.
         """
         sums = self._sums
         tokens = max(1.0, sums["tokens"])
@@ -133,7 +134,7 @@ class StepStats:
         if "kl" in self._sums:
             result["grpo/mean_kl"] = self._sums["kl"] / tokens
         names = {"policy": "grpo/policy_loss", "kl_penalty": "grpo/kl_penalty"}
-        names |= {"sft": "sft/loss", "distill": "distill/loss"}
+        names |= {"sft": "sft/loss", "distill": "distill/loss", "divergence": "distill/kl"}
         return result | {names[name]: part for name, part in self._parts_sums.items()}
 
     def _alignment(self) -> dict[str, float]:

@@ -53,6 +53,7 @@ def row_rules(config: TrainingConfig) -> RowRules:
         overlong_max_tokens=config.overlong_max_tokens,
         overlong_buffer_tokens=config.overlong_buffer_tokens,
         truncated_completions=config.truncated_completions,
+        uses_rewards=config.policy_coef > 0,
         uses_reference=config.kl_coef > 0,
         uses_teacher=config.distill_coef > 0,
     )

@@ -55,22 +55,46 @@ class Distillation:
         self, teacher: TeacherTokens, mask_BT: torch.Tensor, num_tokens: int
     ) -> torch.Tensor:
         """Return this micro-batch's share, not yet multiplied by the coefficient."""
-        loss_BT = self.token_loss_BT(teacher)
-        used_BT = mask_BT & teacher.valid_BTK.any(dim=-1)
-        return torch.where(used_BT, loss_BT, 0.0).sum() / max(1, num_tokens)
+        return _share(self.token_loss_BT(teacher), teacher, mask_BT, num_tokens)
+
+    def divergence(
+        self, teacher: TeacherTokens, mask_BT: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """Return this micro-batch's share of the mean KL(p || q) in nats, without gradient.
+
+        Unlike the cross entropy it is 0 for a student that is like its teacher, and it means the
+        same for both kinds of loss. Of a teacher's tail beyond K it knows nothing.
+        """
+        student_BTK = teacher.student_logprobs_BTK.detach()
+        log_p_BTK = self._teacher_BTK(teacher)
+        terms_BTK = log_p_BTK.exp() * (log_p_BTK - student_BTK)
+        divergence_BT = torch.where(teacher.valid_BTK, terms_BTK, 0.0).sum(dim=-1)
+        return _share(divergence_BT, teacher, mask_BT, num_tokens)
 
     def token_loss_BT(self, teacher: TeacherTokens) -> torch.Tensor:
         """Return (B, T) the loss of each position, 0 where the teacher said nothing."""
         valid_BTK = teacher.valid_BTK
         student_BTK = teacher.student_logprobs_BTK
-        scaled_BTK = teacher.teacher_logprobs_BTK.to(student_BTK.dtype) / self.temperature
-        log_p_BTK = _normalised(scaled_BTK, valid_BTK)
+        log_p_BTK = self._teacher_BTK(teacher)
         if self.kind == "cross_entropy":
             terms_BTK = -log_p_BTK.exp() * student_BTK
         else:
             log_q_BTK = _normalised(student_BTK, valid_BTK)
             terms_BTK = log_q_BTK.exp() * (log_q_BTK - log_p_BTK)
         return torch.where(valid_BTK, terms_BTK, 0.0).sum(dim=-1)
+
+    def _teacher_BTK(self, teacher: TeacherTokens) -> torch.Tensor:
+        """Return (B, T, K) log p."""
+        dtype = teacher.student_logprobs_BTK.dtype
+        scaled_BTK = teacher.teacher_logprobs_BTK.to(dtype) / self.temperature
+        return _normalised(scaled_BTK, teacher.valid_BTK)
+
+
+def _share(
+    values_BT: torch.Tensor, teacher: TeacherTokens, mask_BT: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    used_BT = mask_BT & teacher.valid_BTK.any(dim=-1)
+    return torch.where(used_BT, values_BT, 0.0).sum() / max(1, num_tokens)
 
 
 def _normalised(logprobs_BTK: torch.Tensor, valid_BTK: torch.Tensor) -> torch.Tensor:

@@ -73,8 +73,9 @@ class LossTerms(NamedTuple):
     kl_BT: torch.Tensor | None
     """(B, T) KL estimate, 0 where masked or unknown."""
     parts: dict[str, float]
-    """Micro-batch shares of the parts in use: policy, kl_penalty (multiplied by its coefficient),
-    sft and distill (before theirs)."""
+    """Micro-batch shares of the parts in use: kl_penalty (multiplied by its coefficient), policy,
+    sft and distill (before theirs), and the divergence from the teacher, which is no part of the
+    loss."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class TrainingLoss:
     reduction: Reduction = "token_mean"
     horizon: int = 1
     """Tokens per sequence that the reduction `dr_grpo` divides by."""
+    policy_coef: float = 1.0
+    """Weight of the policy loss; 0: what is rewarded moves nothing."""
     kl: KlPenalty | None = None
     sft: SupervisedLoss = field(default_factory=SupervisedLoss)
     distillation: Distillation | None = None
@@ -116,7 +119,7 @@ class TrainingLoss:
         weights = self._weights(inputs, mask_BT)
         loss_BT = terms.loss_BT if weights is None else weights.weight_BT * terms.loss_BT
         policy_share = self._reduce(loss_BT, policy, totals)
-        loss, parts = policy_share, {"policy": policy_share}
+        loss, parts = self.policy_coef * policy_share, {"policy": policy_share}
         kl_BT = self._kl_BT(inputs, mask_BT)
         if self.kl is not None and kl_BT is not None:
             parts["kl_penalty"] = self.kl.coef * self._reduce(kl_BT, policy, totals)
@@ -128,6 +131,9 @@ class TrainingLoss:
             loss = loss + self.sft.coef * parts["sft"]
         if self.distillation is not None and inputs.teacher is not None:
             parts["distill"] = self.distillation(
+                inputs.teacher, trained_BT, totals.num_distill_tokens
+            )
+            parts["divergence"] = self.distillation.divergence(
                 inputs.teacher, trained_BT, totals.num_distill_tokens
             )
             loss = loss + self.distillation.coef * parts["distill"]

@@ -58,8 +58,9 @@ CHARTS = (
     ),
     Chart(
         "KL divergence",
-        "k3 estimates, in nats per token",
-        (("alignment/k3", "from the sampler"), ("grpo/mean_kl", "from the reference")),
+        "in nats per token; k3 estimates, from the teacher over its choices",
+        (("alignment/k3", "from the sampler"), ("grpo/mean_kl", "from the reference"),
+         ("distill/kl", "from the teacher")),
     ),
     Chart(
         "Entropy",

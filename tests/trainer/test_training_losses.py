@@ -70,6 +70,33 @@ def test_teacher_pulls_the_student_without_rewards(tmp_path, kind, top_k):
     assert divergence() < 0.5 * before
 
 
+def test_rewards_move_nothing_where_the_policy_loss_is_off(tmp_path):
+    rewarded = group([[PREFERRED], [REJECTED]], [1.0, 0.0])
+    trainer = make_trainer(tmp_path, groups=[rewarded], training_steps=3, policy_coef=0.0)
+    before = trainer.model.lm_head.weight.detach().clone()
+
+    trainer.run()
+
+    assert torch.equal(trainer.model.lm_head.weight, before)
+
+
+def test_rewards_do_not_mix_with_a_teacher_where_the_policy_loss_is_off(tmp_path):
+    lessons = [taught_by(tiny_llama(seed=1), words) for words in ([7, 8], [4, 5])]
+    heads = []
+    for advantage in (0.0, 3.0):
+        trainer = make_trainer(
+            tmp_path / str(advantage),
+            groups=[lesson | {"advantages": [advantage]} for lesson in lessons],
+            training_steps=2,
+            policy_coef=0.0,
+            distill_coef=1.0,
+        )
+        trainer.run()
+        heads.append(trainer.model.lm_head.weight.detach())
+
+    assert torch.equal(*heads)
+
+
 def test_teacher_arrays_without_a_coefficient_are_refused_by_name(tmp_path):
     trainer = make_trainer(tmp_path, groups=[taught_by(tiny_llama(), [7])], training_steps=1)
 
@@ -95,6 +122,7 @@ def test_parts_of_the_loss_are_logged_and_add_up(tmp_path):
         tmp_path,
         groups=[sampled, shown, taught],
         training_steps=1,
+        policy_coef=0.75,
         kl_coef=0.1,
         distill_coef=0.5,
         sft_coef=0.25,
@@ -105,7 +133,7 @@ def test_parts_of_the_loss_are_logged_and_add_up(tmp_path):
     metrics = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert metrics["distill/token_count"] == 1
     assert metrics["sft/token_count"] == 1
-    expected = metrics["grpo/policy_loss"] + metrics["grpo/kl_penalty"]
+    expected = 0.75 * metrics["grpo/policy_loss"] + metrics["grpo/kl_penalty"]
     expected += 0.25 * metrics["sft/loss"] + 0.5 * metrics["distill/loss"]
     assert metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
     assert metrics["grpo/kl_penalty"] == pytest.approx(0.1 * metrics["grpo/mean_kl"], abs=1e-6)

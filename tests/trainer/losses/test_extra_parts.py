@@ -94,6 +94,29 @@ def test_demonstration_that_is_silenced_is_refused():
         rows_from_group(group([[7]], [1.0], overrides=overrides), RULES)
 
 
+def test_policy_loss_counts_with_its_coefficient():
+    whole, gradient = oracle_loss(TrainingLoss())
+
+    half, half_gradient = oracle_loss(TrainingLoss(policy_coef=0.5))
+    none, no_gradient = oracle_loss(TrainingLoss(policy_coef=0.0))
+
+    assert half == pytest.approx(0.5 * whole)
+    torch.testing.assert_close(half_gradient, 0.5 * gradient)
+    assert none == 0.0
+    assert not no_gradient.any()
+
+
+def test_rewards_that_are_not_used_leave_no_advantage():
+    rules = RowRules(seq_len=64, uses_rewards=False)
+    scored = group([[7], [8]], [1.0, 0.0])
+    given = group([[7], [8]], [1.0, 0.0], advantages=[[0.5] * 4] * 2)
+
+    batch = build_batch([scored, given], rules, microbatch_size=4)
+
+    assert not batch.microbatches[0].advantages_BT.any()
+    assert batch.summary.num_silent_groups == 2
+
+
 def teacher(student, teacher_logprobs=((-0.5, -1.5),), ids=((1, 2),)):
     return TeacherTokens(torch.tensor([ids]), double([teacher_logprobs]), student)
 
@@ -138,6 +161,29 @@ def test_reverse_kl_by_hand():
     )
 
     assert share.item() == pytest.approx(0.5 * math.log(0.25 / (p * (1 - p))))
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "reverse_kl"])
+def test_divergence_is_the_kl_from_teacher_to_student_for_both_kinds(kind):
+    # p = (0.7311, 0.2689), q = (e^-1, e^-2): sum of p (log p - log q); nothing flows back.
+    p = 1 / (1 + math.exp(-1.0))
+    student = double([[[-1.0, -2.0]] * 2]).requires_grad_()
+    tokens = teacher(student, teacher_logprobs=((-0.5, -1.5),) * 2, ids=((1, 2),) * 2)
+
+    share = Distillation(1.0, kind).divergence(tokens, torch.tensor([[True, False]]), 1)
+
+    assert share.item() == pytest.approx(p * (math.log(p) + 1) + (1 - p) * (math.log(1 - p) + 2))
+    assert not share.requires_grad
+
+
+def test_divergence_is_zero_for_a_student_like_its_teacher():
+    p = double([[[0.25, 0.75]]]).log()
+
+    share = Distillation(1.0).divergence(
+        teacher(p, teacher_logprobs=p[0].tolist()), torch.tensor([[True]]), 1
+    )
+
+    assert share.item() == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "reverse_kl"])
