@@ -8,24 +8,19 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from atroposlib.cli import sft
-from atroposlib.cli.export_command import export_and_report, tell
-from atroposlib.cli.export_flags import (
-    add_shared_flags,
-    consuming_request,
-    request_of,
-    source_of,
+from atroposlib.cli import export_calls
+from atroposlib.cli.export_calls import (
+    STEPS_PER_SEQUENCE,
+    check_for_batch,
+    consume_records,
+    find_common_prefix,
+    grab_group,
 )
-from atroposlib.cli.sft import check_for_batch, find_common_prefix
-from atroposlib.errors import ConfigError
+from atroposlib.cli.export_command import run_command
+from atroposlib.cli.export_flags import add_shared_flags
 from atroposlib.exporting.dpo_formats import DPO_FORMATS
-from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.pairing import STRATEGIES, PairRule
 from atroposlib.exporting.recipes import DpoRecipe
-from atroposlib.exporting.run import run_export
-from atroposlib.exporting.texts import decoder_of
 
 __all__ = [
     "check_for_batch",
@@ -37,7 +32,6 @@ __all__ = [
 ]
 
 _TASKS_PER_STEP = 8
-_STEPS_PER_SEQUENCE = 2
 
 
 def main() -> None:
@@ -52,22 +46,18 @@ def main() -> None:
     )
 
     def register() -> None:
-        num_steps = _STEPS_PER_SEQUENCE * args.num_seqs_to_save
+        num_steps = STEPS_PER_SEQUENCE * args.num_seqs_to_save
         api_url = args.api_url.rstrip("/")
         asyncio.run(register_to_api(args.group_size, args.max_token_len, api_url, num_steps))
 
-    try:
-        request = request_of(
-            args,
-            DPO_FORMATS,
-            lambda form, decode, truncation: DpoRecipe(
-                form, rule, decode, truncation, seed=args.seed
-            ),
-            source_of(args, register),
-        )
-    except ConfigError as error:
-        parser.error(str(error))
-    export_and_report("atropos-dpo-gen", request, args, unit="pairs")
+    run_command(
+        parser,
+        args,
+        DPO_FORMATS,
+        lambda form, decode, truncation: DpoRecipe(form, rule, decode, truncation, seed=args.seed),
+        register,
+        unit="pairs",
+    )
 
 
 def grab_group_data(
@@ -91,19 +81,18 @@ def grab_group_data(
     Raises:
         ConfigError: messages are asked for and the group has none.
     """
-    form = DPO_FORMATS["atropos-messages" if save_messages else "atropos"]
-    if save_messages and not datagroup.get("messages"):
-        raise ConfigError(
-            "the group has no messages; run the environment with --env.include_messages true"
-        )
-    group = msgspec.convert(dict(datagroup), ExportGroup)
     rule = PairRule(
         "best-random", save_n_pairs_per_group, allow_negative_scores, minimum_score_diff_max_min
     )
-    decode = None if save_messages else decoder_of(tok)
-    recipe = DpoRecipe(form, rule, decode, seed=random.getrandbits(32))
-    built = recipe.build(recipe.pick(group, "the group").picks)
-    return [_with_score(entry.record, entry.score) for entry in built if entry.record is not None]
+    seed = random.getrandbits(32)
+    found = grab_group(
+        tok,
+        datagroup,
+        save_messages,
+        DPO_FORMATS,
+        lambda form, decode: DpoRecipe(form, rule, decode, seed=seed),
+    )
+    return [_with_score(record, score) for record, score in found]
 
 
 async def register_to_api(
@@ -114,7 +103,9 @@ async def register_to_api(
     Raises:
         TrajectoryApiError: the service is away or refuses.
     """
-    await sft.register_to_api(group_size, max_token_len, api_url, num_steps, _TASKS_PER_STEP)
+    await export_calls.register_to_api(
+        group_size, max_token_len, api_url, num_steps, _TASKS_PER_STEP
+    )
 
 
 async def dpo_data_grabber(
@@ -136,26 +127,24 @@ async def dpo_data_grabber(
         ConfigError: the output exists and may not be added to; the service was not touched.
         ExportStoppedError: the service went away; what was written is valid.
     """
-    form = DPO_FORMATS["atropos-messages" if save_messages else "atropos"]
     rule = PairRule(
         "best-random", save_n_pairs_per_group, allow_negative_scores, minimum_score_diff_max_min
     )
 
-    def register() -> None:
-        num_steps = _STEPS_PER_SEQUENCE * num_seqs_to_save
+    def register(num_steps: int) -> None:
         asyncio.run(register_to_api(group_size, max_token_len, api_url, num_steps))
 
-    request = consuming_request(
+    await consume_records(
         filepath,
         api_url,
-        form,
-        lambda decode, truncation: DpoRecipe(form, rule, decode, truncation),
+        save_messages,
+        DPO_FORMATS,
+        lambda form, decode, truncation: DpoRecipe(form, rule, decode, truncation),
         tokenizer=tokenizer,
         max_records=num_seqs_to_save,
         appends=append_to_previous,
         register=register,
     )
-    await asyncio.to_thread(run_export, request, tell=tell)
 
 
 def _with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from atroposlib.cli.export_flags import request_of, source_of
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
+from atroposlib.exporting.recipes import Recipe
 from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.run import ExportRequest, ExportStoppedError, run_export
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["ProgressBar", "export_and_report", "tell"]
+__all__ = ["ProgressBar", "run_command", "tell"]
 
 _INTERRUPTED = 130
 
@@ -56,7 +59,33 @@ class ProgressBar:
         self._bar.update(num_records)
 
 
-def export_and_report(
+def run_command(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    formats: Mapping[str, Any],
+    recipe: Callable[..., Recipe],
+    register: Callable[[], None],
+    *,
+    unit: str,
+) -> None:
+    """Do what the flags of a command say; ends the process when that fails.
+
+    Args:
+        parser: of the command; says what is wrong with flags that contradict each other.
+        args: parsed flags.
+        formats: of the command.
+        recipe: makes the recipe from a format, a decoder and a rule about truncation.
+        register: resets the run and registers, for `--consume`.
+        unit: what a record is, in the plural.
+    """
+    try:
+        request = request_of(args, formats, recipe, source_of(args, register))
+    except ConfigError as error:
+        parser.error(str(error))
+    _export_and_report(parser.prog, request, args, unit=unit)
+
+
+def _export_and_report(
     command: str, request: ExportRequest, args: argparse.Namespace, *, unit: str
 ) -> None:
     """Export, print the report, push; ends the process with a message when that fails.

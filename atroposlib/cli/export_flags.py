@@ -15,9 +15,6 @@ from atroposlib.exporting.run import ExportRequest, SourceRequest
 __all__ = [
     "DEFAULT_TOKENIZER",
     "add_shared_flags",
-    "consuming_request",
-    "format_of",
-    "mode_of",
     "request_of",
     "source_of",
 ]
@@ -103,14 +100,14 @@ def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, Any
     )
 
 
-def format_of(args: argparse.Namespace, formats: Mapping[str, Any]) -> Any:
+def _format_of(args: argparse.Namespace, formats: Mapping[str, Any]) -> Any:
     """Return the format asked for; ConfigError when two different ones are."""
     if args.save_messages and args.format not in (None, "atropos-messages"):
         raise ConfigError(f"--save-messages and --format {args.format} are different formats")
     return formats["atropos-messages" if args.save_messages else args.format or "atropos"]
 
 
-def mode_of(args: argparse.Namespace) -> Mode:
+def _mode_of(args: argparse.Namespace) -> Mode:
     """Return what happens to an output that exists."""
     if args.resume:
         return "resume"
@@ -135,43 +132,6 @@ def source_of(args: argparse.Namespace, register: Callable[[], None]) -> SourceR
     return SourceRequest("live", api_url=api_url, token=token, waits=not args.no_wait)
 
 
-def consuming_request(
-    filepath: str,
-    api_url: str,
-    form: Any,
-    recipe: Callable[..., Any],
-    *,
-    tokenizer: str,
-    max_records: int,
-    appends: bool,
-    register: Callable[[], None],
-) -> ExportRequest:
-    """Return the request of an export that is the trainer of a service.
-
-    Args:
-        filepath: JSONL to write.
-        api_url: of the service.
-        form: the format.
-        recipe: makes the recipe from a decoder and a rule about truncation.
-        tokenizer: name or folder.
-        max_records: to write.
-        appends: whether to add to a file that exists.
-        register: resets the run and registers.
-    """
-    token = os.environ.get("ATROPOS_API_TOKEN")
-    return ExportRequest(
-        path=Path(filepath),
-        kind="jsonl",
-        mode="append" if appends else "new",
-        source=SourceRequest("consume", api_url=api_url, token=token, register=register),
-        recipe=recipe,
-        has_score=form.has_score,
-        needs_tokenizer=form.needs_tokenizer,
-        tokenizer=tokenizer,
-        max_records=max_records,
-    )
-
-
 def request_of(
     args: argparse.Namespace,
     formats: Mapping[str, Any],
@@ -189,7 +149,7 @@ def request_of(
     Raises:
         ConfigError: flags contradict each other.
     """
-    form = format_of(args, formats)
+    form = _format_of(args, formats)
     path = Path(args.filepath)
     if args.drop_truncated and not form.needs_tokenizer:
         raise ConfigError(
@@ -199,7 +159,7 @@ def request_of(
     return ExportRequest(
         path=path,
         kind=kind_of(path, args.output),
-        mode=mode_of(args),
+        mode=_mode_of(args),
         source=source,
         recipe=lambda decode, truncation: recipe(form, decode, truncation),
         has_score=form.has_score or args.keep_scores,

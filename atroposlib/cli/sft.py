@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from atroposlib.cli.export_command import export_and_report, tell
-from atroposlib.cli.export_flags import (
-    add_shared_flags,
-    consuming_request,
-    request_of,
-    source_of,
+from atroposlib.cli.export_calls import (
+    STEPS_PER_SEQUENCE,
+    check_for_batch,
+    consume_records,
+    find_common_prefix,
+    grab_group,
+    register_to_api,
 )
-from atroposlib.errors import ConfigError
-from atroposlib.exporting.groups import ExportGroup
+from atroposlib.cli.export_command import run_command
+from atroposlib.cli.export_flags import add_shared_flags
 from atroposlib.exporting.recipes import SftRecipe
-from atroposlib.exporting.run import run_export
 from atroposlib.exporting.selection import SelectionRule
 from atroposlib.exporting.sft_formats import SFT_FORMATS
-from atroposlib.exporting.sources.consumed import fetch_batch, register_trainer, registration
-from atroposlib.exporting.splitting import common_prefix_length
-from atroposlib.exporting.texts import decoder_of
 
 __all__ = [
     "check_for_batch",
@@ -35,9 +29,6 @@ __all__ = [
     "register_to_api",
     "sft_data_grabber",
 ]
-
-_POLL_S = 1.0
-_STEPS_PER_SEQUENCE = 2
 
 
 def main() -> None:
@@ -54,26 +45,19 @@ def main() -> None:
                 args.group_size,
                 args.max_token_len,
                 args.api_url.rstrip("/"),
-                _STEPS_PER_SEQUENCE * args.num_seqs_to_save,
+                STEPS_PER_SEQUENCE * args.num_seqs_to_save,
                 args.tasks_per_step,
             )
         )
 
-    try:
-        request = request_of(
-            args,
-            SFT_FORMATS,
-            lambda form, decode, truncation: SftRecipe(form, rule, decode, truncation),
-            source_of(args, register),
-        )
-    except ConfigError as error:
-        parser.error(str(error))
-    export_and_report("atropos-sft-gen", request, args, unit="examples")
-
-
-def find_common_prefix(strings: Sequence[str]) -> str:
-    """Return the longest text all strings begin with; empty for no strings."""
-    return str(strings[0][: common_prefix_length(strings)]) if strings else ""
+    run_command(
+        parser,
+        args,
+        SFT_FORMATS,
+        lambda form, decode, truncation: SftRecipe(form, rule, decode, truncation),
+        register,
+        unit="examples",
+    )
 
 
 def grab_group_data(
@@ -97,46 +81,15 @@ def grab_group_data(
     Raises:
         ConfigError: messages are asked for and the group has none.
     """
-    form = SFT_FORMATS["atropos-messages" if save_messages else "atropos"]
-    if save_messages and not datagroup.get("messages"):
-        raise ConfigError(
-            "the group has no messages; run the environment with --env.include_messages true"
-        )
-    group = msgspec.convert(dict(datagroup), ExportGroup)
     rule = SelectionRule(save_top_n_per_group, allow_negative_scores, minimum_score_diff_max_min)
-    recipe = SftRecipe(form, rule, None if save_messages else decoder_of(tok))
-    built = recipe.build(recipe.pick(group, "the group").picks)
-    return [{**entry.record, "score": entry.score} for entry in built if entry.record is not None]
-
-
-async def register_to_api(
-    group_size: int, max_token_len: int, api_url: str, num_steps: int, tasks_per_step: int = 64
-) -> None:
-    """Reset the run at an address, register as its trainer, and print both answers.
-
-    Raises:
-        TrajectoryApiError: the service is away or refuses.
-    """
-    settings = registration(
-        group_size=group_size,
-        tasks_per_step=tasks_per_step,
-        max_token_len=max_token_len,
-        num_steps=num_steps,
+    found = grab_group(
+        tok,
+        datagroup,
+        save_messages,
+        SFT_FORMATS,
+        lambda form, decode: SftRecipe(form, rule, decode),
     )
-    token = os.environ.get("ATROPOS_API_TOKEN")
-    tell(f"resetting the run at {api_url} and registering as its trainer")
-    for answer in await register_trainer(api_url, settings, token=token):
-        print(answer)
-
-
-async def check_for_batch(api_url: str) -> list[dict[str, Any]]:
-    """Wait for the next batch and return its groups; asks every second."""
-    token = os.environ.get("ATROPOS_API_TOKEN")
-    while True:
-        batch = await fetch_batch(api_url, token=token)
-        if batch is not None:
-            return batch
-        await asyncio.sleep(_POLL_S)
+    return [{**record, "score": score} for record, score in found]
 
 
 async def sft_data_grabber(
@@ -159,24 +112,22 @@ async def sft_data_grabber(
         ConfigError: the output exists and may not be added to; the service was not touched.
         ExportStoppedError: the service went away; what was written is valid.
     """
-    form = SFT_FORMATS["atropos-messages" if save_messages else "atropos"]
     rule = SelectionRule(save_top_n_per_group, allow_negative_scores, minimum_score_diff_max_min)
 
-    def register() -> None:
-        num_steps = _STEPS_PER_SEQUENCE * num_seqs_to_save
+    def register(num_steps: int) -> None:
         asyncio.run(register_to_api(group_size, max_token_len, api_url, num_steps, tasks_per_step))
 
-    request = consuming_request(
+    await consume_records(
         filepath,
         api_url,
-        form,
-        lambda decode, truncation: SftRecipe(form, rule, decode, truncation),
+        save_messages,
+        SFT_FORMATS,
+        lambda form, decode, truncation: SftRecipe(form, rule, decode, truncation),
         tokenizer=tokenizer,
         max_records=num_seqs_to_save,
         appends=append_to_previous,
         register=register,
     )
-    await asyncio.to_thread(run_export, request, tell=tell)
 
 
 def _parser() -> argparse.ArgumentParser:
