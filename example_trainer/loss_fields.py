@@ -6,7 +6,12 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from example_trainer.losses.choice import LossChoice, choose_loss
+from example_trainer.losses.choice import (
+    DEFAULT_CLIP,
+    DEFAULT_DUAL_CLIP,
+    LossChoice,
+    choose_loss,
+)
 from example_trainer.losses.registry import (
     AdvantageStd,
     AlgorithmName,
@@ -26,14 +31,8 @@ class GrpoFields(BaseModel):
         default="dapo",
         description="Policy loss; it brings the settings below that stand at auto or none.",
     )
-    policy_coef: float = Field(
-        default=1.0,
-        ge=0,
-        description="Weight of the policy loss; 0: no reward is used, what is learned comes from "
-        "a teacher or from demonstrations alone.",
-    )
     clip_eps: float = Field(
-        default=0.2, gt=0, le=1, description="Lower clip: ratios below 1 - this."
+        default=DEFAULT_CLIP, gt=0, le=1, description="Lower clip: ratios below 1 - this."
     )
     clip_eps_high: float | None = Field(
         default=None,
@@ -42,7 +41,9 @@ class GrpoFields(BaseModel):
         "same as clip_eps.",
     )
     dual_clip: float = Field(
-        default=3.0, gt=1, description="Bound of the ratio at negative advantages (dual_clip)."
+        default=DEFAULT_DUAL_CLIP,
+        gt=1,
+        description="Bound of the ratio at negative advantages (dual_clip).",
     )
     ratio_anchor: Literal["auto", Anchor] = Field(
         default="auto",
@@ -126,6 +127,8 @@ class GrpoFields(BaseModel):
             correction=self.importance_correction,
             cap=self.importance_cap,
             floor=self.importance_floor,
+            dual_clip=self.dual_clip,
+            horizon=self.loss_horizon,
         )
 
 

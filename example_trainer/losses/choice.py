@@ -17,7 +17,17 @@ from example_trainer.losses.registry import (
     Reduction,
 )
 
-__all__ = ["CorrectionChoice", "LossChoice", "choose_loss", "refuse_double_count"]
+__all__ = [
+    "DEFAULT_CLIP",
+    "DEFAULT_DUAL_CLIP",
+    "CorrectionChoice",
+    "LossChoice",
+    "choose_loss",
+    "refuse_double_count",
+]
+
+DEFAULT_CLIP = 0.2
+DEFAULT_DUAL_CLIP = 3.0
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,13 @@ def choose_loss(
     anchor: Literal["auto", Anchor] = "auto",
     reduction: Literal["auto", Reduction] = "auto",
     advantage_std: Literal["auto", AdvantageStd] = "auto",
-    clip_low: float = 0.2,
+    clip_low: float = DEFAULT_CLIP,
     clip_high: float | None = None,
     correction: Literal["auto", "none", CorrectionName] = "auto",
     cap: float | None = None,
     floor: float | None = None,
+    dual_clip: float = DEFAULT_DUAL_CLIP,
+    horizon: int | None = None,
 ) -> LossChoice:
     """Fill in what the algorithm brings.
 
@@ -72,9 +84,11 @@ def choose_loss(
             trainer anchor (masked when a floor is given), none under the inference anchor.
         cap: Upper bound of the correction; None: the correction's own.
         floor: Lower bound of the correction; None: the correction's own.
+        dual_clip: Bound of `dual_clip`, the algorithm.
+        horizon: Tokens that `dr_grpo`, the reduction, divides by; None: not given.
 
     Raises:
-        ConfigError: two settings contradict each other.
+        ConfigError: two settings contradict each other, or one has nothing to act on.
     """
     row = ALGORITHMS[name]
     real_anchor = row.anchors[0] if anchor == "auto" else anchor
@@ -86,17 +100,32 @@ def choose_loss(
     refuse_double_count(
         real_anchor, is_corrected=correction not in ("auto", "none") or cap is not None
     )
+    real_reduction = row.reduction if reduction == "auto" else reduction
+    if not row.takes_clip and (clip_low != DEFAULT_CLIP or clip_high is not None):
+        raise ConfigError(f"clip_eps and clip_eps_high: {name} has no clip; leave them out")
+    _refuse_idle(name, real_reduction, dual_clip=dual_clip, horizon=horizon)
     if clip_high is None:
         clip_high = clip_low if row.clip_high is None else row.clip_high
     return LossChoice(
         name=name,
         anchor=real_anchor,
-        reduction=row.reduction if reduction == "auto" else reduction,
+        reduction=real_reduction,
         advantage_std=row.advantage_std if advantage_std == "auto" else advantage_std,
         clip_low=clip_low,
         clip_high=clip_high,
         correction=_choose_correction(correction, real_anchor, cap=cap, floor=floor),
     )
+
+
+def _refuse_idle(
+    name: AlgorithmName, reduction: Reduction, *, dual_clip: float, horizon: int | None
+) -> None:
+    if name != "dual_clip" and dual_clip != DEFAULT_DUAL_CLIP:
+        raise ConfigError(f"dual_clip={dual_clip}: needs algorithm=dual_clip, this is {name}")
+    if horizon is not None and reduction != "dr_grpo":
+        raise ConfigError(
+            f"loss_horizon={horizon}: needs loss_reduction=dr_grpo, this is {reduction}"
+        )
 
 
 def refuse_double_count(anchor: Anchor, *, is_corrected: bool) -> None:
