@@ -11,9 +11,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from example_trainer.cli import config_from_args, parse_args
     from example_trainer.config import TrainingConfig
-    from example_trainer.trainers import train, train_legacy
+    from example_trainer.trainers import (
+        train,
+        train_legacy,
+        train_lora,
+        train_lora_restart,
+        train_shared_vllm,
+    )
 
-__all__ = ["TrainingConfig", "config_from_args", "parse_args", "train", "train_legacy"]
+__all__ = [
+    "TrainingConfig",
+    "config_from_args",
+    "parse_args",
+    "train",
+    "train_legacy",
+    "train_lora",
+    "train_lora_restart",
+    "train_shared_vllm",
+]
 
 _HOME_OF_NAME = {
     "TrainingConfig": "config",
@@ -21,6 +36,9 @@ _HOME_OF_NAME = {
     "parse_args": "cli",
     "train": "trainers",
     "train_legacy": "trainers",
+    "train_lora": "trainers",
+    "train_lora_restart": "trainers",
+    "train_shared_vllm": "trainers",
 }
 
 

@@ -264,7 +264,7 @@ def register_trainer(config: TrainingConfig) -> int:
         return client.register(**registration_of(config))
 
 
-def get_batch(url: str) -> dict[str, Any]:
+def get_batch(url: str = "http://localhost:8000") -> dict[str, Any]:
     """Ask once for a batch: `{"batch": groups}`, or `{"batch": None}` when none is ready.
 
     Raises:

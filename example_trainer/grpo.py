@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     # Run as a file: the package's parent goes where Python put the package's own folder, whose
@@ -17,7 +19,22 @@ from example_trainer.config import TrainingConfig
 from example_trainer.doors import run_door
 from example_trainer.parallel import torchrun_settings
 
-__all__ = ["first_example", "main"]
+__all__ = ["TrainingConfig", "first_example", "main"]
+
+_EARLIER_NAMES = {
+    "get_batch": "api",
+    "get_data": "data",
+    "pad_data_to_good_offset": "data",
+    "register_trainer": "api",
+    "train": "trainers",
+}
+"""Module of each function that stood in this file when it was the whole trainer."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EARLIER_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"example_trainer.{_EARLIER_NAMES[name]}"), name)
 
 
 def first_example() -> TrainingConfig:

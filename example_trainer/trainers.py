@@ -37,9 +37,11 @@ from example_trainer.step_observer import StepView
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import WeightSync, make_weight_sync
 
-__all__ = ["train", "train_legacy"]
+__all__ = ["train", "train_legacy", "train_lora", "train_lora_restart", "train_shared_vllm"]
 
 logger = logging.getLogger(__name__)
+
+_EARLIER_MODE_NAMES = {"none": "legacy"}
 
 
 def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
@@ -199,7 +201,30 @@ def _make_trainer(
 
 def train_legacy(config: TrainingConfig) -> Path:
     """Run the mode `none`: the trainer owns the engine and restarts it on new weights."""
-    return train(config.model_copy(update={"weight_bridge_mode": "none"}))
+    return _train_in_mode(config, "none")
+
+
+def train_lora(config: TrainingConfig) -> Path:
+    """Run the mode `lora_only`: adapters are swapped in an engine that is running."""
+    return _train_in_mode(config, "lora_only")
+
+
+def train_lora_restart(config: TrainingConfig) -> Path:
+    """Run the mode `lora_restart`: the trainer owns the engine and restarts it on adapters."""
+    return _train_in_mode(config, "lora_restart")
+
+
+def train_shared_vllm(config: TrainingConfig) -> Path:
+    """Run the mode `shared_vllm`, which is not built.
+
+    Raises:
+        ConfigError: names the modes there are; `in_place` updates a running engine too.
+    """
+    return _train_in_mode(config, "shared_vllm")
+
+
+def _train_in_mode(config: TrainingConfig, mode: str) -> Path:
+    return train(config.model_copy(update={"weight_bridge_mode": mode}))
 
 
 def _checkpoint_to_continue(config: TrainingConfig, journal: BatchJournal) -> Path | None:
@@ -224,7 +249,9 @@ def _benchmark_metrics(config: TrainingConfig, total_s: float) -> dict[str, Any]
     metrics: dict[str, Any] = {
         "benchmark/total_time_seconds": total_s,
         "benchmark/total_time_minutes": total_s / 60.0,
-        "benchmark/mode": config.weight_bridge_mode,
+        "benchmark/mode": _EARLIER_MODE_NAMES.get(
+            config.weight_bridge_mode, config.weight_bridge_mode
+        ),
         "benchmark/total_steps": config.training_steps,
         "benchmark/avg_step_time_seconds": total_s / config.training_steps,
     }
