@@ -1,8 +1,11 @@
 """One run as the service runs it: decides on the state, writes records, answers when they are safe.
 
-    route ──► Run ── decide ──► RunLog ── append ──► store
-               ▲                  │ apply, in log order, also what other replicas wrote
-               └──── RunState ◄───┘
+    route ──► Run ──► a desk ── decide ──► RunLog ── append ──► store
+                        ▲                    │ apply, in log order, also what other replicas wrote
+                        └───── RunState ◄────┘
+
+The desks: `EnvDesk` for environments, `AdmissionDesk` for groups that come, `DeliveryDesk` for
+batches that leave.
 
 Nothing here changes the state except through the log. Coroutines wait for the store; cancelling one
 leaves the run whole: what was to be written is written in full or not at all, and a batch handed
@@ -22,11 +25,12 @@ from atroposlib.api import records
 from atroposlib.api.admission import Admission, KeyReusedError, QueueFullError, RunLimits
 from atroposlib.api.delivery import AckResult, Handout
 from atroposlib.api.env_registry import EnvRecord
-from atroposlib.api.env_view import EnvView, env_view
+from atroposlib.api.env_view import EnvView
 from atroposlib.api.presence import Presence
 from atroposlib.api.records import Record, ReturnReason
 from atroposlib.api.run_admission import AdmissionDesk
 from atroposlib.api.run_delivery import DeliveryDesk
+from atroposlib.api.run_envs import EnvDesk
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
@@ -74,6 +78,9 @@ class Run:
         self._clock = clock
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._presence = Presence(self.state, expiry_s=self.limits.env_expiry_s)
+        self._envs = EnvDesk(
+            self._log, self.state, store, self._presence, limits=self.limits, clock=clock
+        )
         self._admissions = AdmissionDesk(
             self._log, self.state, store, limits=self.limits, clock=clock
         )
@@ -146,58 +153,15 @@ class Run:
 
     async def register_env(self, request: RegisterEnv) -> EnvRecord | None:
         """Add an environment to the run; None while there is no trainer asking for batches."""
-
-        def decide() -> tuple[Record | None, int | None]:
-            if self.state.registration is None or not self.state.is_started:
-                return None, None
-            env_id = len(self.state.envs)
-            return records.EnvRegistered(env_id, request.model_dump(), self._clock()), env_id
-
-        env = self.state.envs.find(await self._log.guarded(decide))
-        if env is not None:
-            logger.info("environment %d registered as %s", env.env_id, env.real_name)
-        return env
+        return await self._envs.register(request)
 
     async def disconnect_env(self, env_id: int) -> bool:
         """Note that an environment signed off; False when nobody is registered under the id."""
-        await self._find_env(env_id)
-
-        def decide() -> tuple[Record | None, bool]:
-            if self.state.envs.find(env_id) is None:
-                return None, False
-            return records.EnvDisconnected(env_id, False, self._clock()), True
-
-        return await self._log.guarded(decide)
+        return await self._envs.disconnect(env_id)
 
     async def view_for(self, env_id: int) -> EnvView | None:
-        """Return what one environment needs to know; None when nobody has this id.
-
-        Remembers that the environment was heard of, and the largest group it has queued: later
-        answers are in that unit. An environment that had been taken for gone is back.
-        """
-        env = await self._heard_of(env_id)
-        if env is None:
-            return None
-        largest = self.state.queue.largest_group_of(env_id)
-        env.largest_group = max(env.largest_group, largest)
-        return env_view(self.state, env, self.limits)
-
-    async def _heard_of(self, env_id: int | None) -> EnvRecord | None:
-        env = await self._find_env(env_id)
-        if env is None:
-            return None
-        now = self._clock()
-        self._presence.note(env.env_id, now)
-        if env.is_expired:
-            await self._log.guarded(lambda: (self._presence.revival_of(env.env_id, now), None))
-            logger.info("environment %d (%s) is back", env.env_id, env.real_name)
-        return env
-
-    async def _find_env(self, env_id: int | None) -> EnvRecord | None:
-        """Look an environment up, with what other replicas did if this one does not know it."""
-        if env_id is not None and self.state.envs.find(env_id) is None:
-            await self.store.sync()
-        return self.state.envs.find(env_id)
+        """Return what one environment needs to know; see `EnvDesk.view_for`."""
+        return await self._envs.view_for(env_id)
 
     async def admit(
         self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
@@ -208,7 +172,7 @@ class Run:
         """
         await self.open()
         for env_id in {group.env_id for group in groups}:
-            await self._heard_of(env_id)
+            await self._envs.hear(env_id)
         try:
             admission = await self._admissions.admit(groups, key=key, digest=digest)
         except QueueFullError:
@@ -278,29 +242,13 @@ class Run:
         await self._deliveries.settle_owed()
         await self._deliveries.return_expired()
         await self._return_orphans(is_start=False)
-        await self._watch_envs()
+        await self._envs.watch()
         await self._log.discard()
         await self._log.compact_if_due()
 
     async def _return_orphans(self, *, is_start: bool) -> None:
         alive = await self.store.alive_replicas()
         await self._deliveries.return_orphans(alive, is_start=is_start)
-
-    async def _watch_envs(self) -> None:
-        notes = self._presence.notes_due(self._clock())
-        if notes is not None:
-            await self._log.append(notes)
-
-        def decide() -> tuple[Record | None, int | None]:
-            expired = self._presence.expiry_due(self._clock())
-            return expired, None if expired is None else expired.env_id
-
-        while (env_id := await self._log.guarded(decide)) is not None:
-            logger.warning(
-                "environment %d was silent for %g s and counts as disconnected",
-                env_id,
-                self.limits.env_expiry_s,
-            )
 
     def _on_applied(self, record: Record) -> None:
         self._admissions.note(record)
