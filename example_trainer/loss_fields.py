@@ -31,6 +31,12 @@ class GrpoFields(BaseModel):
         default="dapo",
         description="Policy loss; it brings the settings below that stand at auto or none.",
     )
+    policy_coef: float = Field(
+        default=1.0,
+        ge=0,
+        description="Weight of the policy loss; 0: no reward is used, what is learned comes from "
+        "a teacher or from demonstrations alone.",
+    )
     clip_eps: float = Field(
         default=DEFAULT_CLIP, gt=0, le=1, description="Lower clip: ratios below 1 - this."
     )
