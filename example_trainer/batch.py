@@ -5,6 +5,7 @@ groups [N] --rows--> rows [L] --microbatch--> micro-batches, padded or packed
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class BatchSummary:
 
     score_mean: float
     score_std: float
+    advantage_mean: float
+    """Over the tokens the policy loss trains, as is the deviation."""
+    advantage_std: float
     num_groups: int
     num_silent_groups: int
     """Groups without an advantage, a demonstration or a teacher: they carry no gradient."""
@@ -151,9 +155,12 @@ def _summarise(
     rows = [row for members in rows_by_group for row in members]
     num_inputs = sum(max(0, len(row.tokens) - 1) for row in rows)
     num_cells = sum(mb.tokens_BT.numel() for mb in microbatches)
+    advantages = [a for row in rows if not row.is_sft for a in _trained_advantages(row)]
     return BatchSummary(
         score_mean=statistics.fmean(scores) if scores else 0.0,
         score_std=statistics.pstdev(scores) if scores else 0.0,
+        advantage_mean=statistics.fmean(advantages) if advantages else 0.0,
+        advantage_std=_deviation(advantages),
         num_groups=len(groups),
         num_silent_groups=sum(
             not any(_teaches(row) for row in members) for members in rows_by_group
@@ -165,6 +172,19 @@ def _summarise(
         padding_fraction=1.0 - num_inputs / num_cells if num_cells else 0.0,
         unknown_fields=frozenset(name for group in groups for name in unknown_fields(group)),
     )
+
+
+def _trained_advantages(row: Row) -> list[float]:
+    """Return the advantage of each trained token; the shift takes the first position away."""
+    pairs = zip(row.labels[1:], row.advantages[1:], strict=True)
+    return [advantage for label, advantage in pairs if label != IGNORE_INDEX]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if not values:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
 def _teaches(row: Row) -> bool:

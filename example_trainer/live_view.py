@@ -28,6 +28,7 @@ _KEPT_STEPS = 60
 _BARS = "▁▂▃▄▅▆▇█"
 _ROWS = (
     ("reward", "train/reward_mean"),
+    ("advantage (std)", "train/advantage_std"),
     ("loss", "train/loss"),
     ("KL to the sampler", "alignment/k3"),
     ("entropy", "train/entropy"),

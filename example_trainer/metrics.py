@@ -116,6 +116,8 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
     return {
         "train/reward_mean": summary.score_mean,
         "train/reward_std": summary.score_std,
+        "train/advantage_mean": summary.advantage_mean,
+        "train/advantage_std": summary.advantage_std,
         "train/num_groups": summary.num_groups,
         "train/zero_advantage_groups_fraction": summary.num_silent_groups
         / max(1, summary.num_groups),

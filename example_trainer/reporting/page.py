@@ -51,6 +51,11 @@ CHARTS = (
         (("train/reward_mean", "mean"), ("train/reward_std", "deviation")),
     ),
     Chart(
+        "Advantage",
+        "over trained tokens; without a spread there is nothing to learn from",
+        (("train/advantage_mean", "mean"), ("train/advantage_std", "deviation")),
+    ),
+    Chart(
         "Loss",
         "a policy loss need not fall while the reward rises",
         (("train/loss", "whole"), ("grpo/policy_loss", "policy"), ("sft/loss", "demonstrations"),
