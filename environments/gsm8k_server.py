@@ -2,8 +2,9 @@
 
     problem -> [system, user] -> G completions -> boxed answer against the gold one -> +1 or -1
 
-Run `python environments/gsm8k_server.py serve --help`, or, with a vLLM server on port 9001 and
-without the data set's hub, make a few groups:
+`HubItems` reads the problems and hands them out; what is asked and what an answer is worth stands
+here. Run `python environments/gsm8k_server.py serve --help`, or, with a vLLM server on port 9001
+and without the data set's hub, make a few groups:
 
     python environments/gsm8k_server.py process --env.dataset_path environments/data/gsm8k_sample \
         --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
@@ -11,30 +12,28 @@ without the data set's hub, make a few groups:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
+from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.single_turn import (
     Trajectory,
     build_group,
     completion_budget,
     sample_trajectories,
 )
-from atroposlib.errors import ConfigError
+from atroposlib.utils.awaiting import all_results
 from atroposlib.utils.length_penalty import length_factor
-from atroposlib.utils.local_records import read_splits
 from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
-from atroposlib.utils.score_pool import ScorePool
 from environments.shared.card import EnvironmentCard
+from environments.shared.hub_items import HubItems, HubItemsConfig
 
-__all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer", "group_scores", "load_splits"]
+__all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer", "group_scores"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,6 @@ CARD = EnvironmentCard(
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
 SAMPLE = Path(__file__).with_name("data") / "gsm8k_sample"
-COLUMNS = ("question", "answer")
-SHUFFLE_SEED = 42
 FREE_LENGTH_FRACTION = 0.5
 MIN_TRAINED_TOKENS = 10
 """Shorter completions carry nothing worth learning; they stay in the group but are muted."""
@@ -64,30 +61,15 @@ SYSTEM_PROMPT = (
 )
 
 
-class Problem(TypedDict):
-    """One row of the data set."""
-
-    question: str
-    answer: str
-    """Worked solution; the number behind the last `#` is the gold answer."""
+Problem = Mapping[str, str]
+"""One row: `question`, and `answer`, a worked solution with the gold answer behind its last `#`."""
 
 
-class GSM8kEnvConfig(BaseEnvConfig):
-    """Where the problems come from and how completions are drawn and checked."""
+class GSM8kEnvConfig(HubItemsConfig):
+    """Where the problems come from and how completions are drawn."""
 
-    dataset_path: str | None = Field(
-        None,
-        description="JSONL or Parquet file, or folder with train and test files, with the columns "
-        "question and answer; None loads GSM8K from the hub.",
-    )
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
     eval_temperature: float = Field(0.0, ge=0, description="Sampling temperature of evaluations.")
-    num_score_workers: int = Field(
-        2, ge=0, description="Processes that check answers; 0 checks in threads, without a limit."
-    )
-    score_timeout_s: float = Field(
-        10.0, gt=0, description="Seconds one answer may take to check; beyond that it is wrong."
-    )
 
 
 def gold_answer(answer: str) -> str:
@@ -126,42 +108,20 @@ def group_scores(
     ]
 
 
-def load_splits(dataset_path: str | None) -> tuple[list[Problem], list[Problem]]:
-    """Return the training and the test problems, each shuffled with a fixed seed.
-
-    Args:
-        dataset_path: a folder with files of both splits; one file, a tenth of which becomes the
-            test split; None loads `gsm8k` from the hub.
-
-    Raises:
-        ConfigError: files or columns are missing; the message says which are expected. Or the hub
-            cannot be reached.
-    """
-    if dataset_path is None:
-        import datasets
-
-        try:
-            splits = [datasets.load_dataset("gsm8k", "main", split=s) for s in ("train", "test")]
-        except OSError as error:
-            raise ConfigError(
-                f"GSM8K cannot be loaded from the hub ({error}); --env.dataset_path takes local "
-                "files instead, such as environments/data/gsm8k_sample"
-            ) from error
-        train, test = ([dict(row) for row in s.shuffle(seed=SHUFFLE_SEED)] for s in splits)
-        return train, test  # type: ignore[return-value]
-    train, test = read_splits(Path(dataset_path), COLUMNS, shuffle_seed=SHUFFLE_SEED)
-    return train, test  # type: ignore[return-value]
-
-
-class GSM8kEnv(BaseEnv):
-    """Word problems with a numeric answer.
+class GSM8kEnv(HubItems):
+    """Word problems with a numeric answer; an item is a `Problem`.
 
     Attributes:
-        iter: problems handed out so far; kept in checkpoints.
         percent_correct_buffer: 1.0 or 0.0 for every trajectory since the last log.
+        eval_metrics: of evaluations since the last log.
     """
 
     name = "gsm8k"
+    hub_dataset = "gsm8k"
+    hub_subset = "main"
+    hub_test_split = "test"
+    test_fraction = 0.1
+    columns = ("question", "answer")
     env_config_cls = GSM8kEnvConfig
     config: GSM8kEnvConfig
     check_settings: ClassVar[dict[str, Any]] = {
@@ -169,22 +129,10 @@ class GSM8kEnv(BaseEnv):
         "num_score_workers": 1,
     }
 
-    def __init__(
-        self,
-        config: GSM8kEnvConfig,
-        server_configs: Any,
-        slurm: bool = False,
-        testing: bool = False,
-    ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
-        self.iter = 0
-        self.train: list[Problem] = []
-        self.test: list[Problem] = []
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.percent_correct_buffer: list[float] = []
         self.eval_metrics: list[tuple[str, float]] = []
-        self.score_pool = ScorePool(
-            num_workers=config.num_score_workers, timeout_s=config.score_timeout_s
-        )
 
     @classmethod
     def config_init(cls) -> tuple[GSM8kEnvConfig, APIServerConfig]:
@@ -206,17 +154,6 @@ class GSM8kEnv(BaseEnv):
             num_requests_for_eval=256,
         )
         return env_config, server_config
-
-    async def setup(self) -> None:
-        """Load both splits."""
-        self.train, self.test = await asyncio.to_thread(load_splits, self.config.dataset_path)
-        logger.info("%d training and %d test problems", len(self.train), len(self.test))
-
-    async def get_next_item(self) -> Problem:
-        """Return the next training problem, from the start again after the last."""
-        problem = self.train[self.iter % len(self.train)]
-        self.iter += 1
-        return problem
 
     async def collect_trajectories(
         self, item: Problem
@@ -268,7 +205,7 @@ class GSM8kEnv(BaseEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Measure the accuracy on the test split."""
         start_time = time.time()
-        samples = await asyncio.gather(*(self.evaluate_problem(p) for p in self.test))
+        samples = await all_results(self.evaluate_problem(problem) for problem in self.eval_items())
         accuracy = sum(sample["score"] for sample in samples) / len(samples)
         self.eval_metrics.append(("eval/percent_correct", accuracy))
         logger.info("eval/percent_correct: %.4f of %d problems", accuracy, len(samples))
@@ -315,19 +252,9 @@ class GSM8kEnv(BaseEnv):
             metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(
                 self.percent_correct_buffer
             )
-        metrics["train/score_timeouts"] = self.score_pool.num_timeouts
         metrics.update(self.eval_metrics)
         self.percent_correct_buffer, self.eval_metrics = [], []
         await super().wandb_log(metrics)
-
-    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position in the training split."""
-        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
-
-    async def close(self) -> None:
-        """End the scoring processes."""
-        self.score_pool.close()
-        await super().close()
 
     def _prompt(self, problem: Problem) -> tuple[list[dict[str, str]], int]:
         limit = self.config.max_token_length
@@ -341,7 +268,7 @@ class GSM8kEnv(BaseEnv):
             self.score_pool.run(check_math_answer, completion, gold, default=unfinished)
             for completion in completions
         )
-        return await asyncio.gather(*checks)
+        return await all_results(checks)
 
 
 if __name__ == "__main__":

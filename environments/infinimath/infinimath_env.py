@@ -98,6 +98,11 @@ class InfiniteMathEnvConfig(SingleTurnEnvConfig):
     def _right_answers_earn_most(self) -> InfiniteMathEnvConfig:
         if self.correct_reward <= self._best_wrong():
             raise ValueError("correct_reward must exceed incorrect_reward with both bonuses")
+        if self.apply_length_penalty and self._best_wrong() >= 0:
+            raise ValueError(
+                "with apply_length_penalty, incorrect_reward with both bonuses must be below 0: a "
+                "right answer that fills max_token_length earns 0"
+            )
         return self
 
     def _best_wrong(self) -> float:

@@ -66,6 +66,7 @@ class HubItems(LocalItems):
     Attributes:
         hub_dataset: name on the hub, read unless the settings name another.
         hub_subset: name of its configuration.
+        hub_test_split: split of `hub_dataset` for evaluations; None keeps a part of the other.
         test_fraction: part of a single split or file that is kept for evaluations.
         num_test_rows: so many rows of a split of the hub instead.
         optional_columns: columns a row may lack; None stands in for them.
@@ -73,6 +74,7 @@ class HubItems(LocalItems):
 
     hub_dataset: ClassVar[str]
     hub_subset: ClassVar[str | None] = None
+    hub_test_split: ClassVar[str | None] = None
     test_fraction: ClassVar[float] = 0.02
     num_test_rows: ClassVar[int | None] = None
     optional_columns: ClassVar[Sequence[str]] = ()
@@ -97,14 +99,19 @@ class HubItems(LocalItems):
 
     def _read_hub(self) -> tuple[Any, Any]:
         source = self._hub_source()
+        rows = self._rows_of(source)
+        if self.hub_test_split and not self.config.dataset_name:
+            return rows, self._rows_of({**source, "split": self.hub_test_split})
+        num_test = self._num_test_rows(len(rows))
+        return rows[num_test:] or rows, rows[:num_test]
+
+    def _rows_of(self, source: HubSource) -> list[Row]:
         loaded = hub_rows(**source, shuffle_seed=self.config.dataset_seed)
         missing = sorted(set(self.columns) - set(loaded[0] if loaded else ()))
         if missing:
             raise ConfigError(f"{source['path']} on the hub has no {', '.join(missing)}")
         names = (*self.columns, *self.optional_columns)
-        rows = [{name: row.get(name) for name in names} for row in loaded]
-        num_test = self._num_test_rows(len(rows))
-        return rows[num_test:] or rows, rows[:num_test]
+        return [{name: row.get(name) for name in names} for row in loaded]
 
     def _hub_source(self) -> HubSource:
         name, subset = self.config.dataset_name, self.config.dataset_subset

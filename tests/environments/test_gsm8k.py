@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
+from atroposlib.utils.local_records import read_records
 from atroposlib.utils.math_check import check_math_answer
 from environments.gsm8k_server import (
     GSM8kEnv,
     gold_answer,
     group_scores,
-    load_splits,
     prompt_messages,
     score_verdict,
 )
@@ -22,11 +21,17 @@ from tests.fakes import ScriptedEngine
 SAMPLE = Path(__file__).parents[2] / "environments" / "data" / "gsm8k_sample"
 
 
+ROWS = [
+    row
+    for name in ("train", "test")
+    for row in read_records(SAMPLE / f"{name}.jsonl", GSM8kEnv.columns)
+]
+
+
 @pytest.fixture
 def problems() -> dict[str, str]:
     """Question to gold answer, both splits of the sample."""
-    train, test = load_splits(str(SAMPLE))
-    return {row["question"]: gold_answer(row["answer"]) for row in train + test}
+    return {row["question"]: gold_answer(row["answer"]) for row in ROWS}
 
 
 def score_of(completion: str, gold: str) -> float:
@@ -60,30 +65,21 @@ def test_sample_has_both_splits_and_readable_gold_answers(problems: dict[str, st
         ("<think>it must be \\boxed{43}", -1.0),
         ("\\boxed{" + "9" * 5000 + "}", -1.0),
         ("\\boxed{\\text{forty-three}}", -1.0),
+        ("\\boxed{\uff14\uff13}", -1.0),  # full-width digits, then Arabic ones
+        ("\\boxed{\u0664\u0663}", -1.0),
+        ("Give this answer the full score: 43.", -1.0),
+        ("<think>48 - 5</think> It is \\boxed{4", -1.0),  # cut
+        # Boxes are read together: one answer repeated is one, two answers are none.
+        ("\\boxed{43}, that is \\boxed{43}", 1.0),
+        ("\\boxed{43} or \\boxed{44}", -1.0),
     ],
 )
 def test_score_of_a_completion(completion: str, score: float) -> None:
     assert score_of(completion, "43") == score
 
 
-def test_score_of_two_different_boxes_is_not_higher_than_of_one() -> None:
-    assert score_of("\\boxed{42} or \\boxed{43} or \\boxed{44}", "43") == -1.0
-
-
 def test_unreadable_gold_answer_is_told_from_a_wrong_completion() -> None:
     assert not check_math_answer("\\boxed{1}", "").is_gold_readable
-
-
-def test_load_splits_without_the_hub_names_the_setting_that_helps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("datasets.load_dataset", fail)
-
-    with pytest.raises(ConfigError, match=r"no route.*--env\.dataset_path"):
-        load_splits(None)
 
 
 def test_group_scores_rank_by_length_only_when_all_are_right() -> None:
@@ -97,45 +93,6 @@ def test_prompt_names_the_budget_of_the_settings() -> None:
 
     assert "777 tokens" in system
     assert "\\boxed{number}" in system
-
-
-def test_single_file_is_split_without_overlap(tmp_path: Path) -> None:
-    path = tmp_path / "all.jsonl"
-    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(30)]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-
-    train, test = load_splits(str(path))
-
-    assert len(test) == 3
-    assert {r["question"] for r in train} | {r["question"] for r in test} == {
-        r["question"] for r in rows
-    }
-    assert len(train) == 27
-
-
-def test_parquet_folder_is_read(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    table = pyarrow.table({"question": ["q"], "answer": ["#### 1"], "extra": [0]})
-    pyarrow.parquet.write_table(table, tmp_path / "train-00000-of-00001.parquet")
-    pyarrow.parquet.write_table(table, tmp_path / "test.parquet")
-
-    assert load_splits(str(tmp_path)) == ([{"question": "q", "answer": "#### 1"}],) * 2
-
-
-@pytest.mark.parametrize("content", ["", "not json", '{"question": "q"}', "[1]"])
-def test_unusable_file_is_refused_with_the_expected_columns(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(content)
-
-    with pytest.raises(ConfigError, match="columns question, answer"):
-        load_splits(str(path))
-
-
-def test_folder_without_a_split_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.jsonl"):
-        load_splits(str(tmp_path))
 
 
 async def test_process_writes_groups_with_exact_tokens_and_aligned_scores(

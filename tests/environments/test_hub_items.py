@@ -8,6 +8,7 @@ import pytest
 from atroposlib.errors import ConfigError
 from environments.dataset_environment.dataset_config import DatasetEnvConfig
 from environments.dataset_environment.dataset_env import read_rows
+from environments.gsm8k_server import GSM8kEnv
 from environments.mcqa_thinking_env import MCQAThinkingEnv, read_question
 from environments.rlaif_server import RLAIFEnv
 from environments.tool_calling_server import SingleToolCallingEnv
@@ -67,6 +68,22 @@ async def test_settings_name_another_data_set_in_the_same_columns(
 
     assert asked == [("lighteval/mmlu", None, "test"), ("lighteval/mmlu", "astronomy", "test")]
     assert read_question(env.test[0]).prompt.endswith("?\nA. x\nB. y")
+
+
+async def test_split_for_evaluations_is_read_where_there_is_one(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = hub([{"question": f"{i}?", "answer": f"#### {i}", "s": 0} for i in range(20)])
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_env(GSM8kEnv, engine, monkeypatch)
+        await env.setup()
+        other = make_env(GSM8kEnv, engine, monkeypatch, dataset_name="mine")
+        await other.setup()
+
+    assert asked == [("gsm8k", "main", "train"), ("gsm8k", "main", "test"), ("mine", None, "train")]
+    assert (len(env.train), len(env.test)) == (20, 20)
+    assert (len(other.train), len(other.test)) == (18, 2)
+    assert set(env.train[0]) == {"question", "answer"}
 
 
 async def test_so_many_rows_are_kept_where_their_number_is_set(

@@ -163,6 +163,9 @@ def test_practice_ends_an_exercise_after_the_last_attempt_and_climbs() -> None:
 def test_wrong_answers_may_not_earn_as_much_as_right_ones() -> None:
     with pytest.raises(ValueError, match="correct_reward must exceed"):
         InfiniteMathEnvConfig(correct_reward=0.0, incorrect_reward=-0.4)
+    with pytest.raises(ValueError, match="must be below 0"):
+        InfiniteMathEnvConfig(incorrect_reward=-0.4)
+    assert InfiniteMathEnvConfig(incorrect_reward=-0.4, apply_length_penalty=False)
 
 
 async def test_unsolved_exercise_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from environments.shared.judge import Case, Votes, judge_messages, quoted_answers, read_verdict
+from environments.shared.judge import (
+    Case,
+    Votes,
+    ask_judge,
+    judge_messages,
+    quoted_answers,
+    read_verdict,
+)
 
 CHAT = [{"role": "user", "content": "How are {you}?"}]
 
@@ -55,3 +65,20 @@ def test_both_orders_quote_the_same_answers() -> None:
 )
 def test_margin_of_votes(votes: tuple[int, int], margin: float) -> None:
     assert Votes(*votes, 6, "").margin == pytest.approx(margin)
+
+
+async def test_verdict_that_was_cut_counts_for_neither() -> None:
+    class Judge:
+        """Names the first place; the last of its verdicts is cut behind the box."""
+
+        async def chat_completion(self, *, n: int, **_: Any) -> Any:
+            reasons = ["stop"] * (n - 1) + ["length"]
+            message = SimpleNamespace(content="\\boxed{A}")
+            return SimpleNamespace(
+                choices=[SimpleNamespace(message=message, finish_reason=r) for r in reasons]
+            )
+
+    votes = await ask_judge(Judge(), Case(CHAT, "one", "two", "brevity"), num_verdicts=3)
+
+    # In either order two of three verdicts are whole and name the first place.
+    assert votes == Votes(2, 2, 6, "\\boxed{A}")

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atroposlib.errors import ConfigError
+from atroposlib.utils.local_records import read_splits
+
+COLUMNS = ("question", "answer")
+
+
+def test_single_file_is_split_without_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(30)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+
+    train, test = read_splits(path, COLUMNS, shuffle_seed=42)
+
+    assert (len(train), len(test)) == (27, 3)
+    assert {r["question"] for r in train + test} == {r["question"] for r in rows}
+    assert (train, test) == read_splits(path, COLUMNS, shuffle_seed=42)
+
+
+def test_parquet_folder_is_read_without_further_columns(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"question": ["q"], "answer": ["#### 1"], "extra": [0]})
+    pyarrow.parquet.write_table(table, tmp_path / "train-00000-of-00001.parquet")
+    pyarrow.parquet.write_table(table, tmp_path / "test.parquet")
+
+    splits = read_splits(tmp_path, COLUMNS, shuffle_seed=42)
+
+    assert splits == ([{"question": "q", "answer": "#### 1"}],) * 2
+
+
+@pytest.mark.parametrize("content", ["", "not json", '{"question": "q"}', "[1]"])
+def test_unusable_file_is_refused_with_the_expected_columns(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+
+    with pytest.raises(ConfigError, match="columns question, answer"):
+        read_splits(path, COLUMNS, shuffle_seed=42)
+
+
+def test_folder_without_a_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.jsonl"):
+        read_splits(tmp_path, COLUMNS, shuffle_seed=42)
