@@ -2,7 +2,8 @@
 
 The engine that sampled and the trainer round differently and may hold weights of different age.
 With w = exp(o - mu), detached, each class multiplies the policy loss of a token; KL, demonstrations
-and distillation are left alone. Denominators still count dropped tokens.
+and distillation are left alone. Denominator of all: the policy loss's own, which counts dropped and
+truncated tokens too, so that a correction never makes the others weigh more.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TokenTruncation:
-    """Truncated importance sampling per token: `min(w, cap)`.
+    """Truncated importance sampling per token; the default.
 
     Paper: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training". Biased per sequence, of low variance; the default.
+    Training".
+    Formula: `min(w, cap)`. Biased per sequence, of low variance.
+    Denominator: the policy loss's own.
+    Differs from the paper: tokens without mu have weight 1.
     """
 
     cap: float = 2.0
@@ -41,10 +45,13 @@ class TokenTruncation:
 
 @dataclass(frozen=True)
 class TokenMask:
-    """IcePop: `w` inside `[floor, cap]`, 0 outside.
+    """IcePop: tokens on which the two engines disagree are dropped.
 
-    Paper: Ling team 2025, "Every Step Evolves", arXiv:2510.18855. Differs from truncation: a token
-    on which the engines disagree teaches nothing instead of a bounded something.
+    Paper: Ling team 2025, "Every Step Evolves", arXiv:2510.18855.
+    Formula: `w` inside `[floor, cap]`, 0 outside.
+    Denominator: the policy loss's own.
+    Differs from truncation: such a token teaches nothing instead of a bounded something, and so
+    does one that the trainer finds much less likely than the sampler did.
     """
 
     cap: float = 5.0
@@ -59,9 +66,13 @@ class TokenMask:
 
 @dataclass(frozen=True)
 class SequenceTruncation:
-    """Truncated importance sampling per sequence: `min(exp(sum_t (o - mu)), cap)` for every token.
+    """Truncated importance sampling per sequence.
 
-    Found in verl and TRL. Unbiased before the cap, of high variance on long sequences.
+    Source: verl and TRL, each under the name sequence-level truncated importance sampling.
+    Formula: `min(exp(sum_t (o - mu)), cap)`, the same for every token of the sequence. Unbiased
+    before the cap, of high variance on long sequences.
+    Denominator: the policy loss's own.
+    Differs from the token form: the product of all ratios, so one odd token moves all others.
     """
 
     cap: float = 2.0
@@ -74,10 +85,13 @@ class SequenceTruncation:
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """The sequence's product ratio inside `[floor, cap]`, 0 for the whole sequence outside.
+    """Sequences far from their sampler are dropped whole.
 
-    TRL's default, with cap 3 and no floor. The product grows with length, so long sequences are
-    dropped sooner; see `GeometricMask`.
+    Source: TRL's default, with cap 3 and no floor.
+    Formula: `exp(sum_t (o - mu))` for every token where it is inside `[floor, cap]`, 0 outside.
+    Denominator: the policy loss's own.
+    Differs from `GeometricMask`: the product moves away from 1 with length, so long sequences are
+    dropped sooner.
     """
 
     cap: float = 3.0
@@ -92,11 +106,13 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class GeometricMask:
-    """Token weights `w`, but 0 for sequences whose geometric mean ratio leaves `[floor, cap]`.
+    """Sequences whose tokens are on average far from their sampler are dropped whole.
 
-    NeMo RL's sequence mask (bounds 0.999 and 1.002) and SkyRL's (0.99 and 1.01): the mean
-    `exp(mean_t (o - mu))` does not grow with length, hence the narrow bounds. The token weights
-    of sequences that stay are raw, without a cap.
+    Source: NeMo RL's sequence mask (bounds 0.999 and 1.002) and SkyRL's (0.99 and 1.01).
+    Formula: `w` of each token where `exp(mean_t (o - mu))` is inside `[floor, cap]`, 0 outside.
+    Denominator: the policy loss's own.
+    Differs from `SequenceMask`: the mean does not grow with length, hence the narrow bounds; and
+    sequences that stay keep their token weights raw, without a cap.
     """
 
     cap: float = 1.01

@@ -13,10 +13,12 @@ __all__ = ["SupervisedLoss"]
 class SupervisedLoss:
     """The loss of trajectories marked `sft` by `overrides[i]` or `group_overrides`.
 
+    Source: maximum likelihood of given tokens, the loss of supervised fine-tuning.
     Formula: `-coef l`; no advantage, ratio, clip, correction or KL: nothing sampled the tokens, so
     there is no policy they could be off.
     Denominator: the demonstration tokens of the whole batch, counted apart from the policy's, so
     that neither kind dilutes the other (as prime-rl's components do).
+    Differs from the policy losses: neither its score nor its siblings' changes its gradient.
     """
 
     coef: float = 1.0
