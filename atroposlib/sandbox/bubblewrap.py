@@ -2,20 +2,21 @@
 
 own pid, network, mount, user, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm
 as root the program runs as user 65534, so that limits on processes hold
+boxes are set up ahead, while the programs before them run
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from atroposlib.sandbox.box_files import checked_path, content_fd
 from atroposlib.sandbox.control_groups import ControlGroups, Membership
+from atroposlib.sandbox.gate import Gate, new_gate
 from atroposlib.sandbox.interface import (
     Ending,
     SandboxError,
@@ -31,9 +32,7 @@ NOBODY = "65534"
 SIGXCPU_EXIT = 128 + 24
 SIGKILL_EXIT = 128 + 9
 MAX_MESSAGE_CHARACTERS = 300
-JOIN_GROUPS = (
-    'n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 > "$1"; shift; n=$((n-1)); done; exec "$@"'
-)
+BOXES_PER_SLOT = 2  # setting one up is mostly waiting for the kernel
 
 
 class Bubblewrap:
@@ -42,7 +41,7 @@ class Bubblewrap:
     Args:
         limits: used when `run` is given none.
         read_only: further folders of the machine the program may read, as `/opt/python`.
-        max_parallel: programs at a time; None for one per processor.
+        max_parallel: programs at a time; None for one per processor this process may use.
 
     Raises:
         SandboxUnavailableError: a program it needs is missing.
@@ -59,14 +58,16 @@ class Bubblewrap:
     ) -> None:
         self._limits = limits or SandboxLimits()
         self._read_only = tuple(read_only)
-        self._slots = asyncio.Semaphore(max_parallel or os.cpu_count() or 1)
+        slots = max_parallel or len(os.sched_getaffinity(0))
+        self._slots = asyncio.Semaphore(slots)
+        self._boxes = asyncio.Semaphore(BOXES_PER_SLOT * slots)
         self._groups = ControlGroups()
         self._bwrap = _find("bwrap", package="bubblewrap")
         self._prlimit = _find("prlimit", package="util-linux")
         self._as_nobody: list[str] = []
         if os.geteuid() == 0:
-            setpriv = _find("setpriv", package="util-linux")
-            self._as_nobody = [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+            chroot = _find("chroot", package="coreutils")  # to /: changes the user only
+            self._as_nobody = [chroot, f"--userspec=+{NOBODY}:+{NOBODY}", "--groups=", "/"]
 
     async def run(
         self,
@@ -79,44 +80,50 @@ class Bubblewrap:
         """Run a command in an empty folder, see `Sandbox.run`."""
         limits = limits or self._limits
         content = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
-        async with self._slots, self._groups.join(limits) as members:
+        async with self._boxes, self._groups.join(limits) as members:
             with contextlib.ExitStack() as held:
-                status_read, status_write = os.pipe()
-                held.callback(os.close, status_read)
-                close_status = held.enter_context(contextlib.ExitStack())
-                close_status.callback(os.close, status_write)
+                gate = held.enter_context(new_gate())
                 fds = {
                     checked_path(path): held.enter_context(content_fd(content))
                     for path, content in (files or {}).items()
                 }
-                words = self._command(command, fds, limits, members, status_write)
+                words = self._command(command, fds, limits, gate)
                 try:
                     finished = await run_bounded(
                         words,
                         stdin=content,
                         limits=limits,
-                        pass_fds=[*fds.values(), status_write],
+                        pass_fds=[*fds.values(), *gate.fds],
+                        turn=self._turn(gate, members),
                     )
                 except OSError as error:
                     raise SandboxError(f"{words[0]} cannot be started: {error}") from error
-                close_status.close()
-                return _result(finished, _exit_code(status_read), members)
+                return _result(finished, gate, members)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, gate: Gate, members: Membership) -> AsyncIterator[None]:
+        pid = await gate.wait_for_box()
+        if pid is None or not members.add(pid):  # bwrap says why on standard error
+            yield
+            return
+        try:
+            async with self._slots:
+                gate.open()
+                yield
+        finally:
+            gate.kill_box()
 
     def _command(
         self,
         command: Sequence[str],
         files: Mapping[str, int],
         limits: SandboxLimits,
-        members: Membership,
-        status_fd: int,
+        gate: Gate,
     ) -> list[str]:
-        joins = members.procs_files
-        join = ["/bin/sh", "-c", JOIN_GROUPS, "sh", str(len(joins)), *joins] if joins else []
         disk = str(limits.disk_bytes)
-        words = [*join, *self._as_nobody, self._bwrap]
+        words = [*self._as_nobody, self._bwrap, *gate.words]
         words += ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
         words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
-        words += ["--json-status-fd", str(status_fd)]
         words += ["--ro-bind", "/usr", "/usr"]
         for name in ("bin", "lib", "lib64"):
             words += ["--symlink", f"usr/{name}", f"/{name}"]
@@ -153,23 +160,12 @@ def _find(program: str, *, package: str) -> str:
     return str(Path(path).resolve())
 
 
-def _exit_code(status_fd: int) -> int | None:
-    """The exit code bubblewrap reported, None when it ended before the program did."""
-    text = b""
-    while piece := os.read(status_fd, 65_536):
-        text += piece
-    for line in text.decode("utf-8", "replace").splitlines():
-        code = json.loads(line).get("exit-code")
-        if code is not None:
-            return int(code)
-    return None
-
-
-def _result(finished: Finished, exit_code: int | None, members: Membership) -> SandboxResult:
+def _result(finished: Finished, gate: Gate, members: Membership) -> SandboxResult:
     stderr = finished.stderr.decode("utf-8", "replace")
     ended_by: Ending = "exit"
+    exit_code = None if finished.stopped_for else gate.exit_code()
     if finished.stopped_for is not None:
-        ended_by, exit_code = finished.stopped_for, None
+        ended_by = finished.stopped_for
     elif members.ran_out_of_memory:
         ended_by = "memory"
     elif exit_code is None:

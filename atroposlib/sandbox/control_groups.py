@@ -11,11 +11,12 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from atroposlib.sandbox.interface import SandboxLimits
+from atroposlib.sandbox.interface import SandboxError, SandboxLimits
 
 __all__ = ["ControlGroups", "Membership"]
 
@@ -35,10 +36,23 @@ class Membership:
 
     folders: tuple[Path, ...]
 
-    @property
-    def procs_files(self) -> list[str]:
-        """The files a process writes 0 to, to join."""
-        return [str(folder / "cgroup.procs") for folder in self.folders]
+    def add(self, pid: int) -> bool:
+        """Put a process, and whatever it starts from now on, into the groups.
+
+        Returns:
+            False when it has ended already.
+
+        Raises:
+            SandboxError: the kernel refuses it.
+        """
+        try:
+            for folder in self.folders:
+                (folder / "cgroup.procs").write_text(str(pid))
+        except ProcessLookupError:
+            return False
+        except OSError as error:
+            raise SandboxError(f"a control group takes no process in: {error}") from error
+        return True
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -110,10 +124,12 @@ def _separate(root: Path) -> tuple[Path, ...]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the groups of processes that ended without doing so."""
+    """Remove the groups of processes that ended without doing so, and what is left in them."""
     for folder in parent.glob("[0-9]*-[0-9]*"):
         if not Path("/proc", folder.name.split("-")[0]).exists():
             with contextlib.suppress(OSError):
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)  # a box whose gate nobody will open
                 folder.rmdir()
 
 
@@ -123,7 +139,7 @@ def _set_limits(folder: Path, limits: SandboxLimits) -> None:
         "memory.max": memory,
         "memory.limit_in_bytes": memory,
         "memory.swap.max": "0",
-        "pids.max": str(limits.max_processes + 8),  # and the sandbox's own
+        "pids.max": str(limits.max_processes + 1),  # and the sandbox's own
     }
     for name, value in values.items():
         if (folder / name).exists():

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from atroposlib.sandbox.interface import Ending, SandboxLimits
 
 __all__ = ["Finished", "run_bounded"]
 
-READ_BYTES = 65_536
+STDIN, STDOUT, STDERR = range(3)
 
 
 @dataclass(frozen=True)
@@ -33,99 +37,87 @@ async def run_bounded(
     stdin: bytes,
     limits: SandboxLimits,
     pass_fds: Sequence[int] = (),
+    turn: AbstractAsyncContextManager[None] | None = None,
 ) -> Finished:
     """Run a command until it ends, writes too much or takes too long; cancelling kills it.
+
+    Args:
+        command: the program and its arguments.
+        stdin: its standard input.
+        limits: of its output and time.
+        pass_fds: what it inherits besides.
+        turn: entered once it is started and left at its end; the time counts from there.
 
     Raises:
         OSError: the command cannot be started.
     """
-    started_at = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
+    loop = asyncio.get_running_loop()
+    record = _Record(limits.output_bytes, ended=loop.create_future(), full=loop.create_future())
+    transport, _ = await loop.subprocess_exec(
+        lambda: record,
         *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
         pass_fds=pass_fds,
         env={},
         start_new_session=True,
     )
-    outputs = (bytearray(), bytearray())
-    talk = asyncio.create_task(_talk(process, stdin, outputs, limits.output_bytes))
     try:
-        await asyncio.wait({talk}, timeout=limits.wall_s)
-        stopped_for = _why_stopped(talk)
+        if stdin:
+            _write(transport, stdin)
+        async with turn or contextlib.nullcontext():
+            started_at = time.monotonic()
+            done, _ = await asyncio.wait(
+                {record.ended, record.full},
+                timeout=limits.wall_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            duration_s = time.monotonic() - started_at
     finally:
-        await asyncio.shield(_end(process, talk))
+        await asyncio.shield(_end(transport, record.ended))
+    stopped_for: Ending | None = None if done else "wall_time"
+    returncode = transport.get_returncode()
     return Finished(
-        returncode=process.returncode if process.returncode is not None else -1,
-        stdout=bytes(outputs[0]),
-        stderr=bytes(outputs[1]),
-        stopped_for=stopped_for,
-        duration_s=time.monotonic() - started_at,
+        returncode=returncode if returncode is not None else -1,
+        stdout=bytes(record.outputs[STDOUT]),
+        stderr=bytes(record.outputs[STDERR]),
+        stopped_for="output" if record.full in done else stopped_for,
+        duration_s=duration_s,
     )
 
 
-class _TooMuchOutputError(Exception):
-    pass
+class _Record(asyncio.SubprocessProtocol):
+    """What a child writes, up to `max_bytes` to each stream."""
+
+    def __init__(
+        self, max_bytes: int, *, ended: asyncio.Future[None], full: asyncio.Future[None]
+    ) -> None:
+        self.outputs = {STDOUT: bytearray(), STDERR: bytearray()}
+        self.ended = ended
+        self.full = full
+        self._max_bytes = max_bytes
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        into = self.outputs[fd]
+        into += data[: self._max_bytes - len(into)]
+        if len(into) >= self._max_bytes and not self.full.done():
+            self.full.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended and so have its streams."""
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
-async def _talk(
-    process: asyncio.subprocess.Process,
-    stdin: bytes,
-    outputs: tuple[bytearray, bytearray],
-    max_bytes: int,
-) -> None:
-    assert process.stdin is not None  # all three are pipes
-    assert process.stdout is not None
-    assert process.stderr is not None
-    parts = [
-        asyncio.create_task(part)
-        for part in (
-            _write(process.stdin, stdin),
-            _read(process.stdout, outputs[0], max_bytes),
-            _read(process.stderr, outputs[1], max_bytes),
-        )
-    ]
-    try:
-        await asyncio.gather(*parts)
-    finally:
-        for part in parts:
-            part.cancel()
-    await process.wait()
+def _write(transport: asyncio.SubprocessTransport, content: bytes) -> None:
+    pipe = transport.get_pipe_transport(STDIN)
+    assert isinstance(pipe, asyncio.WriteTransport)
+    pipe.write(content)
+    pipe.close()  # once all is written, or the child reads no more
 
 
-def _why_stopped(talk: asyncio.Task[None]) -> Ending | None:
-    if not talk.done():
-        return "wall_time"
-    error = talk.exception()
-    if error is None:
-        return None
-    if isinstance(error, _TooMuchOutputError):
-        return "output"
-    raise error
-
-
-async def _end(process: asyncio.subprocess.Process, talk: asyncio.Task[None]) -> None:
-    talk.cancel()
-    if process.returncode is None:
+async def _end(transport: asyncio.SubprocessTransport, ended: asyncio.Future[None]) -> None:
+    if transport.get_returncode() is None:
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    await asyncio.gather(talk, return_exceptions=True)
-    for stream in (process.stdout, process.stderr):  # a pipe that is left full is never over
-        while stream is not None and await stream.read(READ_BYTES):
-            pass
-    await process.wait()
-
-
-async def _write(stream: asyncio.StreamWriter, content: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read all
-        stream.write(content)
-        await stream.drain()
-    stream.close()
-
-
-async def _read(stream: asyncio.StreamReader, into: bytearray, max_bytes: int) -> None:
-    while piece := await stream.read(READ_BYTES):
-        into += piece[: max_bytes - len(into)]
-        if len(into) >= max_bytes:
-            raise _TooMuchOutputError
+            os.killpg(transport.get_pid(), signal.SIGKILL)  # it leads a session of its own
+    await asyncio.wait({ended})
+    transport.close()

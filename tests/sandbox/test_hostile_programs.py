@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -13,12 +14,14 @@ import pytest
 
 from atroposlib.sandbox import (
     Sandbox,
+    SandboxError,
     SandboxLimits,
     SandboxResult,
     SandboxUnavailableError,
     open_sandbox,
     run_python,
 )
+from atroposlib.sandbox.bubblewrap import Bubblewrap
 
 LIMITS = SandboxLimits(wall_s=60.0, cpu_s=2, disk_bytes=2**20, output_bytes=10_000)
 
@@ -215,6 +218,18 @@ async def test_new_namespaces_are_refused(sandbox: Sandbox) -> None:
     assert "uid=0" not in result.stdout
 
 
+async def test_program_has_no_capability_and_no_group_of_the_parent(sandbox: Sandbox) -> None:
+    program = """
+import os
+rows = dict(line.split(':', 1) for line in open('/proc/self/status'))
+print(rows['CapEff'].strip(), rows['CapPrm'].strip(), rows['CapBnd'].strip(), os.getgroups())
+"""
+    result = await run_python(sandbox, program)
+
+    none = "0" * 16
+    assert result.stdout in (f"{none} {none} {none} []\n", f"{none} {none} {none} [65534]\n")
+
+
 async def test_children_end_with_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
     before = _children()
     result = await run_python(
@@ -256,6 +271,42 @@ async def test_programs_at_the_same_time_do_not_meet(sandbox: Sandbox) -> None:
     )
 
     assert all(result.is_success for result in results)
+
+
+async def test_one_program_at_a_time_is_one() -> None:
+    sandbox = Bubblewrap(limits=LIMITS, max_parallel=1)
+    program = """
+import time
+began = time.monotonic()
+time.sleep(0.1)
+print(began, time.monotonic())
+"""
+    results = await asyncio.gather(*(run_python(sandbox, program) for _ in range(3)))
+
+    times = sorted(tuple(map(float, result.stdout.split())) for result in results)
+    assert all(ended < began for (_, ended), (began, _) in itertools.pairwise(times))
+
+
+async def test_program_whose_turn_never_comes_does_not_run() -> None:
+    sandbox = Bubblewrap(limits=LIMITS, max_parallel=1)
+    before = _children()
+    first = asyncio.create_task(run_python(sandbox, "import time; time.sleep(1); print('first')"))
+    await asyncio.sleep(0.3)
+    second = asyncio.create_task(run_python(sandbox, "print('second')"))
+    await asyncio.sleep(0.3)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+
+    assert (await first).stdout == "first\n"
+    assert _children() == before
+
+
+async def test_box_that_cannot_be_set_up_says_why() -> None:
+    sandbox = Bubblewrap(limits=LIMITS, read_only=["/no/such/folder"])
+
+    with pytest.raises(SandboxError, match="/no/such/folder"):
+        await run_python(sandbox, "print('ran')")
 
 
 def test_missing_bubblewrap_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
