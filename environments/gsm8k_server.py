@@ -23,6 +23,7 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.single_turn import (
     Trajectory,
+    ask,
     build_group,
     completion_budget,
     sample_trajectories,
@@ -223,15 +224,15 @@ class GSM8kEnv(HubItems):
     async def evaluate_problem(self, problem: Problem) -> dict[str, Any]:
         """Wait for one answer to a test problem; returns its record."""
         messages, budget = self._prompt(problem)
-        answer = await self.server.chat_completion(
-            messages=messages,
+        [(completion, finish_reason)] = await ask(
+            self.server,
+            self.tokenizer,
+            messages,
             n=1,
             max_tokens=budget,
             temperature=self.config.eval_temperature,
             split="eval",
         )
-        choice = answer.choices[0]
-        completion = choice.message.content or ""
         [verdict] = await self._check([completion], problem)
         return {
             "messages": [*messages, {"role": "assistant", "content": completion}],
@@ -241,7 +242,7 @@ class GSM8kEnv(HubItems):
             "model_parsed": verdict.answer_parsed,
             "score": int(verdict.is_correct),
             "correct": verdict.is_correct,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": finish_reason,
             "response_after_think": answer_text(completion),
         }
 

@@ -95,8 +95,11 @@ async def ask(
         tokenizer: renders the prompt where there is a prefill.
         messages: the prompt.
         prefill: how every completion begins; it is part of what the policy reads.
-        sampling: what the engine takes, as `n` and `max_tokens`.
+        sampling: what the engine takes, as `n` and `max_tokens`. A prompt that leaves no token is
+            not sent, which engines refuse; its completions are empty and cut.
     """
+    if sampling.get("max_tokens", 1) < 1:
+        return [Answer("", "length")] * sampling.get("n", 1)
     if not prefill:
         chat = await server.chat_completion(messages=list(messages), **sampling)
         return [Answer(c.message.content or "", c.finish_reason or "stop") for c in chat.choices]

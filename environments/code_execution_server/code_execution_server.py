@@ -24,6 +24,7 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, Item,
 from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.single_turn import (
     Trajectory,
+    ask,
     build_group,
     completion_budget,
     sample_trajectories,
@@ -220,16 +221,18 @@ class CodingEnv(BaseEnv):
             self.tokenizer, messages, max_token_length=self.config.max_eval_token_length
         )
         async with self.eval_slots:
-            reply = await self.server.chat_completion(
-                messages=messages,
+            replies = await ask(
+                self.server,
+                self.tokenizer,
+                messages,
                 n=NUM_EVAL_SAMPLES,
                 max_tokens=budget,
                 temperature=self.config.eval_temperature,
                 top_p=self.config.eval_top_p,
                 split="eval",
             )
-        texts = [choice.message.content or "" for choice in reply.choices]
-        is_cut = [choice.finish_reason == "length" for choice in reply.choices]
+        texts = [reply.completion for reply in replies]
+        is_cut = [reply.finish_reason == "length" for reply in replies]
         verdicts = await all_results(
             self.passes(problem, text, is_cut=cut) for text, cut in zip(texts, is_cut, strict=True)
         )

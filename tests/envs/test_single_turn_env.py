@@ -119,6 +119,23 @@ async def test_evaluate_asks_each_test_row_once(
     assert report["results"]["all"] == {"eval/mean_score": 0.5}
 
 
+async def test_prompt_without_room_for_an_answer_is_wrong_and_not_sent(
+    make_echo: Callable[..., Any], tmp_path: Path
+) -> None:
+    async with ScriptedEngine(["three"]) as engine:
+        env = make_echo(engine, data_dir_to_save_evals="evals", max_token_length=100)
+        await env.setup()
+        env.test = [{"word": "three"}, {"word": "three" * 50}]
+        await env.evaluate()
+        await env.close()
+        num_asked = len(engine.requests)
+
+    samples = [json.loads(line) for line in (tmp_path / "evals" / "samples.jsonl").open()]
+    assert num_asked == 1
+    assert [sample["finish_reason"] for sample in samples] == ["stop", "length"]
+    assert [sample["score"] for sample in samples] == [1.0, 0.0]
+
+
 async def test_local_items_go_round_and_keep_their_place(make_echo: Callable[..., Any]) -> None:
     async with ScriptedEngine([PROBED]) as engine:
         env, again = make_echo(engine), make_echo(engine)
