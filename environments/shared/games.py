@@ -1,4 +1,4 @@
-"""What games share: an item per seed, the move of a turn, and how many games were won.
+"""What games share: an item per seed, and how many games were won.
 
 seed -> item {"seed": n} -> the same game for every rollout of a group
 """
