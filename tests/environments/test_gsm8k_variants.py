@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from atroposlib.envs.base import BaseEnv
@@ -9,10 +7,6 @@ from atroposlib.envs.check import check_environment
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig
 from environments import gsm8k_server, gsm8k_server_axolotl
 from environments.gsm8k_server_teacher_distill import GSM8kTeacherDistillEnv
-from tests.environments.offline import make_env, read_groups, run_process
-from tests.fakes import ScriptedEngine
-
-SAMPLE = Path(__file__).parents[2] / "environments" / "data" / "gsm8k_sample"
 
 
 @pytest.mark.parametrize("env_cls", [gsm8k_server_axolotl.GSM8kEnv, GSM8kTeacherDistillEnv])
@@ -46,30 +40,3 @@ def test_teacher_variant_has_the_published_settings() -> None:
     assert (teacher.base_url, teacher.model_name) == ("http://localhost:9003/v1", "mock-teacher")
     assert (teacher.server_type, teacher.timeout, teacher.api_key) == ("vllm", 1200, "")
     assert teacher.tokenizer_name == config.tokenizer_name == server.model_name
-
-
-async def test_groups_carry_what_the_teacher_says_of_every_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "groups.jsonl"
-    replies = ["\\boxed{9} is what I get.", "I have no idea at all."]
-    async with ScriptedEngine(replies) as engine:
-        teacher = GSM8kTeacherDistillEnv.teacher_config_init().model_copy(
-            update={"base_url": engine.base_url, "health_check": False}
-        )
-        monkeypatch.setattr(GSM8kTeacherDistillEnv, "teacher_server_configs", teacher)
-        env = make_env(
-            GSM8kTeacherDistillEnv,
-            engine,
-            monkeypatch,
-            dataset_path=str(SAMPLE),
-            data_path_to_save_groups=str(out),
-            ensure_scores_are_not_same=False,
-        )
-        await run_process(env, num_groups=1, group_size=2)
-
-    [group] = read_groups(out)
-    for name in ("distill_token_ids", "distill_logprobs"):
-        rows = group[name]
-        assert [len(row) for row in rows] == [len(tokens) for tokens in group["tokens"]]
-        assert {len(entry) for row in rows for entry in row[1:]} == {4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,21 @@ def test_settings_for_given_values_win_over_the_profile() -> None:
 def test_settings_for_passes_divide_the_step() -> None:
     for settings in (settings_for("full"), settings_for("full", model="m"), settings_for("quick")):
         assert settings.sequences_per_step % settings.sequences_per_pass == 0
+
+
+def test_environment_of_ones_own_is_started_with_its_sections(tmp_path: Path) -> None:
+    settings = replace(
+        settings_for("full"),
+        environment_door=Path("elsewhere/door.py"),
+        environment_sections={"env": {"group_size": 2}, "teacher": {"model_name": "wise"}},
+    )
+
+    stack = make_stack(settings, tmp_path)
+
+    written = yaml.safe_load((tmp_path / "environment.yaml").read_text())
+    assert stack.environment.command[1:3] == ["elsewhere/door.py", "serve"]
+    assert (written["env"]["group_size"], written["env"]["total_steps"]) == (2, settings.steps)
+    assert written["teacher"] == {"model_name": "wise"}
 
 
 def test_repository_has_the_environment() -> None:

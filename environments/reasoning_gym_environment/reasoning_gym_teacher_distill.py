@@ -1,0 +1,77 @@
+"""Reasoning gym whose groups carry a teacher's log-probabilities of every token.
+
+    task and question -> G completions -> scores -> group -> teacher reads it -> distill_* fields
+
+Items, prompts and scores are those of `reasoning_gym_environment.py`. The teacher must have the
+tokenizer of the policy and room for one token more than `max_token_length`, and only `serve` asks
+it:
+
+    python environments/reasoning_gym_environment/reasoning_gym_teacher_distill.py serve \
+        --teacher.model_name NAME --teacher.base_url http://localhost:9003/v1
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.teacher_distillation_env import (
+    TeacherDistillationConfig,
+    TeacherDistillationEnv,
+)
+from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
+from environments.reasoning_gym_environment.reasoning_gym_environment import ReasoningGymEnv
+from environments.shared.card import EnvironmentCard
+
+__all__ = ["ReasoningGymTeacherDistillConfig", "ReasoningGymTeacherDistillEnv"]
+
+CARD = EnvironmentCard(
+    task="about a hundred procedural tasks, distilled from a teacher",
+    turns="1",
+    reward="0 to 1 from the task's own scorer",
+    data="made on the spot",
+    needs="`atroposlib[examples]`, a second server for the teacher",
+    command="process --env.teacher_enabled false --env.task_names chain_sum",
+)
+
+
+class ReasoningGymTeacherDistillConfig(ReasoningGymEnvConfig, TeacherDistillationConfig):
+    """Settings of the tasks and of the teacher."""
+
+    teacher_enabled: bool = Field(
+        True, description="Send a teacher's log-probabilities along with every group."
+    )
+    teacher_top_k: int = Field(
+        8,
+        ge=-1,
+        description="Likeliest tokens per position to take from the teacher; 0 takes the token "
+        "that stands there only, -1 asks the teacher nothing.",
+    )
+    ensure_scores_are_not_same: bool = Field(
+        False, description="Drop groups whose scores are all equal; a teacher has a use for them."
+    )
+
+
+class ReasoningGymTeacherDistillEnv(ReasoningGymEnv, TeacherDistillationEnv):
+    """The same tasks; a teacher reads the completions."""
+
+    name = "reasoning_gym_teacher_distill"
+    env_config_cls = ReasoningGymTeacherDistillConfig
+    config: ReasoningGymTeacherDistillConfig
+    check_settings: ClassVar[dict[str, Any]] = {
+        **ReasoningGymEnv.check_settings,
+        "teacher_enabled": False,
+    }
+
+    @classmethod
+    def config_init(cls) -> tuple[ReasoningGymTeacherDistillConfig, APIServerConfig]:
+        """Return the settings of reasoning gym, with a teacher."""
+        env_config, server_config = super().config_init()
+        own = {**env_config.model_dump(exclude_unset=True), "wandb_name": cls.name}
+        return ReasoningGymTeacherDistillConfig(**own), server_config
+
+
+if __name__ == "__main__":
+    ReasoningGymTeacherDistillEnv.cli()
