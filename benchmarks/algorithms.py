@@ -23,7 +23,7 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)  # in this folder `environments` would be a benchmark, not the package
 
-from benchmarks.demo_runs import run_demo  # noqa: E402
+from benchmarks.demo_runs import names_of, run_demo  # noqa: E402
 from example_trainer.demo.settings import DemoSettings  # noqa: E402
 
 STALE_BATCHES = 4
@@ -54,7 +54,7 @@ ROWS: dict[str, Row] = {
 def main() -> None:
     """Run the rows that were asked for and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=_rows, default=list(ROWS), help=", ".join(ROWS))
+    parser.add_argument("--rows", type=names_of(ROWS), default=list(ROWS), help=", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=40, help="trainer steps of each row")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="a warmed-up tiny model; default: made first")
@@ -78,14 +78,6 @@ def main() -> None:
     Console().print(_table(figures))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-
-
-def _rows(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in ROWS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ROWS)}")
-    return names
 
 
 def _warmed_up(settings: DemoSettings, folder: Path) -> Path:

@@ -1,8 +1,10 @@
-"""One run of the demo for a benchmark: settings and an empty folder in, its figures out."""
+"""Runs of the demo for a benchmark: settings and an empty folder in, its figures out."""
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ from example_trainer.demo.progress import DemoProgress
 from example_trainer.demo.run import Demo, DemoResult
 from example_trainer.demo.settings import DemoPaths, DemoSettings
 
-__all__ = ["FinishedRun", "run_demo"]
+__all__ = ["FinishedRun", "names_of", "run_demo"]
 
 
 class FinishedRun(NamedTuple):
@@ -30,3 +32,16 @@ def run_demo(settings: DemoSettings, folder: Path) -> FinishedRun:
         result = Demo(settings, paths, progress).run()
     lines = paths.trainer_metrics.read_text(encoding="utf-8").splitlines()
     return FinishedRun(result, [json.loads(line) for line in lines], paths)
+
+
+def names_of(rows: Collection[str]) -> Callable[[str], list[str]]:
+    """Return the type of an argument that names some of the rows of a table, by commas."""
+
+    def chosen(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in rows:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(rows)}")
+        return names
+
+    return chosen
