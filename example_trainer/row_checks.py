@@ -40,24 +40,38 @@ def _is_unfilled(value: Any) -> bool:
     )
 
 
-def check_tokens(group: Mapping[str, Any]) -> None:
+def check_tokens(group: Mapping[str, Any], *, vocabulary: int | None) -> None:
     """Check that ids are ids, and that a mask is `IGNORE_INDEX` or the token where it is trained.
 
     A mask of zeros and ones would otherwise train the model to say the tokens 0 and 1.
+
+    Args:
+        group: Lines up.
+        vocabulary: Ids the model has; None: unknown.
 
     Raises:
         GroupError: names the first entry that is neither.
     """
     for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
-        if len(tokens) and min(tokens) < 0:
-            t = next(t for t, token in enumerate(tokens) if token < 0)
-            raise GroupError(f"tokens[{i}][{t}]: {tokens[t]} is not a token id")
+        _check_ids(f"tokens[{i}]", tokens, vocabulary)
         for t, (token, mask) in enumerate(zip(tokens, masks, strict=True)):
             if mask != token and mask != IGNORE_INDEX:
                 raise GroupError(
                     f"masks[{i}][{t}]: {mask}; expected the token, {token}, where it is trained "
                     f"and {IGNORE_INDEX} elsewhere"
                 )
+
+
+def _check_ids(path: str, tokens: Sequence[int], vocabulary: int | None) -> None:
+    if len(tokens) and min(tokens) < 0:
+        t = next(t for t, token in enumerate(tokens) if token < 0)
+        raise GroupError(f"{path}[{t}]: {tokens[t]} is not a token id")
+    if len(tokens) and vocabulary is not None and max(tokens) >= vocabulary:
+        t = next(t for t, token in enumerate(tokens) if token >= vocabulary)
+        raise GroupError(
+            f"{path}[{t}]: id {tokens[t]}, the model's vocabulary has {vocabulary} entries; "
+            "environment and trainer must use one tokenizer"
+        )
 
 
 def check_switches(group: Mapping[str, Any]) -> None:

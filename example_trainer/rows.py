@@ -44,6 +44,8 @@ class RowRules:
     advantage_std: Literal["sample", "population", "none"] = "population"
     advantage_eps: float = 1e-8
     unsupported_fields: Literal["refuse", "ignore"] = "refuse"
+    vocabulary: int | None = None
+    """Token ids the model has; None: unknown."""
     overlong_max_tokens: int | None = None
     """Trained tokens at which the score loses 1; None: no penalty."""
     overlong_buffer_tokens: int = 0
@@ -107,7 +109,7 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
     try:
         group = drop_unfilled(group)
         check_group(group)
-        check_tokens(group)
+        check_tokens(group, vocabulary=rules.vocabulary)
         check_switches(group)
         if rules.unsupported_fields == "refuse":
             refuse_unsupported(

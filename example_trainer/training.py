@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ class Trainer:
         self._scorer, self._packs = policy or prepare_policy(model, config)
         self._is_planned = False
         self._scorer.divides_by_temperature = divide_by_temperature
-        self._rules = row_rules(config)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._rules = replace(row_rules(config), vocabulary=vocabulary)
         self._observer = StepObserver(config, model, num_devices=parallel.world_size, view=view)
 
     def run(self) -> Path:

@@ -59,6 +59,13 @@ def test_odd_value_is_refused_with_its_path(extra, path):
         rows_from_group(pair(**extra), RULES, name="group 4")
 
 
+def test_token_of_another_vocabulary_is_refused():
+    rules = RowRules(seq_len=64, vocabulary=9)
+
+    with pytest.raises(GroupError, match=r"tokens\[1\]\[3\]: id 9, .* must use one tokenizer"):
+        rows_from_group(pair(), rules)
+
+
 @pytest.mark.parametrize(
     ("rules", "extra", "path"),
     [
