@@ -98,14 +98,13 @@ class ProblemSource:
     def _try(self, level: int, dice: random.Random) -> tuple[str, str]:
         if self.is_builtin:
             return dice.choice(BUILTIN_GENERATORS[level])(dice)
-        usable = [i for i in GENERATOR_IDS[level] if i not in self._failed]
-        if not usable:
-            return "", ""
-        generator_id = dice.choice(usable)
+        generator_id = dice.choice(GENERATOR_IDS[level])
         try:
             question, solution = _seeded(generator_id, dice)
         except Exception as error:  # noqa: BLE001 - third-party code that fails in many ways
-            logger.warning("generator %d fails (%r) and is left out", generator_id, error)
+            # It stays among the others: what an exercise is may not depend on those before it.
+            if generator_id not in self._failed:
+                logger.warning("generator %d failed (%r); told once", generator_id, error)
             self._failed.add(generator_id)
             return "", ""
         return _plain(question), _plain(solution)

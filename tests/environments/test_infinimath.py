@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import importlib.util
+import random
+import sys
+import types
 from fractions import Fraction
 from random import Random
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.check import check_environment
-from atroposlib.errors import MissingExtraError
+from atroposlib.errors import ConfigError, MissingExtraError
 from environments.infinimath.answers import first_boxed, has_thought, is_equal, read_answer
 from environments.infinimath.builtin_problems import BUILTIN_GENERATORS
 from environments.infinimath.curriculum import MathCurriculum
@@ -121,6 +124,40 @@ def test_builtin_exercise_worked_by_hand(name: str, question: str, answer: str) 
 
     assert question in asked
     assert solution == answer
+
+
+def test_exercise_of_the_package_does_not_depend_on_failures_before_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def generate(generator_id: int) -> tuple[str, str]:
+        number = random.randint(1, 10**9)
+        if generator_id % 2:
+            raise IndexError("string index out of range")
+        return f"$ {generator_id} + {number} $ is?", f"${generator_id + number}$"
+
+    package = types.SimpleNamespace(genById=generate)
+    monkeypatch.setitem(sys.modules, "mathgenerator", package)  # type: ignore[arg-type]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+    state = random.getstate()
+
+    source = ProblemSource("mathgenerator", seed=3)
+    in_order = [source.make(level, i) for level in (1, 7) for i in range(20)]
+    alone = ProblemSource("mathgenerator", seed=3).make(7, 19)
+
+    assert in_order[-1] == alone
+    assert "$" not in alone.question + alone.solution
+    assert random.getstate() == state
+    warned = [record.args[0] for record in caplog.records]  # type: ignore[index]
+    assert len(warned) == len(set(warned)) > 0
+
+
+def test_level_without_a_working_generator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.SimpleNamespace(genById=lambda generator_id: ("", ""))
+    monkeypatch.setitem(sys.modules, "mathgenerator", package)  # type: ignore[arg-type]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+
+    with pytest.raises(ConfigError, match="no generator of level 2"):
+        ProblemSource("mathgenerator", seed=0).make(2, 0)
 
 
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
