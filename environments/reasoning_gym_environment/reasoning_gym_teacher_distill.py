@@ -33,7 +33,7 @@ CARD = EnvironmentCard(
     reward="0 to 1 from the task's own scorer",
     data="made on the spot",
     needs="`atroposlib[examples]`, a second server for the teacher",
-    command="process --env.teacher_enabled false --env.task_names chain_sum",
+    command="process --env.teacher_enabled false --env.task_names chain_sum --env.total_steps 4",
 )
 
 
