@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from example_trainer.batch_journal import JOURNAL_DIRECTORY
 from example_trainer.checkpointing import (
@@ -17,7 +17,24 @@ from example_trainer.group_feed import GroupFeed
 from example_trainer.parallel import Parallel
 from example_trainer.weight_sync import WeightSync, is_sync_due
 
-__all__ = ["Publisher"]
+__all__ = ["Publisher", "TrainingParts"]
+
+
+class TrainingParts(NamedTuple):
+    """What a run trains and whom it deals with; the loop and the publisher share them."""
+
+    model: Any
+    """The trained model; each rank's part of it where weights are sharded."""
+    tokenizer: Any
+    """Saved beside the model."""
+    optimizer: Any
+    """Saved in checkpoints that can be resumed from."""
+    feed: GroupFeed
+    """Brings batches; is told which weights the engine serves and what is on disk."""
+    weight_sync: WeightSync
+    """How the engine gets new weights."""
+    parallel: Parallel
+    """The ranks that train together."""
 
 
 class Publisher:
@@ -25,32 +42,17 @@ class Publisher:
 
     Args:
         config: Settings.
-        model: The trained model.
-        tokenizer: Saved beside it.
-        optimizer: Saved in checkpoints that can be resumed from.
-        feed: Told which weights the engine serves and what is on disk.
-        weight_sync: How the engine gets new weights.
-        parallel: The ranks that train together.
+        parts: What is saved, and who is told.
     """
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        *,
-        model: Any,
-        tokenizer: Any,
-        optimizer: Any,
-        feed: GroupFeed,
-        weight_sync: WeightSync,
-        parallel: Parallel,
-    ) -> None:
+    def __init__(self, config: TrainingConfig, parts: TrainingParts) -> None:
         self._config = config
-        self._model = model
-        self._tokenizer = tokenizer
-        self._optimizer = optimizer
-        self._feed = feed
-        self._weight_sync = weight_sync
-        self._parallel = parallel
+        self._model = parts.model
+        self._tokenizer = parts.tokenizer
+        self._optimizer = parts.optimizer
+        self._feed = parts.feed
+        self._weight_sync = parts.weight_sync
+        self._parallel = parts.parallel
 
     def before_step(self, step: int) -> None:
         """Let the engine make room for the optimiser step number `step`."""

@@ -30,7 +30,7 @@ from example_trainer.metrics import StepTimes, batch_metrics, part_counts, step_
 from example_trainer.optimizer import learning_rate_at
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import Policy, prepare_policy
-from example_trainer.publishing import Publisher
+from example_trainer.publishing import Publisher, TrainingParts
 from example_trainer.rows import RowRules
 from example_trainer.scoring import TokenScores
 from example_trainer.step_notes import StepNotes
@@ -107,15 +107,8 @@ class Trainer:
         self._loss = make_loss(config)
         self._notes = StepNotes()
         self._parallel = parallel
-        self._publisher = Publisher(
-            config,
-            model=model,
-            tokenizer=tokenizer,
-            optimizer=optimizer,
-            feed=feed,
-            weight_sync=weight_sync,
-            parallel=parallel,
-        )
+        parts = TrainingParts(model, tokenizer, optimizer, feed, weight_sync, parallel)
+        self._publisher = Publisher(config, parts)
         self._scorer, self._packs = policy or prepare_policy(model, config)
         self._is_planned = False
         self._scorer.divides_by_temperature = divide_by_temperature
