@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.control import Control
@@ -34,6 +34,7 @@ from rich.live_render import LiveRender
 from atroposlib.envs.run_snapshot import RunSnapshot
 from atroposlib.envs.terminal_view import RunView
 from atroposlib.utils.inert_text import inert_block
+from atroposlib.utils.line_stream import LineStream, can_show, diverted
 
 __all__ = ["LineStream", "TerminalDisplay", "can_show"]
 
@@ -42,60 +43,6 @@ logger = logging.getLogger(__name__)
 NOTHING_YET = RunSnapshot(name="", activity="", elapsed_s=0.0, step=0, total_steps=-1)
 LINES_LEFT_FOR_THE_LOG = 4
 LONGEST_LAST_DRAW_S = 2.0
-
-
-def can_show(stream: Any) -> bool:
-    """Tell whether a stream is a terminal on which lines can be drawn again."""
-    return bool(stream.isatty()) and not Console(file=stream).is_dumb_terminal
-
-
-class LineStream:
-    """Stands in for a stream while the view is up; whole lines go to `write_line`.
-
-    Args:
-        replaced: what it stands in for; answers for its encoding and file number.
-        write_line: takes one line, without its end; called from any thread.
-    """
-
-    def __init__(self, replaced: TextIO, write_line: Callable[[str], None]) -> None:
-        self.replaced = replaced
-        self._write_line = write_line
-        self._started = ""
-        self._lock = threading.Lock()
-
-    def write(self, text: str) -> int:
-        """Pass on the lines that are complete; keep the rest until it is."""
-        with self._lock:
-            *lines, self._started = (self._started + text).split("\n")
-        for line in lines:
-            # Of a line written over again and again, as progress bars are, the last state counts.
-            self._write_line(line.rstrip("\r").rpartition("\r")[2])
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        """Write several texts."""
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        """Do nothing: an unfinished line cannot stand above the view."""
-
-    def finish(self) -> None:
-        """Pass on a line that was not ended."""
-        if self._started:
-            self.write("\n")
-
-    def isatty(self) -> bool:
-        """Answer no, so that nobody moves the cursor."""
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.replaced, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Give back to the stream a method of its own, as W&B does when its recording ends."""
-        is_its_own = name == "write" and getattr(value, "__self__", None) is self.replaced
-        object.__setattr__(self.replaced if is_its_own else self, name, value)
 
 
 class TerminalDisplay:
@@ -207,13 +154,8 @@ class TerminalDisplay:
             original = getattr(sys, name)
             if not original.isatty():
                 continue
-            stream = LineStream(original, partial(self._add_line, original))
-            self._give_back.callback(stream.finish)
-            setattr(sys, name, stream)
-            self._give_back.callback(setattr, sys, name, original)
-            for handler in _handlers_of(original):
-                handler.setStream(stream)
-                self._give_back.callback(handler.setStream, original)
+            above = diverted(original, partial(self._add_line, original), name=name)
+            self._give_back.enter_context(above)
 
     def _add_line(self, stream: TextIO, line: str) -> None:
         """Take a line for above the view; several of a moment are printed together."""
@@ -236,15 +178,3 @@ def _console_beside(stream: TextIO) -> Iterator[Console]:
         return
     with os.fdopen(descriptor, "w", encoding=stream.encoding, errors="replace") as terminal:
         yield Console(file=terminal)
-
-
-def _handlers_of(stream: Any) -> Iterator[Any]:
-    """The log handlers that write to a stream, of every logger there is."""
-    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    for known in loggers:
-        if isinstance(known, logging.Logger):
-            for handler in known.handlers:
-                is_stream_handler = isinstance(handler, logging.StreamHandler)
-                # Its own: handlers that look `sys.stderr` up each time find the right one anyway.
-                if is_stream_handler and vars(handler).get("stream") is stream:
-                    yield handler
