@@ -85,6 +85,7 @@ ENVIRONMENT_VARIABLES = {
     "SLURM_JOB_NODELIST": "Nodes of the Slurm job, where servers are discovered.",
     "NUM_TRAINING_NODES": "Nodes at the start of that list that train; the others serve inference.",
     "INFER_TP": "GPUs per inference server on those nodes, 1 when not set.",
+    "GPUS_PER_NODE": "GPUs of each of those nodes, 8 when not set.",
     "WANDB_MODE": "Read by W&B: `offline` writes to disk only, `disabled` writes nothing.",
     "HF_HUB_OFFLINE": "Read by Hugging Face: `1` uses local files only.",
 }

@@ -37,6 +37,15 @@ def test_tensor_parallelism_leaves_fewer_servers_per_node(tensor_parallel: str, 
     assert len(slurm_urls(["node1"], environ)) == ports
 
 
+def test_nodes_with_other_numbers_of_gpus_have_as_many_servers() -> None:
+    environ = {"NUM_TRAINING_NODES": "1", "GPUS_PER_NODE": "4", "INFER_TP": "2"}
+
+    assert slurm_urls(["node1", "node2"], environ) == [
+        "http://node2:9000/v1",
+        "http://node2:9001/v1",
+    ]
+
+
 @pytest.mark.parametrize(
     ("environ", "name"),
     [
@@ -44,6 +53,7 @@ def test_tensor_parallelism_leaves_fewer_servers_per_node(tensor_parallel: str, 
         ({"NUM_TRAINING_NODES": "one"}, "NUM_TRAINING_NODES"),
         ({"NUM_TRAINING_NODES": "1", "INFER_TP": "two"}, "INFER_TP"),
         ({"NUM_TRAINING_NODES": "1", "INFER_TP": "0"}, "INFER_TP"),
+        ({"NUM_TRAINING_NODES": "1", "GPUS_PER_NODE": "0"}, "GPUS_PER_NODE"),
     ],
 )
 def test_bad_variable_is_reported_by_name(environ: dict[str, str], name: str) -> None:

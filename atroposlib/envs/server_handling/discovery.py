@@ -37,16 +37,19 @@ def slurm_hosts(nodelist: str) -> list[str]:
 def slurm_urls(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the address of every inference server of a job.
 
-    Hosts after the first NUM_TRAINING_NODES serve; each has one server per INFER_TP of its 8 GPUs.
+    Hosts after the first NUM_TRAINING_NODES serve; each has one server per INFER_TP of its
+    GPUS_PER_NODE.
 
     Raises:
-        ConfigError: a variable is missing or not a number.
+        ConfigError: a variable is missing or not a number above 0.
     """
     num_training_nodes = _integer(environ, "NUM_TRAINING_NODES", default=None)
     tensor_parallel = _integer(environ, "INFER_TP", default=1)
-    if tensor_parallel < 1:
-        raise ConfigError(f"INFER_TP is {tensor_parallel}; expected at least 1")
-    ports = range(FIRST_SLURM_PORT, FIRST_SLURM_PORT + GPUS_PER_NODE // tensor_parallel)
+    gpus = _integer(environ, "GPUS_PER_NODE", default=GPUS_PER_NODE)
+    for name, number in (("INFER_TP", tensor_parallel), ("GPUS_PER_NODE", gpus)):
+        if number < 1:
+            raise ConfigError(f"{name} is {number}; expected at least 1")
+    ports = range(FIRST_SLURM_PORT, FIRST_SLURM_PORT + gpus // tensor_parallel)
     return [f"http://{host}:{port}/v1" for host in hosts[num_training_nodes:] for port in ports]
 
 
