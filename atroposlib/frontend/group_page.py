@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from importlib import resources
 from string import Template
 from typing import Any
 
-from atroposlib.utils.inert_text import inert_block, inert_markup
+from atroposlib.frontend.message_text import render_markdown
+from atroposlib.utils.inert_text import inert_markup
+from atroposlib.utils.short_score import short_score
 
 __all__ = ["create_html_for_group", "get_score_class", "render_markdown", "render_page"]
 
 logger = logging.getLogger(__name__)
 
-MAX_MARKDOWN_CHARACTERS = 200_000
-"""Longer texts are shown as they are: Markdown's cost grows faster than the text."""
-
-KEPT_TEXTS = 256
-"""Prompts repeat within a group: rendering them once halves the time of a page."""
-
-UNWANTED_RULES = ["link", "image", "autolink", "reference", "html_inline", "html_block", "entity"]
 IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
 """How base64 of an image begins."""
+PROMPT_ROLES = frozenset({"system", "developer", "user", "environment"})
 INLINE_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
 
 
@@ -51,8 +46,9 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
 
     Args:
         group_data: `messages` [G], each a text or a chat, and `scores` [G]. Unequal lengths are
-            cut to the shorter one with a warning. Base64 texts in `images` are shown above them,
-            each once.
+            cut to the shorter one with a warning. A prompt that all of them begin with is
+            folded from the second on. Base64 texts in `images` are shown above them, each once,
+            and so is `gold_answer`, a text or one per turn.
         index: number of the group on the page.
 
     Returns:
@@ -71,28 +67,20 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     pairs = list(zip(messages, scores))  # noqa: B905 - cut to the shorter, as announced above
     if not pairs:
         return ""
-    items = "\n".join(_item(chat, score, index, i) for i, (chat, score) in enumerate(pairs))
+    num_shared = _num_shared([chat for chat, _ in pairs])
+    items = "\n".join(
+        _item(_render_chat(chat, num_folded=num_shared if i else 0), score, index, i)
+        for i, (chat, score) in enumerate(pairs)
+    )
     numbers = [score for _, score in pairs if get_score_class(score)]
     best = max(numbers, default="")
     mean = sum(numbers) / len(numbers) if numbers else ""
     return (
         f'<details class="group" id="group-{index}" data-index="{index}" data-best="{best}" '
         f'data-mean="{mean}">\n<summary>Group {index}</summary>\n'
-        f"{_group_images(group_data.get('images'))}{items}\n</details>"
+        f"{_group_images(group_data.get('images'))}{_gold(group_data.get('gold_answer'))}"
+        f"{items}\n</details>"
     )
-
-
-@lru_cache(maxsize=KEPT_TEXTS)
-def render_markdown(text: str) -> str:
-    """Return Markdown text as safe HTML; raw HTML in it appears as text, control codes as signs."""
-    if len(text) > MAX_MARKDOWN_CHARACTERS:
-        return _as_is(text)
-    try:
-        rendered: str = _converter().render(inert_block(text))
-        return rendered
-    except (RecursionError, ValueError, IndexError) as error:
-        logger.debug("shown without Markdown: %s", error)
-        return _as_is(text)
 
 
 def render_page(input_name: str, groups: Sequence[str]) -> str:
@@ -114,21 +102,40 @@ def render_page(input_name: str, groups: Sequence[str]) -> str:
     )
 
 
-def _item(chat: Any, score: Any, group: int, i: int) -> str:
+def _item(content: str, score: Any, group: int, i: int) -> str:
     classes = f"item {get_score_class(score)}".strip()
-    number = score if get_score_class(score) else ""
+    number = short_score(score) if get_score_class(score) else ""
     return (
         f'<div class="{classes}" id="group-{group}-item-{i}" tabindex="0" data-score="{number}">\n'
         f"<h3>Content {i}</h3>\n"
-        f'<div class="content-block">{_render_chat(chat)}</div>\n'
-        f'<p class="reward">Reward: {inert_markup(str(score))}</p>\n</div>'
+        f'<div class="content-block">{content}</div>\n'
+        f'<p class="reward">Reward: {inert_markup(str(short_score(score)))}</p>\n</div>'
     )
 
 
-def _render_chat(chat: Any) -> str:
+def _num_shared(chats: Sequence[Any]) -> int:
+    """Return how many messages of the prompt, from the first on, are the same in all chats."""
+    first, *others = chats
+    if not isinstance(first, list) or not all(isinstance(chat, list) for chat in others):
+        return 0
+    num_shared = 0
+    for message in first:
+        role = message.get("role") if isinstance(message, dict) else None
+        is_prompt = isinstance(role, str) and role.lower() in PROMPT_ROLES
+        if not is_prompt or any(chat[num_shared : num_shared + 1] != [message] for chat in others):
+            break
+        num_shared += 1
+    return num_shared
+
+
+def _render_chat(chat: Any, *, num_folded: int) -> str:
     if not isinstance(chat, list):
         return render_markdown(str(chat))
-    return "\n".join(_render_message(message) for message in chat)
+    folded = "\n".join(map(_render_message, chat[:num_folded]))
+    rest = "\n".join(map(_render_message, chat[num_folded:]))
+    if not folded:
+        return rest
+    return f'<details class="folded"><summary>prompt as above</summary>\n{folded}</details>\n{rest}'
 
 
 def _render_message(message: Any) -> str:
@@ -139,7 +146,12 @@ def _render_message(message: Any) -> str:
     if calls:
         text += f"\n\n```json\n{json.dumps(calls, indent=1, ensure_ascii=False, default=str)}\n```"
     role = str(message.get("role") or "unknown").capitalize()
-    return render_markdown(f"**{role}**: {text}") + "".join(_image(url) for url in images)
+    kind = "message prompt" if role.lower() in PROMPT_ROLES else "message"
+    # The role has a line of its own: a fence or a table begins a line.
+    return (
+        f'<div class="{kind}"><p class="role"><strong>{inert_markup(role)}</strong>:</p>\n'
+        f"{render_markdown(text)}{''.join(_image(url) for url in images)}</div>"
+    )
 
 
 def _split_content(content: Any) -> tuple[str, list[str]]:
@@ -175,6 +187,18 @@ def _group_images(images: Any) -> str:
     return "".join(f"{_image(address)}\n" for address in addresses)
 
 
+def _gold(answer: Any) -> str:
+    """Return a perfect answer, one per turn where it is a list; folded, as it gives all away."""
+    turns = answer if isinstance(answer, list) else [answer]
+    texts = "\n".join(render_markdown(turn) for turn in turns if isinstance(turn, str))
+    if not texts:
+        return ""
+    return (
+        '<details class="gold"><summary>Gold answer</summary>\n'
+        f'<div class="content-block">{texts}</div></details>\n'
+    )
+
+
 def _as_address(text: str) -> str:
     kind = next((kind for start, kind in IMAGE_STARTS.items() if text.startswith(start)), None)
     return text if kind is None else f"data:image/{kind};base64,{text}"
@@ -190,24 +214,3 @@ def _image(url: str) -> str:
 @cache
 def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _converter() -> Any:
-    from markdown_it import MarkdownIt
-
-    # Raw HTML is ordinary text and gets escaped. Links stay text as well: a reader sees the
-    # address, and nobody is led anywhere.
-    options = {"html": False, "breaks": True}
-    converter = MarkdownIt("commonmark", options).enable("table").disable(UNWANTED_RULES)
-    # The language a fence names would become an attribute; nothing on the page uses it.
-    converter.add_render_rule("fence", lambda _, tokens, i, *__: _code_block(tokens[i].content))
-    return converter
-
-
-def _code_block(text: str) -> str:
-    return f"<pre><code>{html.escape(text, quote=False)}</code></pre>\n"
-
-
-def _as_is(text: str) -> str:
-    return f"<pre>{html.escape(inert_block(text), quote=False)}</pre>"

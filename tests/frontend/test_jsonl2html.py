@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import html
 import json
+import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -127,6 +129,91 @@ def test_model_output_never_becomes_active_markup(attack: str, as_chat: bool) ->
         "data-mean",
         "data-score",
     }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\{1, 2\} \(x\) \\",
+        "# # _ #\n_ _ _ _",
+        "#### _\n---\n***",
+        "__init__ and _x_",
+        "rows |  : | :\n  and spaces  \nstay",
+    ],
+)
+def test_text_keeps_its_characters_under_markdown(text: str) -> None:
+    markup = create_html_for_group({"messages": [text], "scores": [0]}, 0)
+
+    block = markup.split('<div class="content-block">')[1].split("</div>")[0]
+    shown = re.sub("<[^>]+>", "", block.replace("<br>", "\n"))
+    assert html.unescape(shown).strip() == text
+
+
+def test_style_shows_marks_that_became_markup(tmp_path: Path) -> None:
+    source = tmp_path / "g.jsonl"
+    source.write_text(json.dumps({"messages": ["2*3*4\n\n#### 24"], "scores": [0]}))
+
+    generate_html(source)
+
+    page = source.with_suffix(".html").read_text()
+    assert "2<em>3</em>4" in page
+    assert '.content-block em::after { content: "*";' in page
+    assert "<h4>24</h4>" in page
+    assert '.content-block h4::before { content: "#### "; }' in page
+
+
+def test_answer_may_begin_with_a_fence() -> None:
+    chat = [{"role": "assistant", "content": "```python\nprint()\n```"}]
+
+    markup = create_html_for_group({"messages": [chat], "scores": [0]}, 0)
+
+    assert "<pre><code>print()\n</code></pre>" in markup
+
+
+def test_prompt_of_the_group_is_folded_from_the_second_on() -> None:
+    prompt = [{"role": "system", "content": "rules"}, {"role": "user", "content": "2 + 2"}]
+    chats = [[*prompt, {"role": "assistant", "content": answer}] for answer in ("4", "4", "5")]
+
+    markup = create_html_for_group({"messages": chats, "scores": [1, 1, 0]}, 0)
+
+    items = markup.split("<h3>")[1:]
+    assert ["<details" in item for item in items] == [False, True, True]
+    for item in items:
+        assert "rules" in item
+        before_answer = item.split("Assistant")[0]
+        assert before_answer.count("<details") == before_answer.count("</details>")
+
+
+def test_prompts_that_differ_are_not_folded() -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("one", "two")]
+
+    assert "folded" not in create_html_for_group({"messages": chats, "scores": [1, 0]}, 0)
+
+
+@pytest.mark.parametrize(
+    ("gold", "texts"), [("<b>4", ["&lt;b&gt;4"]), (["first", "second"], ["first", "second"])]
+)
+def test_gold_answer_is_shown_once(gold: Any, texts: list[str]) -> None:
+    markup = create_html_for_group({**NESTED, "gold_answer": gold}, 0)
+
+    folded = markup.split('<details class="gold">')[1].split("</details>")[0]
+    for text in texts:
+        assert text in folded
+
+
+@pytest.mark.parametrize("gold", [None, 4, {"a": 1}, [3]])
+def test_gold_answer_that_is_no_text_is_left_out(gold: Any) -> None:
+    assert "Gold" not in create_html_for_group({**NESTED, "gold_answer": gold}, 0)
+
+
+def test_rewards_are_shown_without_digits_of_floating_point() -> None:
+    group = {"messages": ["x", "y"], "scores": [-1.7999999999999998, 0.22547386273360412]}
+
+    markup = create_html_for_group(group, 0)
+
+    assert "Reward: -1.8<" in markup
+    assert "Reward: 0.225474<" in markup
+    assert 'data-score="-1.8"' in markup
 
 
 def test_thinking_tags_stay_visible() -> None:
