@@ -153,9 +153,10 @@ class EnvHooks(ABC):
         return trajectories
 
     def check_gold_answer(self, item: Item) -> str | Sequence[str] | None:
-        """Return what a perfect model would write; called by `check` only, to test the scores.
+        """Return what a perfect model would write; called by `check` and by `process` only.
 
-        A list gives one answer per turn. None, the default, leaves the scores unchecked.
+        `check` tests the scores with it, `process` shows it beside the completions. A list gives
+        one answer per turn. None, the default, leaves the scores unchecked.
         """
         return None
 

@@ -1,12 +1,13 @@
 """Running an environment without a trajectory service: `process` and `evaluate`.
 
-process: item -> rollouts -> group -> JSONL, until enough; then a page of the groups
+process: item -> rollouts -> group with gold answer -> JSONL, until enough; then a page of them
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import MutableMapping
 from contextlib import AsyncExitStack
 from numbers import Real
 from typing import Any
@@ -16,6 +17,7 @@ from atroposlib.envs.env_serving import ServingEnv
 from atroposlib.envs.group_assembly import as_pair
 from atroposlib.envs.recent_errors import RecentErrors
 from atroposlib.errors import NoDataError
+from atroposlib.utils.short_score import short_score
 
 __all__ = ["OfflineEnv"]
 
@@ -82,6 +84,7 @@ class OfflineEnv(ServingEnv):
                     )
                 continue
             num_empty = 0
+            await self._add_gold_answer(collected, item)
             await settle(
                 self.handle_send_to_api(
                     collected, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
@@ -90,6 +93,20 @@ class OfflineEnv(ServingEnv):
             await settle(self.wandb_log({}))
             self.curr_step += 1
             self._report_processed_groups(collected, duration_s=time.monotonic() - started_at)
+
+    async def _add_gold_answer(self, collected: Any, item: Any) -> None:
+        """Write the gold answer of an item into its groups: whoever looks at scores needs it."""
+        try:
+            gold = await settle(self.check_gold_answer(item))
+        except Exception:  # a hook of the author's; the groups are worth having without it
+            logger.warning("check_gold_answer failed; the group has no gold answer", exc_info=True)
+            return
+        if gold is None:
+            return
+        answer = gold if isinstance(gold, str) else list(gold)
+        for group in collected if isinstance(collected, list) else [collected]:
+            if isinstance(group, MutableMapping):
+                group.setdefault("gold_answer", answer)
 
     def _why_no_data(self, reasons: RecentErrors) -> str:
         if not reasons.lines:
@@ -106,7 +123,7 @@ class OfflineEnv(ServingEnv):
             self.curr_step,
             self.n_groups_to_process,
             len(scores),
-            scores,
+            [short_score(score) for score in scores],
             duration_s,
         )
 

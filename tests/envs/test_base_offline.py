@@ -63,6 +63,32 @@ async def test_process_writes_groups_page_and_metrics(make_env: MakeEnv, tmp_pat
     assert env.events == ["setup", "close"]
 
 
+@pytest.mark.parametrize("gold", ["ABC", ["A", "B"]])
+async def test_process_writes_the_gold_answer_beside_its_groups(
+    make_env: MakeEnv, tmp_path: Path, gold: Any
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl", include_messages=True)
+    env.check_gold_answer = lambda item: gold
+
+    await process(env, groups=1)
+
+    assert [group["gold_answer"] for group in records(tmp_path / "groups.jsonl")] == [gold]
+    assert "Gold answer" in (tmp_path / "groups.html").read_text()
+
+
+async def test_process_goes_on_where_the_gold_answer_fails(
+    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl")
+    env.check_gold_answer = lambda item: 1 // 0
+
+    await process(env, groups=1)
+
+    [group] = records(tmp_path / "groups.jsonl")
+    assert "gold_answer" not in group
+    assert "check_gold_answer failed" in caplog.text
+
+
 async def test_process_without_items_left_ends(make_env: MakeEnv, tmp_path: Path) -> None:
     env = make_env(data_path_to_save_groups="groups.jsonl")
     env.most_items = 2
