@@ -78,6 +78,11 @@ class OfflineEnv(ServingEnv):
                 collected = await settle(self.postprocess_histories(collected))
             if not collected:
                 num_empty += 1
+                logger.info(
+                    "an item gave no group, %.1f s; %d in a row",
+                    time.monotonic() - started_at,
+                    num_empty,
+                )
                 if num_empty >= MAX_EMPTY_GROUPS_IN_A_ROW:
                     raise NoDataError(
                         f"{num_empty} items in a row gave no data; {self._why_no_data(reasons)}"

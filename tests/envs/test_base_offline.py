@@ -118,14 +118,16 @@ class EmptyEnv(SmallEnv):
 
 
 async def test_process_nothing_but_empty_groups_stops_with_a_message(
-    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(env_offline, "MAX_EMPTY_GROUPS_IN_A_ROW", 5)
     env = make_env(EmptyEnv)
 
     with pytest.raises(RuntimeError, match=r"5 items in a row gave no data.*EmptyEnv"):
         await process(env, groups=1)
 
+    assert "gave no group" in caplog.text
     assert env.events == ["setup", "close"]
 
 
