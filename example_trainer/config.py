@@ -7,6 +7,8 @@ from them); `TrainingConfig` is their union and the only class the rest of the t
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -55,7 +57,7 @@ class ModelFields(BaseModel):
 class TrainingFields(BaseModel):
     """How long, how large and with which optimiser."""
 
-    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
+    lr: float = Field(default=1e-5, gt=0, allow_inf_nan=False, description="Peak learning rate.")
     training_steps: int = Field(default=10, ge=1, description="Optimiser steps of the whole run.")
     batch_size: int = Field(
         default=2, ge=1, description="Sequences per forward pass (micro-batch)."
@@ -244,6 +246,29 @@ class TrainingConfig(
     def _resolve_auto_device(cls, value: Any) -> Any:
         return default_device() if value == "auto" else value
 
+    @field_validator("device")
+    @classmethod
+    def _refuse_unknown_devices(cls, value: str) -> str:
+        if not re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d+)?", value):
+            raise ValueError("expected auto, cpu, cuda, or one GPU such as cuda:1")
+        return value
+
+    @field_validator("atropos_url")
+    @classmethod
+    def _refuse_addresses_without_scheme(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("expected an address that starts with http:// or https://")
+        return value
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _refuse_unbalanced_quotes(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"cannot be split into arguments: {error}") from error
+        return value
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> TrainingConfig:
         _ = self.loss_choice  # raises where settings of the loss exclude each other
@@ -255,6 +280,16 @@ class TrainingConfig(
             raise ValueError("engine_urls are updated by weight_bridge_mode=in_place alone")
         if self.engine == "sglang" and self.weight_bridge_mode not in ("in_place", "off"):
             raise ValueError("engine=sglang is updated by weight_bridge_mode=in_place alone")
+        if self.uses_lora and self.train_layer_indices is not None:
+            raise ValueError(
+                "train_layer_indices choose among the model's own weights, which "
+                f"{self.weight_bridge_mode} leaves alone; use lora_layer_indices"
+            )
+        if not self.uses_lora and self.lora_layer_indices is not None:
+            raise ValueError(
+                "lora_layer_indices need weight_bridge_mode=lora_only or lora_restart; without "
+                "adapters use train_layer_indices"
+            )
         if self.is_sharded and self.optimizer == "adafactor":
             raise ValueError("adafactor cannot be sharded: use adamw, or parallel_mode=data")
         limit = self.overlong_max_tokens

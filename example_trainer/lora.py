@@ -45,15 +45,13 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
             model's output as it is.
 
     Raises:
-        ConfigError: a layer or module is not there, or layers are chosen in two ways.
+        ConfigError: a layer or module is not there.
         MissingExtraError: peft is not installed.
     """
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise MissingExtraError("peft", extra="trainer") from error
-    if config.train_layer_indices is not None:
-        raise ConfigError("train_layer_indices trains whole blocks; use --lora-layer-indices")
     num_layers = model.config.get_text_config().num_hidden_layers
     outside = [i for i in config.lora_layer_indices or () if not 0 <= i < num_layers]
     if outside:

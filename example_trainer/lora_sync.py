@@ -17,7 +17,8 @@ __all__ = ["LoraRestartSync", "LoraSwapSync", "save_adapter"]
 
 logger = logging.getLogger(__name__)
 
-_ROUTE = "/v1/load_lora_adapter"
+_VLLM_ROUTE = "/v1/load_lora_adapter"
+_COMPANION_ROUTE = "/lora/load"
 
 
 def save_adapter(model: Any, config: TrainingConfig, step: int) -> Path:
@@ -32,6 +33,8 @@ def save_adapter(model: Any, config: TrainingConfig, step: int) -> Path:
 class LoraSwapSync:
     """Swaps the adapter of a running vLLM that is not ours, under one name, without a pause.
 
+    A stock vLLM is asked by its own route, the companion server (`companion`) by its `/lora/load`.
+
     Rollouts ask for the model `lora_name`. Requests under way go on with the new adapter from
     their next token, with the caches of the old one; new requests use the new one alone.
     """
@@ -42,6 +45,7 @@ class LoraSwapSync:
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._engine = EngineConnection(f"http://{config.vllm_connect_host}:{config.vllm_port}")
+        self._route = _VLLM_ROUTE
 
     def check_before_load(self) -> None:
         """Fail when no engine is there, or one that takes no adapters."""
@@ -50,13 +54,19 @@ class LoraSwapSync:
                 f"no engine answers GET {self._engine.base_url}/health with 200; "
                 "weight_bridge_mode=lora_only needs a running vLLM, lora_restart launches its own"
             )
-        # Without a name the route refuses and changes nothing; 404 and 405 mean no route.
-        status = self._engine.send("POST", _ROUTE, json={}).status_code
-        if status not in (400, 422):
+        # Without a name the routes refuse and change nothing; 404 and 405 mean no route.
+        statuses = {}
+        for route in (_VLLM_ROUTE, _COMPANION_ROUTE):
+            statuses[route] = self._engine.send("POST", route, json={}).status_code
+            if statuses[route] in (400, 422):
+                self._route = route
+                break
+        else:
             raise ConfigError(
                 f"the engine at {self._engine.base_url} takes no adapters while it runs (POST "
-                f"{_ROUTE} answered {status}); start vLLM with --enable-lora --max-lora-rank "
-                f"{engine_rank(self._config.lora_r)} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+                f"{_VLLM_ROUTE} answered {statuses[_VLLM_ROUTE]}); start vLLM with --enable-lora "
+                f"--max-lora-rank {engine_rank(self._config.lora_r)} and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
                 "in its environment, or use --weight-bridge-mode lora_restart"
             )
 
@@ -70,18 +80,15 @@ class LoraSwapSync:
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         """Write the adapters and let the engine take them in place of those it has."""
         directory = save_adapter(model, self._config, step)
-        answer = self._engine.send(
-            "POST",
-            _ROUTE,
-            json={
-                "lora_name": self._config.lora_name,
-                "lora_path": str(directory.resolve()),
-                "load_inplace": True,
-            },
-        )
+        name, path = self._config.lora_name, str(directory.resolve())
+        if self._route == _COMPANION_ROUTE:
+            body: dict[str, Any] = {"adapter_name": name, "adapter_path": path}
+        else:
+            body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        answer = self._engine.send("POST", self._route, json=body)
         if answer.status_code != 200:
             raise InferenceError(
-                f"POST {self._engine.base_url}{_ROUTE} answered {answer.status_code}: "
+                f"POST {self._engine.base_url}{self._route} answered {answer.status_code}: "
                 f"{answer.text[:500]}; the model is served as {self._config.lora_name!r} and the "
                 "engine must be able to read the directory"
             )

@@ -34,6 +34,7 @@ class GrpoFields(BaseModel):
     policy_coef: float = Field(
         default=1.0,
         ge=0,
+        allow_inf_nan=False,
         description="Weight of the policy loss; 0: no reward is used, what is learned comes from "
         "a teacher or from demonstrations alone.",
     )
@@ -49,6 +50,7 @@ class GrpoFields(BaseModel):
     dual_clip: float = Field(
         default=DEFAULT_DUAL_CLIP,
         gt=1,
+        allow_inf_nan=False,
         description="Bound of the ratio at negative advantages (dual_clip).",
     )
     ratio_anchor: Literal["auto", Anchor] = Field(
@@ -89,7 +91,9 @@ class GrpoFields(BaseModel):
         description="Deviation a group's centred scores are divided by. auto: none for dr_grpo, "
         "dppo, ipo and importance_sampling, else population.",
     )
-    advantage_eps: float = Field(default=1e-8, ge=0, description="Added to that deviation.")
+    advantage_eps: float = Field(
+        default=1e-8, ge=0, allow_inf_nan=False, description="Added to that deviation."
+    )
     overlong_max_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -144,6 +148,7 @@ class ExtraLossFields(BaseModel):
     kl_coef: float = Field(
         default=0.0,
         ge=0,
+        allow_inf_nan=False,
         description="Weight of the KL penalty to the groups' ref_logprobs; 0: none.",
     )
     kl_estimator: KlEstimator = Field(
@@ -151,11 +156,15 @@ class ExtraLossFields(BaseModel):
         description="Estimator of that KL; k1 as a loss penalises nothing in expectation.",
     )
     sft_coef: float = Field(
-        default=1.0, ge=0, description="Weight of the likelihood of trajectories marked sft."
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the likelihood of trajectories marked sft.",
     )
     distill_coef: float = Field(
         default=0.0,
         ge=0,
+        allow_inf_nan=False,
         description="Weight of the distillation from the groups' teacher arrays; 0: none, and "
         "groups that carry them are refused.",
     )
@@ -164,5 +173,8 @@ class ExtraLossFields(BaseModel):
         description="Cross entropy to the teacher's top tokens, or reverse KL within them.",
     )
     distill_temperature: float = Field(
-        default=1.0, gt=0, description="Divides the teacher's logprobs and the student's logits."
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Divides the teacher's logprobs and the student's logits.",
     )

@@ -44,7 +44,7 @@ class RecordingServer(VLLMServer):
         return answer
 
 
-def _save_spread_out_model(folder: Path) -> None:
+def save_spread_out_model(folder: Path) -> None:
     """Save a random model whose distributions are far from uniform, so that mix-ups show."""
     import torch
 
@@ -89,9 +89,17 @@ def vllm_environment() -> dict[str, str]:
     }
 
 
+OPENAI_DOOR = ("-m", "vllm.entrypoints.openai.api_server")
+
+
 @contextmanager
 def serve_with_vllm(
-    folder: Path, tokenizer: Any, *, max_model_len: int, more: Sequence[str] = ()
+    folder: Path,
+    tokenizer: Any,
+    *,
+    max_model_len: int,
+    more: Sequence[str] = (),
+    door: Sequence[str] = OPENAI_DOOR,
 ) -> Iterator[EngineWithModel]:
     """Serve the model of a folder by a vLLM of its own, which ends with the context."""
     if importlib.util.find_spec("vllm") is None:
@@ -101,7 +109,7 @@ def serve_with_vllm(
     from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready
 
     port = find_free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, *door]
     command += ["--model", str(folder), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", str(max_model_len), "--max-num-seqs", "16", "--enforce-eager"]
@@ -132,11 +140,15 @@ def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWith
 
 
 @contextmanager
-def serve_spread_out_model(folder: Path, *, more: Sequence[str] = ()) -> Iterator[EngineWithModel]:
+def serve_spread_out_model(
+    folder: Path, *, more: Sequence[str] = (), door: Sequence[str] = OPENAI_DOOR
+) -> Iterator[EngineWithModel]:
     """Serve a tiny model whose answers differ, by a vLLM of its own."""
-    _save_spread_out_model(folder)
+    save_spread_out_model(folder)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with serve_with_vllm(folder, tokenizer, max_model_len=MAX_MODEL_LEN, more=more) as engine:
+    with serve_with_vllm(
+        folder, tokenizer, max_model_len=MAX_MODEL_LEN, more=more, door=door
+    ) as engine:
         yield engine

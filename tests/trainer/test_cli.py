@@ -155,3 +155,33 @@ def test_unknown_setting_suggests_the_near_name():
 def test_contradicting_settings_are_refused_with_the_remedy():
     with pytest.raises(ValidationError, match="count that mismatch twice"):
         TrainingConfig(model_name="m", device="cpu", ratio_anchor="inference", importance_cap=2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lr", "inf"], "--lr: Input should be a finite number"),
+        (["--kl-coef", "inf"], "--kl-coef: Input should be a finite number"),
+        (["--device", "tpu"], "--device: expected auto, cpu, cuda, or one GPU"),
+        (["--device", "cuda:x"], "--device: expected auto, cpu, cuda, or one GPU"),
+        (["--atropos-url", "localhost:8000"], "--atropos-url: expected an address that starts"),
+        (["--vllm-args", "'a b"], "--vllm-args: cannot be split into arguments"),
+        (
+            ["--weight-bridge-mode", "lora_only", "--train-layer-indices", "0-2"],
+            "use lora_layer_indices",
+        ),
+        (["--lora-layer-indices", "0-2"], "use train_layer_indices"),
+    ],
+)
+def test_setting_that_cannot_be_meant_is_refused_at_the_start(argv, message):
+    with pytest.raises(ValidationError) as error_info:
+        config_from_args(parse_args(["--model", "m", "--device", "cpu", *argv]))
+
+    assert message in describe_errors(error_info.value)
+
+
+@pytest.mark.parametrize("flag", ["--max-grad-norm", "--clip-eps-high", "--importance-cap"])
+def test_infinity_is_how_a_bound_is_switched_off(flag):
+    config = config_from_args(parse_args(["--model", "m", "--device", "cpu", flag, "inf"]))
+
+    assert float("inf") in (config.max_grad_norm, config.clip_eps_high, config.importance_cap)

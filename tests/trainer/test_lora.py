@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.lora import add_adapters, engine_rank, is_adapter
@@ -64,8 +65,8 @@ def test_module_that_is_not_there_is_refused(tmp_path):
 
 
 def test_adapters_and_whole_blocks_together_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="lora-layer-indices"):
-        add_adapters(tiny_llama(), lora_config(tmp_path, train_layer_indices=[0]))
+    with pytest.raises(ValidationError, match="use lora_layer_indices"):
+        lora_config(tmp_path, train_layer_indices=[0])
 
 
 def test_training_saves_adapters_that_load_again(tmp_path, model_folder):
@@ -137,9 +138,30 @@ def test_swap_without_an_engine_is_refused(tmp_path, free_port):
     sync.close()
 
 
+def test_companion_server_is_asked_by_its_own_route(tmp_path, model_folder):
+    routes = {"/v1/load_lora_adapter": (404, {}), "/lora/load": (422, {})}
+    with ScriptedVllm(routes) as engine:
+        config = lora_config(tmp_path, vllm_port=engine.port)
+        model, _ = load_model_and_tokenizer(config)
+        sync = LoraSwapSync(config)
+        sync.check_before_load()
+        engine.answers["/lora/load"] = (200, {})
+        sync.publish(model, checkpoint=None, step=4)
+        sync.close()
+
+    assert engine.requests[-1][::2] == (
+        "/lora/load",
+        {
+            "adapter_name": "training_adapter",
+            "adapter_path": str(tmp_path / "saves" / "adapter_step_4"),
+        },
+    )
+
+
 @pytest.mark.parametrize(("status", "is_refused"), [(404, True), (405, True), (400, False)])
 def test_engine_without_the_route_is_refused_naming_the_remedy(tmp_path, status, is_refused):
-    with ScriptedVllm({"/v1/load_lora_adapter": (status, {})}) as engine:
+    answers = {"/v1/load_lora_adapter": (status, {}), "/lora/load": (404, {})}
+    with ScriptedVllm(answers) as engine:
         sync = LoraSwapSync(lora_config(tmp_path, vllm_port=engine.port))
         if is_refused:
             with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):

@@ -1,0 +1,460 @@
+"""The companion server's routes over a scripted engine: answers, refusals, adapters, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from fastapi.testclient import TestClient
+
+from atroposlib.envs.server_handling.vllm_payloads import (
+    normalize_topk_entry,
+    parse_generate,
+    prompt_rows,
+)
+from example_trainer.companion.generation import _unless_gone
+from example_trainer.companion.service import create_app
+from example_trainer.companion.state import CompanionState, EngineFacts, EngineTypes
+
+
+class ClientError(Exception):
+    """What newer engines raise, which is no ValueError."""
+
+
+class Params(msgspec.Struct, dict=True):
+    """Some of vLLM's sampling parameters."""
+
+    n: int = 1
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    output_kind: str = "delta"
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError("n must be at least 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ClientError("max_tokens must be at least 1")
+
+
+class LoraRequest(NamedTuple):
+    name: str
+    number: int
+    path: str
+
+
+def logprob(value: float) -> Any:
+    return SimpleNamespace(logprob=value)
+
+
+class Engine:
+    """Writes ` a`, ` b` per choice, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.adapters: dict[int, str] = {}
+        self.calls: list[Any] = []
+        self.broken: Exception | None = None
+        self.paused = False
+
+    async def generate(self, prompt, params, request_id, *, lora_request=None):
+        self.asked.append((prompt, params, request_id, lora_request))
+        if self.broken is not None:
+            raise self.broken
+        is_text = isinstance(prompt, str)
+        texts = [" a", " a b"] if params.output_kind == "cumulative" else [" a b"]
+        for text in texts:
+            yield SimpleNamespace(
+                prompt=prompt if is_text else None,
+                prompt_token_ids=[1, 2] if is_text else prompt["prompt_token_ids"],
+                prompt_logprobs=None
+                if params.prompt_logprobs is None
+                else [None, {2: logprob(-0.5), 9: logprob(-1.0)}],
+                outputs=[
+                    SimpleNamespace(
+                        text=text,
+                        finish_reason="stop",
+                        token_ids=[5, 6],
+                        logprobs=[
+                            {5: logprob(-0.1 - choice)},
+                            {6: logprob(float("-inf")), 7: logprob(-0.2)},
+                        ],
+                    )
+                    for choice in range(params.n)
+                ],
+            )
+
+    async def add_lora(self, request: LoraRequest) -> bool:
+        if request.path.endswith("broken"):
+            raise RuntimeError("rank 64 is above --max-lora-rank 16")
+        self.adapters[request.number] = request.name
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        return self.adapters.pop(number) is not None
+
+    async def pause_generation(self, *, mode: str) -> None:
+        self.calls.append(("pause", mode))
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    async def wake_up(self) -> None:
+        self.calls.append("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        return self.calls[-1:] == ["sleep"]
+
+
+TYPES = EngineTypes(Params, "final", "cumulative", LoraRequest, (ValueError, ClientError))
+
+
+def serve(engine: Any, **facts: Any) -> TestClient:
+    state = CompanionState(
+        lambda: engine,
+        lambda: TYPES,
+        os.environ,
+        EngineFacts(model="tiny", has_lora=True, **facts),
+    )
+    return TestClient(create_app(state), raise_server_exceptions=False)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def client(engine: Engine) -> TestClient:
+    return serve(engine)
+
+
+def test_generate_answers_texts_and_nothing_that_was_not_asked_for(client):
+    answer = client.post("/generate", json={"prompt": "hello", "n": 2})
+
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "text": [" a b"] * 2,
+        "prompt": "hello",
+        "finish_reasons": ["stop"] * 2,
+    }
+
+
+def test_generate_answers_ids_and_logprobs_as_the_environments_read_them(client):
+    body = {"prompt": {"prompt_token_ids": [3, 4]}, "logprobs": 0, "n": 2, "temperature": 0}
+
+    answer = client.post("/generate", json=body).json()
+
+    assert answer["logprobs"][0] == [[{"5": -0.1}], [{"6": -9999.0, "7": -0.2}]]
+    prompt, ids, logprobs, reasons = parse_generate(answer, [3, 4], num_choices=2)
+    assert prompt == [3, 4]
+    assert ids == [[5, 6]] * 2
+    assert logprobs == [[-0.1, -9999.0], [-1.1, -9999.0]]
+    assert reasons == ["stop", "stop"]
+
+
+def test_prompt_logprobs_are_in_the_answer(client):
+    body = {"prompt": "hello", "prompt_logprobs": 1}
+
+    answer = client.post("/generate", json=body).json()
+
+    rows = prompt_rows(answer["prompt_logprobs"], 2)
+    assert [normalize_topk_entry(row) for row in rows] == [([], []), ([2, 9], [-0.5, -1.0])]
+
+
+def test_stream_is_lines_of_prompt_and_text_so_far(client):
+    answer = client.post("/generate", json={"prompt": "hello", "stream": True})
+
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert lines == [{"text": ["hello a"]}, {"text": ["hello a b"]}]
+
+
+def test_keys_of_a_json_object_become_token_ids(client, engine):
+    client.post("/generate", json={"prompt": "x", "logit_bias": {"5": 1}})
+
+    assert engine.asked[0][1].logit_bias == {5: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "must be a JSON object"),
+        ({}, "prompt: expected a text"),
+        ({"prompt": ""}, "prompt: expected a text"),
+        ({"prompt": ["a"]}, "prompt: expected a text"),
+        ({"prompt": {"prompt_token_ids": []}}, "prompt: expected a text"),
+        ({"prompt": {"prompt_token_ids": [1, -2]}}, r"prompt.prompt_token_ids[1]: -2"),
+        ({"prompt": {"prompt_token_ids": [1, "2"]}}, r"prompt.prompt_token_ids[1]: '2'"),
+        ({"prompt": "x", "stream": "yes"}, "stream: expected true or false"),
+        ({"prompt": "x", "max_token": 3}, "did you mean 'max_tokens'?"),
+        ({"prompt": "x", "output_kind": "final"}, "output_kind: no sampling parameter"),
+        ({"prompt": "x", "temperature": "hot"}, "Expected `float`, got `str` - at `$.temperature`"),
+        ({"prompt": "x", "n": 0}, "n must be at least 1"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_generate_refuses_a_wrong_body_before_it_reaches_the_engine(
+    client, engine, body, message, stream
+):
+    if stream and isinstance(body, dict):
+        body = {"stream": True, **body}
+
+    answer = client.post("/generate", json=body)
+
+    assert answer.status_code == 400
+    assert message in answer.json()["detail"]
+    assert engine.asked == []
+
+
+def test_body_that_is_not_json_is_refused(client):
+    answer = client.post("/generate", content=b"{")
+
+    assert answer.status_code == 400
+    assert "not JSON" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [ValueError, ClientError])
+def test_what_the_engine_refuses_is_passed_on(client, engine, stream, kind):
+    engine.broken = kind("the prompt has 9 tokens, the model takes 8")
+
+    answer = client.post("/generate", json={"prompt": "x", "stream": stream})
+
+    assert answer.status_code == 400
+    assert answer.json() == {"detail": "the prompt has 9 tokens, the model takes 8"}
+
+
+def test_health_generate_tells_whether_the_engine_writes(client, engine):
+    assert client.get("/health_generate").status_code == 200
+    assert engine.asked[0][0] == {"prompt_token_ids": [0]}
+
+    engine.broken = RuntimeError("the engine is dead")
+
+    assert client.get("/health_generate").status_code == 500
+
+
+def test_client_that_goes_away_ends_the_request():
+    ended = asyncio.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    class GoneRequest:
+        async def receive(self) -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+    async def run() -> Any:
+        return await _unless_gone(GoneRequest(), forever()), ended.is_set()
+
+    assert asyncio.run(run()) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/health_generate"),
+        ("POST", "/generate"),
+        ("GET", "/bridge/info"),
+        ("GET", "/bridge/state_dict_info"),
+        ("POST", "/bridge/pause"),
+        ("POST", "/bridge/resume"),
+        ("GET", "/bridge/is_paused"),
+        ("POST", "/bridge/sleep"),
+        ("POST", "/bridge/wake_up"),
+        ("GET", "/bridge/is_sleeping"),
+    ],
+)
+def test_without_an_engine_the_answer_is_503(method, path):
+    answer = serve(None).request(method, path, json={"prompt": "x"})
+
+    assert answer.status_code == 503
+    assert answer.json() == {"detail": "the engine is not up"}
+
+
+@pytest.mark.parametrize("path", ["/health", "/bridge/debug", "/bridge/list_endpoints"])
+def test_without_an_engine_some_routes_still_answer(path):
+    assert serve(None).get(path).status_code == 200
+
+
+def test_bridge_says_that_no_memory_is_shared(client):
+    assert client.get("/bridge/info").json() == {
+        "enabled": False,
+        "shared_weights": False,
+        "update_count": 0,
+        "last_update_time": None,
+        "model_name": "tiny",
+        "device": None,
+    }
+    assert client.get("/bridge/state_dict_info").json() == {
+        "model": "tiny",
+        "dtype": None,
+        "shared_weights_enabled": False,
+    }
+
+
+def test_pause_freezes_requests_until_resume(client, engine):
+    assert client.post("/bridge/pause").json() == {"status": "paused"}
+    assert client.get("/bridge/is_paused").json() == {"paused": True}
+    assert engine.calls == [("pause", "keep")]
+    assert client.post("/bridge/resume").json() == {"status": "resumed"}
+    assert client.get("/bridge/is_paused").json() == {"paused": False}
+
+
+def test_engine_that_cannot_pause_is_told_apart():
+    client = serve(object())
+
+    assert client.post("/bridge/pause").json() == {"status": "not_supported"}
+    assert client.post("/bridge/resume").json() == {"status": "not_supported"}
+    assert client.get("/bridge/is_paused").json() == {"paused": False}
+
+
+def test_engine_sleeps_and_wakes_up(client):
+    assert client.post("/bridge/sleep").json() == {"status": "sleeping"}
+    assert client.get("/bridge/is_sleeping").json() == {"sleeping": True}
+    assert client.post("/bridge/wake_up").json() == {"status": "awake"}
+    assert client.get("/bridge/is_sleeping").json() == {"sleeping": False}
+
+
+def test_debug_shows_no_secret(client, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "a key nobody should see")  # pragma: allowlist secret
+
+    answer = client.get("/bridge/debug")
+
+    assert answer.json()["engine_type"] == "Engine"
+    assert "nobody should see" not in answer.text
+
+
+def test_endpoints_are_those_of_the_contract(client):
+    listed = {
+        (entry["path"], method)
+        for entry in client.get("/bridge/list_endpoints").json()["endpoints"]
+        for method in entry["methods"]
+    }
+
+    gets = ["/health", "/health_generate", "/lora/status"]
+    gets += [f"/bridge/{name}" for name in ("info", "state_dict_info", "is_paused", "is_sleeping")]
+    gets += ["/bridge/debug", "/bridge/list_endpoints"]
+    posts = ["/generate", "/lora/load", "/lora/unload"]
+    posts += [f"/bridge/{name}" for name in ("pause", "resume", "sleep", "wake_up")]
+    assert listed == {*((path, "GET") for path in gets), *((path, "POST") for path in posts)}
+
+
+@pytest.fixture
+def adapter(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    folder = tmp_path / "step_3"
+    folder.mkdir()
+    config = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": "tiny"})
+    )
+    return folder
+
+
+def test_loaded_adapter_is_attached_to_later_requests(client, engine, adapter):
+    answer = client.post("/lora/load", json={"adapter_path": str(adapter)})
+    client.post("/generate", json={"prompt": "x"})
+
+    assert answer.json() == {
+        "status": "loaded",
+        "adapter_path": str(adapter),
+        "adapter_name": "adapter_1",
+        "adapter_id": 1,
+        "load_count": 1,
+        "adapter_config": {
+            "r": 8,
+            "lora_alpha": 16,
+            "target_modules": ["q_proj"],
+            "base_model": "tiny",
+        },
+    }
+    assert engine.asked[0][3] == LoraRequest("adapter_1", 1, str(adapter))
+
+
+def test_second_load_takes_a_new_id_and_drops_the_first(client, engine, adapter):
+    for name in ("first", "second"):
+        client.post("/lora/load", json={"adapter_path": str(adapter), "adapter_name": name})
+
+    assert client.get("/lora/status").json() == {
+        "lora_available": True,
+        "active_adapter_path": str(adapter),
+        "active_adapter_name": "second",
+        "active_adapter_id": 2,
+        "load_count": 2,
+        "available_adapters": [str(adapter)],
+    }
+    assert engine.adapters == {2: "second"}
+
+
+def test_unload_leaves_the_model_alone(client, engine, adapter):
+    client.post("/lora/load", json={"adapter_path": str(adapter)})
+
+    answer = client.post("/lora/unload").json()
+    client.post("/generate", json={"prompt": "x"})
+
+    assert answer == {
+        "status": "unloaded",
+        "previous_adapter": str(adapter),
+        "previous_name": "adapter_1",
+    }
+    assert engine.asked[0][3] is None
+    assert client.post("/lora/unload").json()["previous_name"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("nowhere", 404, "no directory"),
+        ("empty", 400, "cannot be read"),
+        ("broken", 400, "rank 64"),
+    ],
+)
+def test_adapter_that_cannot_be_loaded_leaves_the_one_in_use(
+    client, adapter, tmp_path, path, status, message
+):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "adapter_config.json").write_text("{}")
+    client.post("/lora/load", json={"adapter_path": str(adapter), "adapter_name": "good"})
+
+    answer = client.post("/lora/load", json={"adapter_path": str(tmp_path / path)})
+
+    assert answer.status_code == status
+    assert message in answer.json()["detail"]
+    assert client.get("/lora/status").json()["active_adapter_name"] == "good"
+
+
+@pytest.mark.parametrize("body", [{}, {"adapter_path": ""}, {"adapter_path": 3}])
+def test_load_without_a_path_names_the_field(client, body):
+    answer = client.post("/lora/load", json=body)
+
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["body", "adapter_path"]
+
+
+def test_engine_without_adapters_says_how_to_get_them(engine, adapter):
+    state = CompanionState(lambda: engine, lambda: TYPES)
+    client = TestClient(create_app(state))
+
+    answer = client.post("/lora/load", json={"adapter_path": str(adapter)})
+
+    assert answer.status_code == 400
+    assert "--enable-lora" in answer.json()["detail"]
