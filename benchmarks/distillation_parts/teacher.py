@@ -76,19 +76,21 @@ class Teacher:
 
 @contextmanager
 def serve_teacher(settings: DemoSettings, model: Path, *, log_path: Path) -> Iterator[Teacher]:
-    """Serve a model on the CPU as long as the context lasts.
+    """Serve a model, where the demo would serve its own, as long as the context lasts.
 
     Raises:
         ProcessFailedError: vLLM ended, or was not ready in time.
     """
-    port = find_free_port()
+    import torch
+
+    port, on_gpu = find_free_port(), torch.cuda.is_available()
     # A teacher reads whole trajectories and is asked for one token after them.
     room = replace(settings, max_tokens=settings.max_tokens + 1)
     process = ManagedProcess(
         "teacher",
-        [sys.executable, *engine_arguments(room, model=str(model), port=port, on_gpu=False)],
+        [sys.executable, *engine_arguments(room, model=str(model), port=port, on_gpu=on_gpu)],
         log_path=log_path,
-        env={**common_variables(settings, os.environ), **engine_variables(on_gpu=False)},
+        env={**common_variables(settings, os.environ), **engine_variables(on_gpu=on_gpu)},
         cwd=REPOSITORY,
     )
 
