@@ -8,6 +8,7 @@ Whatever a page says is data: `inert` makes it harmless before anybody reads it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -91,6 +92,8 @@ class LocalCorpus:
             import bm25s
         except ImportError as error:
             raise MissingExtraError("bm25s", extra="examples") from error
+        # On import it gives its logger a level that lets through what nobody asked for.
+        logging.getLogger("bm25s").setLevel(logging.NOTSET)
         rows = read_records(path, ["id", "title", "text"])
         pages = {str(row["id"]): Page(str(row["title"]), str(row["text"])) for row in rows}
         if len(pages) != len(rows):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -192,6 +193,10 @@ async def test_gold_way_of_every_question_scores_highest(corpus: LocalCorpus) ->
 def test_sample_has_two_page_questions_and_forty_pages() -> None:
     assert len(read_records(SAMPLE / "corpus.jsonl", ["id", "title", "text"])) == 40
     assert (len(ROWS), sum(len(row["pages"]) == 2 for row in ROWS)) == (16, 9)
+
+
+def test_search_package_logs_no_more_than_others(corpus: LocalCorpus) -> None:
+    assert not logging.getLogger("bm25s").isEnabledFor(logging.DEBUG)
 
 
 def test_corpus_with_an_id_twice_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ RULES = """Solve this crossword. `_` is a letter to find, `#` belongs to no word
 Each turn, write one or more words, each on a line of its own: {example}: WORD
 Right letters stay, wrong ones are rubbed out and cost points.
 If a line names no open word of the list or has not as many letters, the turn is lost."""
-STATE = "{grid}\n\n{entries}\n\nTurns left: {turns}"
+STATE = "```\n{grid}\n```\n\n{entries}\n\nTurns left: {turns}"
 ENTRY = "{name} (row {row}, column {column}, {length} letters): {clue} | {pattern}"
 
 

@@ -45,7 +45,7 @@ Hint: bring the taxi to the row and the column of the place you need; walls can 
 through another row necessary.
 Each turn, end your answer with the number of one available action; any other number ends the \
 ride."""
-STATE = "{map}\n{description}\nAvailable actions: {actions}"
+STATE = "```\n{map}\n```\n{description}\nAvailable actions: {actions}"
 
 
 def read_action(answer: str) -> int | None:
