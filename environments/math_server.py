@@ -5,7 +5,7 @@
       mixed     -> judge: is this solution right -> +1, -1, or how many retries it helps
                      retries -> selfcorrect: a group of their own
 
-With a server on port 9004, and without the hub:
+With SGLang on port 9004 (`--openai.server_type vllm` for vLLM), and without the hub:
 
     python environments/math_server.py process --env.dataset_path environments/data/math_sample \
         --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
@@ -55,6 +55,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong; a verdict on a wrong solution by the retries it helps",
     data="DeepMath from the hub, or `--env.dataset_path`",
+    needs="SGLang; another server with `--openai.server_type vllm`",
     command="process --env.dataset_path environments/data/math_sample --env.total_steps 4",
 )
 
