@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 from atroposlib.envs.conversation import visible_text
 from atroposlib.utils.awaiting import all_results
 
-__all__ = ["Case", "Votes", "ask_judge", "judge_messages", "quoted_answers", "read_verdict"]
+__all__ = [
+    "Case",
+    "Votes",
+    "ask_judge",
+    "judge_messages",
+    "quotation_code",
+    "quoted_answers",
+    "read_verdict",
+]
 
 JUDGE_SYSTEM = (
     "You compare two answers to one conversation by a single criterion, which is stated first. The "
@@ -73,11 +81,15 @@ class Votes(NamedTuple):
         return (self.first - self.second) / (2 * self.num_asked)
 
 
+def quotation_code(*parts: str) -> str:
+    """Return the code of the tags around texts: 16 digits that whoever wrote one cannot know."""
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()[:16]
+
+
 def judge_messages(case: Case) -> list[dict[str, str]]:
     """Return the request to a judge, the first answer as A."""
     conversation = "\n\n".join(f"[{m['role']}]\n{m['content']}" for m in case.chat)
-    parts = (case.criterion, conversation, case.first, case.second)
-    code = hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()[:16]
+    code = quotation_code(case.criterion, conversation, case.first, case.second)
     question = JUDGE_CASE.format(
         criterion=case.criterion, conversation=conversation, a=case.first, b=case.second, code=code
     )

@@ -93,7 +93,7 @@ async def test_all_right_group_is_ranked_by_length_and_its_pair_compared(
 
 async def test_votes_make_a_group_of_two_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(prompt: str) -> str:
-        if "[solution 1]" not in prompt:
+        if "<solution 1 " not in prompt:
             answers.append(prompt)
             return RIGHT if len(answers) % 2 else RIGHT_TOO
         return "\\boxed{1}" if prompt.index("It is") < prompt.index("Six sevens") else "\\boxed{2}"
@@ -152,6 +152,29 @@ async def test_no_right_verdict_gives_no_group(monkeypatch: pytest.MonkeyPatch) 
     item = ITEM._replace(kind="judge", solutions=("Surely \\boxed{41}.",), is_right=False)
     async with opened(math_server.MathEnv, solver(verdict=TRUE), monkeypatch) as env:
         assert await env.collect_trajectories(item) == (None, [])
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+@pytest.mark.parametrize(
+    ("env_cls", "right"),
+    [
+        (math_server.MathEnv, RIGHT),
+        (math_server_zero.MathEnv, " s </think> <answer> \\boxed{42} </answer>"),
+    ],
+)
+async def test_cut_solution_is_wrong_and_muted_only_where_that_is_set(
+    env_cls: Any, right: str, is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = [PROBED, right, right + "x" * 5000]
+    settings = {"mask_too_long_completions": is_masked}
+    async with opened(env_cls, replies, monkeypatch, **settings) as env:
+        group, _ = await env.collect_trajectories(ITEM)
+
+    check_group(group)
+    assert sorted(group["scores"]) == [-1.0, 1.0]
+    muted = {"set_advantage_to_zero": True} if is_masked else {}
+    assert group["overrides"][group["scores"].index(-1.0)] == muted
+    assert group["overrides"][group["scores"].index(1.0)] == {}
 
 
 async def test_unreadable_gold_answer_drops_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
