@@ -76,6 +76,26 @@ class ReasoningConfig:
             reasoning["max_tokens"] = self.max_tokens
         return {"reasoning": reasoning}
 
+    def add_to(self, kwargs: dict[str, Any], *, base_url: str | None) -> dict[str, Any]:
+        """Return the arguments of a chat with the fields the provider understands.
+
+        What else `extra_body` holds is kept. OpenAI itself also gets the only temperature its
+        reasoning models take, and `max_tokens` under the name they know.
+
+        Args:
+            kwargs: Arguments of the request; not changed.
+            base_url: Where the request goes.
+        """
+        body = self.build_extra_body(base_url)
+        if body is None:
+            return kwargs
+        kwargs = {**kwargs, "extra_body": {**(kwargs.get("extra_body") or {}), **body}}
+        if is_official_openai(base_url):
+            kwargs["temperature"] = 1.0
+            if kwargs.get("max_tokens"):
+                kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")
+        return kwargs
+
     @classmethod
     def from_env_config(cls, env_config: Any) -> ReasoningConfig:
         """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of a config.

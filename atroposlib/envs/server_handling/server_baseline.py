@@ -25,32 +25,24 @@ from atroposlib.envs.server_handling.config import (
     OpenaiConfig,
     ServerBaseline,
 )
-from atroposlib.envs.server_handling.engine_refusals import as_context_overflow, as_setup_error
 from atroposlib.envs.server_handling.health import ServerHealth
 from atroposlib.envs.server_handling.loop_turns import SEND_COST_S, LoopTurns
 from atroposlib.envs.server_handling.reasoning import (
     VALID_REASONING_EFFORTS,
     ReasoningConfig,
-    is_official_openai,
 )
+from atroposlib.envs.server_handling.request_failures import RequestFailures
 from atroposlib.envs.server_handling.request_stats import RequestStats, request_metrics
 from atroposlib.envs.server_handling.retry import (
-    MAX_ATTEMPTS,
-    MAX_OUTAGES,
-    RetriesExhaustedError,
     ServerDownError,
     backoff_s,
-    describe,
-    describe_connection,
     is_outage_suspect,
-    is_retryable,
     retry_after_s,
 )
 from atroposlib.envs.server_handling.semaphore import (
     AsyncSemWithAdaptiveWeight,
     SemaphoreWithOwnSlot,
 )
-from atroposlib.errors import EngineSetupError
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -217,18 +209,9 @@ class APIServer(ABC):
 
     def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return `kwargs` with the reasoning fields this server's provider understands."""
-        url = self._request_url()
         if self.reasoning_config is None:
             return kwargs
-        reasoning_body = self.reasoning_config.build_extra_body(url)
-        if reasoning_body is None:
-            return kwargs
-        kwargs = {**kwargs, "extra_body": {**(kwargs.get("extra_body") or {}), **reasoning_body}}
-        if is_official_openai(url):
-            kwargs["temperature"] = 1.0  # the only one its reasoning models take
-            if kwargs.get("max_tokens"):
-                kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")
-        return kwargs
+        return self.reasoning_config.add_to(kwargs, base_url=self._request_url())
 
     def _request_url(self) -> str | None:
         """Return where requests go, as far as it is known."""
@@ -259,7 +242,7 @@ class APIServer(ABC):
                 self._start_check(is_chat=is_chat)
             else:
                 self.server_healthy = True  # nobody would ever correct an earlier verdict
-        failures = _Failures()
+        failures = RequestFailures(self.health.name, self.config)
         started: float | None = None
         while True:
             await self._wait_until_healthy(failures)
@@ -275,38 +258,23 @@ class APIServer(ABC):
             stats.record(seconds=time.monotonic() - started, num_attempts=failures.num_attempts + 1)
             return answer
 
-    async def _wait_until_healthy(self, failures: _Failures) -> None:
+    async def _wait_until_healthy(self, failures: RequestFailures) -> None:
         deadline = time.monotonic() + self.config.startup_timeout
         while not self.server_healthy:
             if RAISE_WHEN_DOWN.get():
                 raise ServerDownError(f"inference server {self.health.name} is down")
             if not self.health.has_answered and time.monotonic() > deadline:
-                raise failures.as_never_answered(self.health.name, self.config)
+                raise failures.as_never_answered()
             await asyncio.sleep(self.health_poll_s)
 
-    async def _after_failure(self, error: Exception, failures: _Failures, *, is_chat: bool) -> None:
+    async def _after_failure(
+        self, error: Exception, failures: RequestFailures, *, is_chat: bool
+    ) -> None:
         """Raise what is final; otherwise count the failure and wait until a retry makes sense."""
-        failures.last_error = error
-        overflow = as_context_overflow(error)
-        if overflow is not None:
-            raise overflow from error
-        wrong_setup = as_setup_error(
-            error,
-            url=self._request_url() or self.health.name,
-            model=self.config.model_name,
-            api_key=self.config.api_key,
-        )
-        if wrong_setup is not None:
-            raise wrong_setup from None  # the original may repeat the key
-        if not is_retryable(error):
-            raise error
-        if is_outage_suspect(error) and not await self._is_up(is_chat=is_chat):
-            failures.num_outages += 1
-            if failures.num_outages <= MAX_OUTAGES:
-                return
-        failures.num_attempts += 1
-        if failures.num_attempts >= MAX_ATTEMPTS or failures.num_outages > MAX_OUTAGES:
-            raise failures.as_error(self.health.name, error) from error
+        failures.note(error, url=self._request_url() or self.health.name)
+        was_down = is_outage_suspect(error) and not await self._is_up(is_chat=is_chat)
+        if not failures.count(error, was_down=was_down):
+            return
         wait_s = backoff_s(
             failures.num_attempts, longest_s=self.max_backoff_s, draw=random.random()
         )
@@ -318,29 +286,3 @@ class APIServer(ABC):
         if not await self.health.confirm(self._probe):
             self._start_check(is_chat=is_chat)
         return self.server_healthy
-
-
-class _Failures:
-    """What went wrong so far in one request."""
-
-    def __init__(self) -> None:
-        self.num_attempts = 0
-        self.num_outages = 0
-        self.last_error: Exception | None = None
-
-    def as_never_answered(self, server_name: str, config: APIServerConfig) -> EngineSetupError:
-        tried = f" ({describe_connection(self.last_error)})" if self.last_error else ""
-        return EngineSetupError(
-            f"inference server {server_name} has not answered within {config.startup_timeout} "
-            f"seconds{tried}; start it, or set base_url to its address, such as "
-            "http://localhost:9001/v1. A server that takes longer to start needs a larger "
-            "startup_timeout"
-        )
-
-    def as_error(self, server_name: str, last_error: Exception) -> RetriesExhaustedError:
-        return RetriesExhaustedError(
-            f"inference server {server_name} failed {self.num_attempts} attempts and was down "
-            f"during {self.num_outages} others; the last error was {describe(last_error)}",
-            last_error,
-            num_attempts=self.num_attempts,
-        )

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from atroposlib.envs.server_handling.merged_answers import (
     merge_tokens,
 )
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
+from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer
 from atroposlib.envs.server_handling.retry import ServerDownError
 from atroposlib.envs.server_handling.routing import free_slots, least_loaded, parts_of
 from atroposlib.envs.server_handling.server_baseline import (
@@ -39,7 +38,8 @@ from atroposlib.envs.server_handling.server_baseline import (
     TokensAndLogprobs,
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
-from atroposlib.envs.server_handling.session_server import SessionServer
+from atroposlib.envs.server_handling.session_opening import open_proxy_session, open_session
+from atroposlib.envs.server_handling.session_server import OpenSessions, SessionServer
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.stickiness import ConversationMemory, is_overloaded
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
@@ -68,9 +68,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_DUMMY_SWITCH = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
-_PROXY_KEY = "ATROPOS_PROXY_KEY"  # pragma: allowlist secret
 
 
 class ServerManager:
@@ -106,6 +103,7 @@ class ServerManager:
     policy_version: int | None = None
     _turns: LoopTurns | None = None
     _conversations: ConversationMemory | None = None
+    _sessions: OpenSessions | None = None
 
     def __init__(
         self,
@@ -239,68 +237,39 @@ class ServerManager:
                 by the environment variable ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.
         """
         if self.use_proxy:
-            async with await self._open_proxy_session(base_url) as remote_session:
+            model_name = self.servers[0].config.model_name if self.servers else "unknown"
+            async with await open_proxy_session(
+                self.proxy_url, base_url, tool_parser=self.tool_parser, model_name=model_name
+            ) as remote_session:
                 yield remote_session
             return
         if self._turns is not None:
             await self._turns.turn(SEND_COST_S)
-        open_sessions: Counter[int] = self.__dict__.setdefault("_open_sessions", Counter())
-        server = self._session_server(base_url, open_sessions)
-        if base_url is None and len(self.servers) > 1:
-            server = self._following(server, open_sessions)
-        session = self._open_session(server, tokenizer, preserve_think_blocks)
-        open_sessions[id(_present(server))] += 1
-        try:
-            yield session
-        finally:
-            open_sessions[id(_present(server))] -= 1
-            session.reset()
-
-    async def _open_proxy_session(self, base_url: str | None) -> ProxyManagedServer:
-        if self.proxy_url is None:
-            raise ConfigError(
-                "use_proxy is set but no proxy is known; set proxy_url or ATROPOS_PROXY_URL"
-            )
-        return await create_proxy_session(
-            self.proxy_url,
-            base_url,
-            tool_parser=self.tool_parser or "hermes",
-            model_name=self.servers[0].config.model_name if self.servers else "unknown",
-            admin_key=os.environ.get(_PROXY_KEY),
+        sessions = self._open_sessions()
+        if base_url is not None:
+            server = self._server_at(base_url)
+        else:
+            server = sessions.least_busy(self.servers)
+            if len(self.servers) > 1:
+                server = SessionServer(server, self._choose_for_session)
+        session = open_session(
+            server,
+            tokenizer,
+            tool_parser=self.tool_parser,
+            preserve_think_blocks=preserve_think_blocks,
+            policy_version=lambda: self.policy_version,
         )
+        with sessions.counted(server):
+            try:
+                yield session
+            finally:
+                session.reset()
 
-    def _session_server(self, base_url: str | None, open_sessions: Counter[int]) -> Any:
-        if base_url is None:
-            return least_loaded(self.servers, open_sessions=open_sessions)
+    def _server_at(self, base_url: str) -> Any:
         known = {(server.config.base_url or "").rstrip("/"): server for server in self.servers}
         if base_url.rstrip("/") not in known:
             raise ConfigError(f"no server at {base_url}; there are: {', '.join(known)}")
         return known[base_url.rstrip("/")]
-
-    def _following(self, first: Any, open_sessions: Counter[int]) -> SessionServer:
-        async def choose(current: Any, is_training: bool) -> Any:
-            return await self._choose_for_session(current, is_training, open_sessions)
-
-        return SessionServer(first, choose)
-
-    def _open_session(
-        self, server: Any, tokenizer: Any, preserve_think_blocks: bool
-    ) -> ManagedServer | DummyManagedServer:
-        if not isinstance(_present(server), OpenAIServer):
-            return ManagedServer(
-                server,
-                tokenizer,
-                tool_parser=self.tool_parser,
-                preserve_think_blocks=preserve_think_blocks,
-                policy_version=lambda: self.policy_version,
-            )
-        if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
-            raise NotImplementedError(
-                "a server of type openai gives no token ids, so nothing can be trained on; use "
-                f"server_type vllm, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
-            )
-        logger.warning("server_type openai: tracked sequences hold placeholder tokens")
-        return DummyManagedServer(server, tokenizer)
 
     def _get_server_base_url(self, server_idx: int = 0) -> str | None:
         if server_idx >= len(self.servers):
@@ -352,9 +321,7 @@ class ServerManager:
             return preferred
         return least_loaded(free, is_training=is_training)
 
-    async def _choose_for_session(
-        self, current: Any, is_training: bool, open_sessions: Counter[int]
-    ) -> Any:
+    async def _choose_for_session(self, current: Any, is_training: bool) -> Any:
         """Return the server of a session's next request, and count the session there."""
         is_kept = current.server_healthy and not is_overloaded(
             current, self.servers, is_training=is_training
@@ -362,11 +329,16 @@ class ServerManager:
         if is_kept:
             return current
         await self.wait_for_sem(is_training)
+        sessions = self._open_sessions()
         free = self._servers_with_slots(is_training)
-        chosen = least_loaded(free, is_training=is_training, open_sessions=open_sessions)
-        open_sessions[id(current)] -= 1
-        open_sessions[id(chosen)] += 1
+        chosen = sessions.least_busy(free, is_training=is_training)
+        sessions.move(current, chosen)
         return chosen
+
+    def _open_sessions(self) -> OpenSessions:
+        if self._sessions is None:
+            self._sessions = OpenSessions()
+        return self._sessions
 
     def _conversation_memory(self) -> ConversationMemory:
         if self._conversations is None:
@@ -379,7 +351,3 @@ def _is_hopeless(server: Any, *, waited_s: float) -> bool:
     if not isinstance(server, APIServer) or server.server_healthy or server.health.has_answered:
         return False
     return waited_s > server.config.startup_timeout
-
-
-def _present(server: Any) -> Any:
-    return server.current if isinstance(server, SessionServer) else server

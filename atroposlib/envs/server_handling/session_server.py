@@ -1,15 +1,18 @@
-"""The server of one tracked session: always the same one, until that is down or overloaded."""
+"""The server of a tracked session: always the same one, until that is down or overloaded."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from atroposlib.envs.server_handling.retry import ServerDownError
+from atroposlib.envs.server_handling.routing import least_loaded
 from atroposlib.envs.server_handling.server_baseline import RAISE_WHEN_DOWN
 
-__all__ = ["SessionServer"]
+__all__ = ["OpenSessions", "SessionServer", "present_server"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,3 +66,36 @@ class SessionServer:
                 logger.debug("%s; its session goes on at another server", error)
             finally:
                 RAISE_WHEN_DOWN.reset(token)
+
+
+def present_server(server: Any) -> Any:
+    """Return the server that a session's requests go to now; any other is itself."""
+    return server.current if isinstance(server, SessionServer) else server
+
+
+class OpenSessions:
+    """How many tracked sessions are open at each server.
+
+    Sessions that are opened together have made no request yet; their number spreads them.
+    """
+
+    def __init__(self) -> None:
+        self._num_at: Counter[int] = Counter()
+
+    def least_busy(self, servers: Sequence[Any], *, is_training: bool = True) -> Any:
+        """Return the least loaded server; between equals the one with fewer open sessions."""
+        return least_loaded(servers, is_training=is_training, open_sessions=self._num_at)
+
+    @contextmanager
+    def counted(self, server: Any) -> Iterator[None]:
+        """Count a session, for the time of the context, at the server it is at."""
+        self._num_at[id(present_server(server))] += 1
+        try:
+            yield
+        finally:
+            self._num_at[id(present_server(server))] -= 1
+
+    def move(self, current: Any, chosen: Any) -> None:
+        """Count a session at another server from now on."""
+        self._num_at[id(current)] -= 1
+        self._num_at[id(chosen)] += 1
