@@ -165,6 +165,17 @@ async def test_words_inside_the_thinking_are_not_written() -> None:
     assert "Turns left: 1" in second.chat_messages()[0]["content"]
 
 
+async def test_board_is_shown_in_a_fence_at_every_turn() -> None:
+    game = CrosswordGame(BOARD)
+    crossword = Crossword(game, max_turns=3, thinking_active=False)
+
+    opening = str(crossword.opening()[-1]["content"])
+    [later] = (await crossword.reply(Turn("nothing", 0, ()))).chat_messages()
+
+    for text in (opening, str(later["content"])):
+        assert f"```\n{game.grid()}\n```" in text
+
+
 def test_opening_shows_clues_but_no_letter() -> None:
     opening = Crossword(CrosswordGame(BOARD), max_turns=3, thinking_active=False).opening()
 

@@ -47,6 +47,14 @@ def test_places_are_where_the_map_has_their_letters() -> None:
     assert letters == [place[0] for place in PLACES]
 
 
+def test_map_is_shown_in_a_fence() -> None:
+    text = str(ride(0).opening()[-1]["content"])
+
+    fenced = text.split("```\n")[1]
+    assert fenced.startswith("+---------+\n|R: | : :G|")
+    assert fenced.endswith("+---------+\n")
+
+
 def test_shortest_way_picks_up_once_and_ends_with_the_delivery() -> None:
     world = taxi_world()
 
