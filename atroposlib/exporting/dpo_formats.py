@@ -77,8 +77,7 @@ def _chat_implicit(pair: Preference) -> dict[str, Any]:
 
 def _axolotl_chat(pair: Preference) -> dict[str, Any]:
     prompt, chosen, rejected = _split(pair)
-    if len(chosen) > 1 or len(rejected) > 1:
-        raise ChatError("the chats part before their last message")
+    _check_single(chosen, rejected)
     return {"messages": prompt, "chosen": chosen[0], "rejected": rejected[0]}
 
 
@@ -86,13 +85,18 @@ def _openai(pair: Preference) -> dict[str, Any]:
     prompt, chosen, rejected = split_chats(
         openai_chat(pair.chosen_messages), openai_chat(pair.rejected_messages)
     )
-    if len(chosen) > 1 or len(rejected) > 1:
-        raise ChatError("the chats part before their last message")
+    _check_single(chosen, rejected)
     return {
         "input": {"messages": prompt},
         "preferred_output": chosen,
         "non_preferred_output": rejected,
     }
+
+
+def _check_single(chosen: Any, rejected: Any) -> None:
+    """Raise where one of the sides has more than the last message of its own."""
+    if len(chosen) > 1 or len(rejected) > 1:
+        raise ChatError("the chats part before their last message")
 
 
 def _split(pair: Preference) -> tuple[Any, Any, Any]:
