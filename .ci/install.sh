@@ -5,7 +5,7 @@
 #
 # Without an NVIDIA GPU it takes torch's CPU build and the CPU build of vLLM, both at the versions of
 # .ci/constraints.txt; with one it takes vLLM's own choice of torch. A stamp makes later calls instant.
-# With `dev`, as root and where apt is, it adds redis-server, chromium and bubblewrap, which tests start.
+# With `dev`, as root and where apt is, it adds redis-server, chromium, bubblewrap and runc, which tests start.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -60,9 +60,9 @@ fi
 
 has_dev() { case ",$extras," in *,dev,*) ;; *) false ;; esac; }
 apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "$@" >/dev/null 2>&1; }
-# Real parts that tests start: a Redis server, a browser, the sandbox of model-written code.
+# Real parts that tests start: a Redis server, a browser, the sandboxes of model-written code.
 if has_dev; then
-    for pair in redis-server:redis-server chromium:chromium bwrap:bubblewrap; do
+    for pair in redis-server:redis-server chromium:chromium bwrap:bubblewrap runc:runc; do
         program=${pair%%:*} package=${pair##*:}
         command -v "$program" >/dev/null 2>&1 && continue
         if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then

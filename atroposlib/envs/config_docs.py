@@ -81,7 +81,7 @@ ENVIRONMENT_VARIABLES = {
     "a managed server, with placeholder tokens: for tests of environments, not for training.",
     "ATROPOS_DEBUG_REQUESTS": "`1` logs every request to an inference server.",
     "ATROPOS_SANDBOX": "Kind of sandbox for programs that a model wrote, when no setting names it: "
-    "bubblewrap.",
+    "bubblewrap, container or gvisor; bubblewrap when not set.",
     "SLURM_JOB_NODELIST": "Nodes of the Slurm job, where servers are discovered.",
     "NUM_TRAINING_NODES": "Nodes at the start of that list that train; the others serve inference.",
     "INFER_TP": "GPUs per inference server on those nodes, 1 when not set.",

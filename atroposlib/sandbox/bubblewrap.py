@@ -10,28 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 
 from atroposlib.sandbox.box_files import checked_path, content_fd
 from atroposlib.sandbox.control_groups import ControlGroups, Membership
 from atroposlib.sandbox.gate import Gate, new_gate
-from atroposlib.sandbox.interface import (
-    Ending,
-    SandboxError,
-    SandboxLimits,
-    SandboxResult,
-    SandboxUnavailableError,
-)
-from atroposlib.sandbox.streams import Finished, run_bounded
+from atroposlib.sandbox.interface import SandboxError, SandboxLimits, SandboxResult
+from atroposlib.sandbox.process_limits import find_program, limit_words
+from atroposlib.sandbox.results import result_of
+from atroposlib.sandbox.streams import run_bounded
 
 __all__ = ["Bubblewrap"]
 
 NOBODY = "65534"
-SIGXCPU_EXIT = 128 + 24
-SIGKILL_EXIT = 128 + 9
-MAX_MESSAGE_CHARACTERS = 300
 BOXES_PER_SLOT = 2  # setting one up is mostly waiting for the kernel
 
 
@@ -62,11 +53,11 @@ class Bubblewrap:
         self._slots = asyncio.Semaphore(slots)
         self._boxes = asyncio.Semaphore(BOXES_PER_SLOT * slots)
         self._groups = ControlGroups()
-        self._bwrap = _find("bwrap", package="bubblewrap")
-        self._prlimit = _find("prlimit", package="util-linux")
+        self._bwrap = find_program("bwrap", package="bubblewrap")
+        self._prlimit = find_program("prlimit", package="util-linux")
         self._as_nobody: list[str] = []
         if os.geteuid() == 0:
-            chroot = _find("chroot", package="coreutils")  # to /: changes the user only
+            chroot = find_program("chroot", package="coreutils")  # to /: changes the user only
             self._as_nobody = [chroot, f"--userspec=+{NOBODY}:+{NOBODY}", "--groups=", "/"]
 
     async def run(
@@ -98,7 +89,12 @@ class Bubblewrap:
                     )
                 except OSError as error:
                     raise SandboxError(f"{words[0]} cannot be started: {error}") from error
-                return _result(finished, gate, members)
+                return result_of(
+                    finished,
+                    exit_code=None if finished.stopped_for else gate.exit_code(),
+                    ran_out_of_memory=members.ran_out_of_memory,
+                    around=self.name,
+                )
 
     @contextlib.asynccontextmanager
     async def _turn(self, gate: Gate, members: Membership) -> AsyncIterator[None]:
@@ -136,51 +132,5 @@ class Bubblewrap:
             words += ["--file", str(fd), f"/box/{path}"]
         words += ["--remount-ro", "/dev", "--remount-ro", "/"]
         words += ["--chdir", "/box", "--setenv", "HOME", "/box", "--setenv", "PATH", "/usr/bin"]
-        words += ["--setenv", "LANG", "C.UTF-8", "--", *self._limited(limits)]
+        words += ["--setenv", "LANG", "C.UTF-8", "--", *limit_words(self._prlimit, limits)]
         return [*words, *command]
-
-    def _limited(self, limits: SandboxLimits) -> list[str]:
-        return [
-            self._prlimit,
-            f"--as={limits.memory_bytes}",
-            f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}",
-            f"--nproc={limits.max_processes}",
-            f"--fsize={limits.disk_bytes}",
-            "--core=0",
-            "--",
-        ]
-
-
-def _find(program: str, *, package: str) -> str:
-    path = shutil.which(program)
-    if path is None:
-        raise SandboxUnavailableError(
-            f"{program} is not installed; on Debian and Ubuntu: apt-get install {package}"
-        )
-    return str(Path(path).resolve())
-
-
-def _result(finished: Finished, gate: Gate, members: Membership) -> SandboxResult:
-    stderr = finished.stderr.decode("utf-8", "replace")
-    ended_by: Ending = "exit"
-    exit_code = None if finished.stopped_for else gate.exit_code()
-    if finished.stopped_for is not None:
-        ended_by = finished.stopped_for
-    elif members.ran_out_of_memory:
-        ended_by = "memory"
-    elif exit_code is None:
-        raise SandboxError(
-            f"bubblewrap ended with {finished.returncode} before the program did: "
-            f"{stderr[:MAX_MESSAGE_CHARACTERS].strip() or 'no message'}"
-        )
-    elif exit_code == SIGXCPU_EXIT:
-        ended_by = "cpu_time"
-    elif exit_code >= SIGKILL_EXIT - 8:
-        ended_by = "signal"
-    return SandboxResult(
-        exit_code=exit_code,
-        stdout=finished.stdout.decode("utf-8", "replace"),
-        stderr=stderr,
-        ended_by=ended_by,
-        duration_s=finished.duration_s,
-    )

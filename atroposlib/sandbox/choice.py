@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 
 from atroposlib.sandbox.bubblewrap import Bubblewrap
+from atroposlib.sandbox.containers import CONTAINER, GVISOR, Containers
 from atroposlib.sandbox.interface import Sandbox, SandboxLimits, SandboxUnavailableError
 
 __all__ = ["KINDS", "open_sandbox"]
 
 VARIABLE = "ATROPOS_SANDBOX"
-KINDS = ("bubblewrap",)
+KINDS = ("bubblewrap", "container", "gvisor")
 
 
 def open_sandbox(kind: str | None = None, *, limits: SandboxLimits | None = None) -> Sandbox:
@@ -27,4 +28,7 @@ def open_sandbox(kind: str | None = None, *, limits: SandboxLimits | None = None
     kind = kind or os.environ.get(VARIABLE) or "bubblewrap"
     if kind == "bubblewrap":
         return Bubblewrap(limits=limits)
+    for runtime in (CONTAINER, GVISOR):
+        if kind == runtime.name:
+            return Containers(runtime, limits=limits)
     raise SandboxUnavailableError(f"no sandbox is called {kind!r}; known: {', '.join(KINDS)}")

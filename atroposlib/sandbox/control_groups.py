@@ -12,13 +12,13 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from atroposlib.sandbox.interface import SandboxError, SandboxLimits
 
-__all__ = ["ControlGroups", "Membership"]
+__all__ = ["PARENT", "ControlGroups", "Membership", "remove_abandoned", "remove_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ class ControlGroups:
 
     def __init__(self, root: Path = ROOT) -> None:
         self._parents = _unified(root) or _separate(root)
-        for parent in self._parents:
-            _remove_abandoned(parent)
+        remove_abandoned(root)
 
     @property
     def are_usable(self) -> bool:
@@ -94,6 +93,47 @@ class ControlGroups:
         finally:
             for folder in folders:
                 await asyncio.shield(_remove(folder))
+
+
+async def remove_group(name: str, root: Path = ROOT) -> None:
+    """Kill what is in a group that another program made, in whichever hierarchies, and remove it.
+
+    Args:
+        name: of its folder below `PARENT`.
+        root: where the kernel shows them.
+    """
+    for pattern in (f"{PARENT}/{name}", f"*/{PARENT}/{name}"):
+        for folder in root.glob(pattern):  # noqa: ASYNC240 - lies in the kernel's memory
+            with contextlib.suppress(OSError):
+                _kill(_pids(folder))
+            await _remove(folder)
+
+
+def remove_abandoned(root: Path = ROOT) -> None:
+    """Remove the groups of processes that ended without doing so, and what is left in them."""
+    for parent in (root / PARENT, *root.glob(f"*/{PARENT}")):
+        for folder in parent.glob("[0-9]*-[0-9]*"):
+            if not Path("/proc", folder.name.split("-")[0]).exists():
+                with contextlib.suppress(OSError):
+                    _kill([pid for pid in _pids(folder) if _is_orphan(pid)])
+                    folder.rmdir()
+
+
+def _pids(folder: Path) -> list[int]:
+    """The processes of a group; the kernel shows those of another pid namespace as 0."""
+    return [int(pid) for pid in (folder / "cgroup.procs").read_text().split() if pid != "0"]
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_orphan(pid: int) -> bool:
+    """Whether the process that started it is gone; where others share the groups, it may not be."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return "\nPPid:\t1\n" in status
 
 
 def _unified(root: Path) -> tuple[Path, ...]:
@@ -121,16 +161,6 @@ def _separate(root: Path) -> tuple[Path, ...]:
             continue
         parents.append(parent)
     return tuple(parents)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove the groups of processes that ended without doing so, and what is left in them."""
-    for folder in parent.glob("[0-9]*-[0-9]*"):
-        if not Path("/proc", folder.name.split("-")[0]).exists():
-            with contextlib.suppress(OSError):
-                for pid in (folder / "cgroup.procs").read_text().split():
-                    os.kill(int(pid), signal.SIGKILL)  # a box whose gate nobody will open
-                folder.rmdir()
 
 
 def _set_limits(folder: Path, limits: SandboxLimits) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -38,6 +38,7 @@ async def run_bounded(
     limits: SandboxLimits,
     pass_fds: Sequence[int] = (),
     turn: AbstractAsyncContextManager[None] | None = None,
+    kill: Callable[[], Awaitable[None]] | None = None,
 ) -> Finished:
     """Run a command until it ends, writes too much or takes too long; cancelling kills it.
 
@@ -47,6 +48,7 @@ async def run_bounded(
         limits: of its output and time.
         pass_fds: what it inherits besides.
         turn: entered once it is started and left at its end; the time counts from there.
+        kill: awaited when it has been killed, to kill what it started elsewhere.
 
     Raises:
         OSError: the command cannot be started.
@@ -73,7 +75,7 @@ async def run_bounded(
             )
             duration_s = time.monotonic() - started_at
     finally:
-        await asyncio.shield(_end(transport, record.ended))
+        await asyncio.shield(_end(transport, record.ended, kill))
     stopped_for: Ending | None = None if done else "wall_time"
     returncode = transport.get_returncode()
     return Finished(
@@ -115,9 +117,15 @@ def _write(transport: asyncio.SubprocessTransport, content: bytes) -> None:
     pipe.close()  # once all is written, or the child reads no more
 
 
-async def _end(transport: asyncio.SubprocessTransport, ended: asyncio.Future[None]) -> None:
+async def _end(
+    transport: asyncio.SubprocessTransport,
+    ended: asyncio.Future[None],
+    kill: Callable[[], Awaitable[None]] | None,
+) -> None:
     if transport.get_returncode() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(transport.get_pid(), signal.SIGKILL)  # it leads a session of its own
+        if kill is not None:
+            await kill()
     await asyncio.wait({ended})
     transport.close()

@@ -90,8 +90,8 @@ class CodeConfig(BaseEnvConfig):
     )
     sandbox: str | None = Field(
         None,
-        description="Kind of sandbox that programs run in: bubblewrap; None takes what "
-        "ATROPOS_SANDBOX names, bubblewrap without it.",
+        description="Kind of sandbox that programs run in: bubblewrap, container or gvisor; None "
+        "takes what ATROPOS_SANDBOX names, bubblewrap without it.",
     )
     test_timeout_s: float = Field(6.0, gt=0, description="Seconds one test of a program may take.")
 

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from atroposlib.sandbox import (
     Sandbox,
     SandboxError,
     SandboxLimits,
     SandboxResult,
-    SandboxUnavailableError,
     open_sandbox,
     run_python,
 )
-from atroposlib.sandbox.bubblewrap import Bubblewrap
+from atroposlib.sandbox.choice import KINDS
+from tests.sandbox.processes import children
 
 LIMITS = SandboxLimits(wall_s=60.0, cpu_s=2, disk_bytes=2**20, output_bytes=10_000)
 
 
-@pytest.fixture(scope="session")
-def _has_sandbox() -> None:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    """Every kind that can be used here; some find out by trials before the first program."""
     try:
-        open_sandbox()
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture
-def sandbox(_has_sandbox: None) -> Sandbox:
-    return open_sandbox(limits=LIMITS)
+        sandbox = open_sandbox(request.param, limits=LIMITS)
+        await sandbox.run(["/usr/bin/true"])
+    except SandboxError as error:
+        pytest.skip(f"{request.param}: {error}")
+    return sandbox
 
 
 async def test_program_reads_its_input_and_its_files(sandbox: Sandbox) -> None:
@@ -93,7 +93,11 @@ except OSError:
 
 
 async def test_memory_bomb_gets_an_error_or_is_ended(sandbox: Sandbox) -> None:
-    result = await run_python(sandbox, "held = []\nwhile True: held.append(bytearray(10**7))")
+    result = await run_python(
+        sandbox,
+        "held = []\nwhile True: held.append(bytearray(10**7))",
+        limits=replace(LIMITS, memory_bytes=128 * 2**20, cpu_s=20),
+    )
 
     assert "MemoryError" in result.stderr or result.ended_by == "memory"
 
@@ -153,7 +157,7 @@ async def test_network_of_the_machine_is_not_there(sandbox: Sandbox) -> None:
             sandbox, f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
         )
 
-    assert "ConnectionRefusedError" in result.stderr
+    assert "ConnectionRefusedError" in result.stderr or "unreachable" in result.stderr
 
 
 async def test_environment_of_the_parent_is_not_there(
@@ -231,24 +235,24 @@ print(rows['CapEff'].strip(), rows['CapPrm'].strip(), rows['CapBnd'].strip(), os
 
 
 async def test_children_end_with_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
-    before = _children()
+    before = children()
     result = await run_python(
         sandbox, "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n"
     )
 
     assert result.ended_by == "exit"
-    assert _children() == before
+    assert children() == before
 
 
 async def test_cancelling_kills_the_program(sandbox: Sandbox) -> None:
-    before = _children()
+    before = children()
     run = asyncio.create_task(run_python(sandbox, "import time; time.sleep(60)"))
     await asyncio.sleep(0.1)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
 
-    assert _children() == before
+    assert children() == before
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/x", "", "a/../../x", "a\0b"])
@@ -273,64 +277,6 @@ async def test_programs_at_the_same_time_do_not_meet(sandbox: Sandbox) -> None:
     assert all(result.is_success for result in results)
 
 
-async def test_one_program_at_a_time_is_one() -> None:
-    sandbox = Bubblewrap(limits=LIMITS, max_parallel=1)
-    program = """
-import time
-began = time.monotonic()
-time.sleep(0.1)
-print(began, time.monotonic())
-"""
-    results = await asyncio.gather(*(run_python(sandbox, program) for _ in range(3)))
-
-    times = sorted(tuple(map(float, result.stdout.split())) for result in results)
-    assert all(ended < began for (_, ended), (began, _) in itertools.pairwise(times))
-
-
-async def test_program_whose_turn_never_comes_does_not_run() -> None:
-    sandbox = Bubblewrap(limits=LIMITS, max_parallel=1)
-    before = _children()
-    first = asyncio.create_task(run_python(sandbox, "import time; time.sleep(1); print('first')"))
-    await asyncio.sleep(0.3)
-    second = asyncio.create_task(run_python(sandbox, "print('second')"))
-    await asyncio.sleep(0.3)
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-
-    assert (await first).stdout == "first\n"
-    assert _children() == before
-
-
-async def test_box_that_cannot_be_set_up_says_why() -> None:
-    sandbox = Bubblewrap(limits=LIMITS, read_only=["/no/such/folder"])
-
-    with pytest.raises(SandboxError, match="/no/such/folder"):
-        await run_python(sandbox, "print('ran')")
-
-
-def test_missing_bubblewrap_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxUnavailableError, match="apt-get install bubblewrap"):
-        open_sandbox()
-
-
-def test_unknown_kind_is_refused_and_no_other_takes_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("ATROPOS_SANDBOX", "none")
-    with pytest.raises(SandboxUnavailableError, match=r"called 'none'; known: bubblewrap"):
-        open_sandbox()
-
-    assert open_sandbox("bubblewrap").name == "bubblewrap"
-
-
-def test_limit_of_zero_is_refused() -> None:
-    limits: Callable[..., SandboxLimits] = SandboxLimits
-    with pytest.raises(ValueError, match="cpu_s must be a finite number above 0"):
-        limits(cpu_s=0)
-
-
 async def test_nothing_is_left_behind(sandbox: Sandbox) -> None:
     """The last test: neither the programs before nor these leave a group or a process."""
     for program in ("import os; os.fork()", "while True: print('x' * 1000)"):
@@ -345,9 +291,5 @@ def _groups() -> list[Path]:
 
 
 def _programs() -> set[str]:
-    files = [Path(f"/proc/{pid}/comm") for pid in _children()]
+    files = [Path(f"/proc/{pid}/comm") for pid in children()]
     return {file.read_text().strip() for file in files if file.exists()}
-
-
-def _children() -> set[str]:
-    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())

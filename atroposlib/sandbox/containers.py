@@ -1,0 +1,237 @@
+"""Sandboxes by an OCI runtime: a container by runc or crun, or gVisor's own kernel by runsc.
+
+    config.json, files ──► runtime run ──► timeout ──► copy files ──► prlimit ──► program
+    time is up, or cancelled ──► runtime delete --force
+
+There is no image: /usr of the machine is the root, read-only. The first program is preceded by
+trials of every limit: a runtime under which one does not hold is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from atroposlib.sandbox.box_files import checked_path
+from atroposlib.sandbox.container_spec import FOLDERS, container_spec
+from atroposlib.sandbox.control_groups import PARENT, ControlGroups, remove_abandoned, remove_group
+from atroposlib.sandbox.interface import (
+    MEBIBYTE,
+    SandboxError,
+    SandboxLimits,
+    SandboxResult,
+    SandboxUnavailableError,
+)
+from atroposlib.sandbox.process_limits import find_program, limit_words
+from atroposlib.sandbox.results import result_of
+from atroposlib.sandbox.streams import run_bounded
+from atroposlib.sandbox.trials import TRIAL_LIMITS, TRIALS
+
+__all__ = ["CONTAINER", "GVISOR", "Containers", "Runtime"]
+
+JOIN_GROUPS = 'set -e; for file in $1; do echo 0 > "$file"; done; shift; exec "$@"'
+KERNEL_BYTES = 256 * MEBIBYTE  # of gVisor itself
+KERNEL_THREADS = 512
+DELETE_TIMEOUT_S = 60
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A program that runs containers, as the OCI runtime specification has it."""
+
+    name: str
+    programs: tuple[str, ...]
+    """Those of them that is installed first."""
+    options: tuple[str, ...] = ()
+    has_own_kernel: bool = False
+    """Processes are then counted within; around it this process makes the control group."""
+
+
+CONTAINER = Runtime("container", ("runc", "crun"))
+GVISOR = Runtime(
+    "gvisor",
+    ("runsc",),
+    options=("--network=none", "--platform=ptrace", "--ignore-cgroups", "--oci-seccomp"),
+    has_own_kernel=True,
+)
+
+
+class Containers:
+    """Runs programs under an OCI runtime, as root.
+
+    Args:
+        runtime: `CONTAINER` or `GVISOR`.
+        limits: used when `run` is given none.
+        max_parallel: programs at a time; None for one per processor this process may use.
+
+    Raises:
+        SandboxUnavailableError: the runtime or a program it needs is missing, or this process is
+            not root.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        limits: SandboxLimits | None = None,
+        max_parallel: int | None = None,
+    ) -> None:
+        self.name = runtime.name
+        self._runtime = runtime
+        self._limits = limits or SandboxLimits()
+        self._program = _find_runtime(runtime)
+        self._prlimit = find_program("prlimit", package="util-linux")
+        if os.geteuid() != 0:
+            raise SandboxUnavailableError(
+                f"the sandbox {runtime.name!r} bounds its programs by control groups, which needs "
+                "root; without, use bubblewrap"
+            )
+        remove_abandoned()
+        self._groups = ControlGroups() if runtime.has_own_kernel else None
+        self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
+        self._trying = asyncio.Lock()
+        self._is_tried = False
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        stdin: str | bytes = b"",
+        limits: SandboxLimits | None = None,
+    ) -> SandboxResult:
+        """Run a command in an empty folder, see `Sandbox.run`.
+
+        Raises:
+            SandboxUnavailableError: a limit does not hold here.
+        """
+        content = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
+        paths = {checked_path(path): text for path, text in (files or {}).items()}
+        async with self._trying:
+            if not self._is_tried:
+                await self._try_limits()
+                self._is_tried = True
+        return await self._run(command, paths, content, limits or self._limits)
+
+    async def _try_limits(self) -> None:
+        for limit, program, holds in TRIALS:
+            result = await self._run(program, {}, b"", TRIAL_LIMITS)
+            if not holds(result):
+                raise SandboxUnavailableError(
+                    f"under {self._program} the limit of {limit} does not hold here (the trial "
+                    f"ended by {result.ended_by}, {result.exit_code}): use bubblewrap, or a newer "
+                    "runtime"
+                )
+
+    async def _run(
+        self,
+        command: Sequence[str],
+        files: Mapping[str, str | bytes],
+        stdin: bytes,
+        limits: SandboxLimits,
+    ) -> SandboxResult:
+        async with self._slots, self._joined(limits) as join:
+            with TemporaryDirectory(prefix="atropos-sandbox-") as folder:
+                bundle, name = Path(folder), f"{os.getpid()}-{next(_numbers)}-container"
+                await asyncio.to_thread(self._fill, bundle, name, command, files, limits)
+                runtime = [self._program, "--root", str(bundle / "state"), *self._runtime.options]
+                started = bundle / "pid"
+                words = [*runtime, "run", "--bundle", folder, "--pid-file", str(started), name]
+                finished = await run_bounded(
+                    [*join, *words],
+                    stdin=stdin,
+                    limits=limits,
+                    kill=functools.partial(_kill, runtime, name),
+                )
+                is_stopped = finished.stopped_for is not None
+                return result_of(
+                    finished,
+                    exit_code=None if is_stopped or not _has_text(started) else finished.returncode,
+                    ran_out_of_memory=False,
+                    around=self._program,
+                )
+
+    @contextlib.asynccontextmanager
+    async def _joined(self, limits: SandboxLimits) -> AsyncIterator[list[str]]:
+        """Yield the words that put gVisor into a control group and run the words behind them."""
+        if self._groups is None:
+            yield []
+            return
+        around = replace(
+            limits,
+            memory_bytes=limits.memory_bytes + KERNEL_BYTES,
+            max_processes=limits.max_processes + KERNEL_THREADS,
+        )
+        async with self._groups.join(around) as members:
+            files = " ".join(str(folder / "cgroup.procs") for folder in members.folders)
+            yield ["/bin/sh", "-c", JOIN_GROUPS, "sh", files]
+
+    def _fill(
+        self,
+        bundle: Path,
+        name: str,
+        command: Sequence[str],
+        files: Mapping[str, str | bytes],
+        limits: SandboxLimits,
+    ) -> None:
+        root, given = bundle / "root", bundle / "files"
+        for folder in (given, root, *(root / each for each in FOLDERS)):
+            folder.mkdir()
+        for each in ("tmp", "box"):
+            (root / each).chmod(0o1777)
+        for each in ("bin", "lib", "lib64"):
+            (root / each).symlink_to(f"usr/{each}")
+        for path, content in files.items():
+            data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+            (given / path).parent.mkdir(parents=True, exist_ok=True)
+            (given / path).write_bytes(data)
+        own_kernel = self._runtime.has_own_kernel
+        spec = container_spec(
+            command,
+            root=str(root),
+            files=str(given),
+            limits=limits,
+            limit_words=limit_words(self._prlimit, limits, processes=own_kernel),
+            group=None if own_kernel else f"/{PARENT}/{name}",
+        )
+        (bundle / "config.json").write_text(json.dumps(spec))
+
+
+def _find_runtime(runtime: Runtime) -> str:
+    for program in runtime.programs:
+        with contextlib.suppress(SandboxUnavailableError):
+            return find_program(program, package=program)
+    names = " or ".join(runtime.programs)
+    raise SandboxUnavailableError(
+        f"{names} is not installed; on Debian and Ubuntu: apt-get install {runtime.programs[0]}"
+    )
+
+
+def _has_text(file: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return bool(file.read_text().strip())
+    return False
+
+
+async def _kill(runtime: Sequence[str], name: str) -> None:
+    """Kill and remove a container that may not have come to be."""
+    words = [*runtime, "delete", "--force", name]
+    try:
+        await asyncio.to_thread(
+            subprocess.run, words, env={}, capture_output=True, timeout=DELETE_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxError(f"{runtime[0]} cannot remove the container {name}: {error}") from error
+    finally:
+        await remove_group(name)
