@@ -11,7 +11,8 @@ from example_trainer.checkpointing import replace_directory
 from example_trainer.config import TrainingConfig
 from example_trainer.engine_connection import EngineConnection
 from example_trainer.lora import engine_rank
-from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
+from example_trainer.owned_engine import OwnedEngine
+from example_trainer.vllm_manager import check_vllm_health
 
 __all__ = ["LoraRestartSync", "LoraSwapSync", "save_adapter"]
 
@@ -105,34 +106,15 @@ class LoraSwapSync:
         self._engine.close()
 
 
-class LoraRestartSync:
+class LoraRestartSync(OwnedEngine):
     """Owns an engine and restarts it on the adapters; rollouts ask for the model `lora_name`."""
 
-    publishes_final = False
     needs_checkpoint = False
-
-    def __init__(self, config: TrainingConfig) -> None:
-        self._config = config
-        self._server = VllmServer(config, updatable=False)
-
-    def check_before_load(self) -> None:
-        """Fail when the port is taken."""
-        port = self._config.vllm_port
-        if is_port_in_use(port, self._config.vllm_connect_host):
-            raise InferenceError(
-                f"port {port} is taken, but weight_bridge_mode=lora_restart launches its own "
-                "engine there; stop that process, choose another --vllm-port, or use "
-                "--weight-bridge-mode lora_only to swap adapters in a vLLM that is running"
-            )
+    mode_for_running_engine = "lora_only"
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         """Launch the engine on the model and the adapters as they are; wait until it is healthy."""
         self._launch(save_adapter(model, self._config, step))
-
-    def before_step(self, *, sync_follows: bool) -> None:
-        """Stop the engine when it is restarted after the step anyway: frees its GPU memory."""
-        if sync_follows:
-            self._server.stop()
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         """Restart the engine on the present adapters."""
@@ -145,15 +127,3 @@ class LoraRestartSync:
         more = ["--enable-lora", "--max-lora-rank", str(rank)]
         more += ["--lora-modules", f"{self._config.lora_name}={directory.resolve()}"]
         self._server.start(self._config.model_name, more=more)
-
-    def check_alive(self) -> None:
-        """Raise when the engine has died."""
-        self._server.check_alive()
-
-    def returns_processed_logprobs(self) -> bool:
-        """Say what the engine was told at its launch."""
-        return self._config.logprobs_mode == "processed"
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self._server.stop()

@@ -18,6 +18,7 @@ from example_trainer.engine_weights import (
     transport_directory,
 )
 from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
+from example_trainer.owned_engine import OwnedEngine
 from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
 
 __all__ = [
@@ -145,54 +146,20 @@ class NoSync:
         """Nothing to stop."""
 
 
-class RestartSync:
-    """Owns an engine and restarts it on every new checkpoint.
+class RestartSync(OwnedEngine):
+    """Owns an engine and restarts it on every new checkpoint."""
 
-    Works with any vLLM and leaves the GPU to the optimiser step before a restart; costs the
-    engine's start-up time per update.
-    """
-
-    publishes_final = False
     needs_checkpoint = True
-
-    def __init__(self, config: TrainingConfig) -> None:
-        self._config = config
-        self._server = VllmServer(config, updatable=False)
-
-    def check_before_load(self) -> None:
-        """Fail when the port is taken."""
-        if is_port_in_use(self._config.vllm_port, self._config.vllm_connect_host):
-            raise InferenceError(
-                f"port {self._config.vllm_port} is taken, but weight_bridge_mode=none launches its "
-                "own engine there; stop that process, choose another --vllm-port, or use "
-                "--weight-bridge-mode in_place to update a vLLM that is already running"
-            )
+    mode_for_running_engine = "in_place"
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         """Launch the engine on the source and wait until it is healthy."""
         self._server.start(source)
 
-    def before_step(self, *, sync_follows: bool) -> None:
-        """Stop the engine when it is restarted after the step anyway: frees its GPU memory."""
-        if sync_follows:
-            self._server.stop()
-
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         """Restart the engine on the checkpoint."""
         self._server.stop()
         self._server.start(str(checkpoint))
-
-    def check_alive(self) -> None:
-        """Raise when the engine has died."""
-        self._server.check_alive()
-
-    def returns_processed_logprobs(self) -> bool:
-        """Say what the engine was told at its launch."""
-        return self._config.logprobs_mode == "processed"
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self._server.stop()
 
 
 class InPlaceSync:
