@@ -31,7 +31,8 @@ def load_model_and_tokenizer(
         source: Directory to load instead of `config.model_name`, e.g. a checkpoint.
 
     Raises:
-        ConfigError: `single_copy`, a layer index the model lacks, or weights that are not there.
+        ConfigError: `single_copy`, a layer index the model lacks, a device or weights that are not
+            there.
     """
     if single_copy:
         raise ConfigError("single_copy needs weight_bridge_mode=shared_vllm, not built yet")
@@ -40,6 +41,7 @@ def load_model_and_tokenizer(
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise MissingExtraError("torch", extra="trainer") from error
+    _require_device(config.device, torch)
     # Adapters are put into the model they were trained with, which lies elsewhere.
     name = config.model_name if config.uses_lora else source or config.model_name
     try:
@@ -90,6 +92,16 @@ def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
         found = found or chosen
     if not found:
         raise ConfigError("train_layer_indices match no parameter of this model")
+
+
+def _require_device(device: str, torch: Any) -> None:
+    if not device.startswith("cuda"):
+        return
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= num_gpus:
+        raise ConfigError(
+            f"device={device}: torch sees {num_gpus} GPUs here; choose one of them, or --device cpu"
+        )
 
 
 def _weights_dtype(config: TrainingConfig, torch: Any) -> Any:

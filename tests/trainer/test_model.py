@@ -28,6 +28,18 @@ def test_model_on_a_cpu_is_float32_in_training_mode_without_cache(tmp_path):
     assert len(tokenizer) == 32
 
 
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_gpu_that_is_not_there_is_refused_before_anything_is_loaded(
+    tmp_path, monkeypatch, num_gpus
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = tiny_config(tmp_path, model_name="nowhere", device="cuda:2")
+
+    with pytest.raises(ConfigError, match=f"device=cuda:2: torch sees {num_gpus} GPUs"):
+        load_model_and_tokenizer(config)
+
+
 def test_gradient_checkpointing_changes_no_gradient(tmp_path):
     save_tiny_model(tmp_path / "model")
     gradients = []
