@@ -159,7 +159,8 @@ def _separate(root: Path) -> tuple[Path, ...]:
             parent.mkdir(exist_ok=True)
         except OSError:
             continue
-        parents.append(parent)
+        if os.access(parent, os.W_OK, effective_ids=True):  # it may be somebody else's
+            parents.append(parent)
     return tuple(parents)
 
 
