@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,29 +26,22 @@ sys.path[0] = str(REPOSITORY)  # in this folder `environments` would be a benchm
 from benchmarks.demo_runs import names_of, run_demo  # noqa: E402
 from example_trainer.demo.settings import DemoSettings  # noqa: E402
 
-STALE_BATCHES = 4
 LAST_STEPS = 5
 
+# New weights after every eighth step only: what is trained on is 0 to 7 steps old, and what waits
+# in the queue adds to it, so 4 on average.
+STALE = ("--algorithm=dapo", "--vllm-restart-interval=8")
 
-@dataclass(frozen=True)
-class Row:
-    """One way to train."""
-
-    flags: tuple[str, ...]
-    max_batches_offpolicy: int = 1
-
-
-ROWS: dict[str, Row] = {
-    "grpo": Row(("--algorithm=grpo",)),
-    "dr_grpo": Row(("--algorithm=dr_grpo",)),
-    "dapo": Row(("--algorithm=dapo",)),
-    "gspo": Row(("--algorithm=gspo",)),
-    "cispo": Row(("--algorithm=cispo",)),
-    "stale": Row(("--algorithm=dapo", "--importance-correction=none"), STALE_BATCHES),
-    "stale_truncated": Row(
-        ("--algorithm=dapo", "--importance-correction=token_truncate"), STALE_BATCHES
-    ),
+ROWS: dict[str, tuple[str, ...]] = {
+    "grpo": ("--algorithm=grpo",),
+    "dr_grpo": ("--algorithm=dr_grpo",),
+    "dapo": ("--algorithm=dapo",),
+    "gspo": ("--algorithm=gspo",),
+    "cispo": ("--algorithm=cispo",),
+    "stale": (*STALE, "--importance-correction=none"),
+    "stale_truncated": (*STALE, "--importance-correction=token_truncate"),
 }
+"""Flags of the trainer by row."""
 
 
 def main() -> None:
@@ -66,12 +59,7 @@ def main() -> None:
         figures = {}
         for name in args.rows:
             figures[name] = _train(
-                replace(
-                    settings,
-                    warmed_up_model=model,
-                    trainer_flags=ROWS[name].flags,
-                    max_batches_offpolicy=ROWS[name].max_batches_offpolicy,
-                ),
+                replace(settings, warmed_up_model=model, trainer_flags=ROWS[name]),
                 Path(folder) / name,
             )
             Console().print(f"{name}: {figures[name]}", highlight=False)

@@ -126,9 +126,6 @@ class DemoSettings:
     environment_sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further settings of the environment, by section of its YAML file; they win."""
 
-    max_batches_offpolicy: int = 1
-    """Batches the environment may be ahead of the trainer."""
-
     shape: TinyModelShape = field(default_factory=TinyModelShape)
     """Sizes of the tiny model; unused with `model`."""
 

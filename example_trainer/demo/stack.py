@@ -214,7 +214,7 @@ def environment_settings(
             "batch_size": settings.sequences_per_step,
             "max_num_workers": 2 * settings.groups_per_step,
             "rollout_grace_s": 0.0,  # nobody takes the groups of a demo that is ended
-            "max_batches_offpolicy": settings.max_batches_offpolicy,
+            "max_batches_offpolicy": 1,
             "max_token_length": settings.max_tokens,
             "total_steps": settings.steps,
             "steps_per_eval": 0,
