@@ -34,7 +34,7 @@ from atroposlib.sandbox.interface import (
 from atroposlib.sandbox.process_limits import find_program, limit_words
 from atroposlib.sandbox.results import result_of
 from atroposlib.sandbox.streams import run_bounded
-from atroposlib.sandbox.trials import TRIAL_LIMITS, TRIALS
+from atroposlib.sandbox.trials import TRIALS
 
 __all__ = ["CONTAINER", "GVISOR", "Containers", "Runtime"]
 
@@ -125,13 +125,13 @@ class Containers:
         return await self._run(command, paths, content, limits or self._limits)
 
     async def _try_limits(self) -> None:
-        for limit, program, holds in TRIALS:
-            result = await self._run(program, {}, b"", TRIAL_LIMITS)
-            if not holds(result):
+        for trial in TRIALS:
+            result = await self._run(trial.command, {}, b"", trial.limits)
+            if not trial.holds(result):
                 raise SandboxUnavailableError(
-                    f"under {self._program} the limit of {limit} does not hold here (the trial "
-                    f"ended by {result.ended_by}, {result.exit_code}): use bubblewrap, or a newer "
-                    "runtime"
+                    f"under {self._program} the limit of {trial.limit} does not hold here (its "
+                    f"trial ended by {result.ended_by}, {result.exit_code}): use bubblewrap, or a "
+                    "newer runtime"
                 )
 
     async def _run(

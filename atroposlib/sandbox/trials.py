@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from atroposlib.sandbox.interface import MEBIBYTE, SandboxLimits, SandboxResult
 
-__all__ = ["TRIALS", "TRIAL_LIMITS", "Trial"]
+__all__ = ["TRIALS", "Trial"]
 
 PYTHON = ("/usr/bin/python3", "-I", "-S", "-B", "-c")
-TRIAL_LIMITS = SandboxLimits(
+LIMITS = SandboxLimits(
     wall_s=60.0,
-    cpu_s=1,
+    cpu_s=30,
     memory_bytes=256 * MEBIBYTE,
     max_processes=8,
     disk_bytes=MEBIBYTE,
@@ -52,11 +53,17 @@ class Trial(NamedTuple):
     command: tuple[str, ...]
     holds: Callable[[SandboxResult], bool]
     """Whether the limit stopped it."""
+    limits: SandboxLimits = LIMITS
 
 
 TRIALS = (
     Trial("memory", (*PYTHON, ALLOCATE), lambda result: result.stdout == "held\n"),
     Trial("processes", (*PYTHON, FORK), lambda result: result.stdout == "held\n"),
     Trial("disk", (*PYTHON, FILL), lambda result: result.stdout == "held\n" * 3),
-    Trial("processor time", (*PYTHON, SPIN), lambda result: result.ended_by == "cpu_time"),
+    Trial(
+        "processor time",
+        (*PYTHON, SPIN),
+        lambda result: result.ended_by == "cpu_time",
+        replace(LIMITS, cpu_s=1),
+    ),
 )
