@@ -9,6 +9,7 @@ of math-verify itself work by signals, in the main thread only, and are switched
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -115,3 +116,9 @@ def _verify(gold: list[Any], answer: list[Any]) -> bool:
     except Exception as error:  # noqa: BLE001 - comparing odd expressions fails in many ways
         logger.debug("not comparable: %s", error)
         return False
+
+
+if multiprocessing.parent_process() is not None:
+    # A worker that scores: it imports this module before the time of its first call begins, and
+    # the parsers take seconds to load, on a busy machine longer than an answer may take.
+    import math_verify  # noqa: F401 - kept in sys.modules for the calls

@@ -1,10 +1,31 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from atroposlib.utils.math_check import answer_text, check_math_answer
+from atroposlib.utils.score_pool import ScorePool
+
+
+def has_parsers() -> bool:
+    return "math_verify" in sys.modules
+
+
+async def test_worker_has_loaded_the_parsers_before_its_first_call() -> None:
+    pool = ScorePool(num_workers=1, timeout_s=60)
+
+    assert await pool.run(has_parsers)
+
+    pool.close()
+
+
+def test_import_loads_no_parsers_outside_of_workers() -> None:
+    lines = "import sys, atroposlib.utils.math_check; sys.exit('math_verify' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", lines], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
