@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX
@@ -20,63 +15,26 @@ from example_trainer.batch import build_batch
 from example_trainer.batch_shares import split_batch
 from example_trainer.parallel import ONE_PROCESS, open_parallel, torchrun_settings
 from example_trainer.rows import RowRules
-from tests.api.soak.service_process import Replica
 from tests.trainer.kill_supervisor import seeded_groups
+from tests.trainer.parallel_runs import largest_difference, run_trainer, service_with
 from tests.trainer.tiny import group, save_tiny_model, tiny_config
 
 STEPS = 20
 TOLERANCE = 1e-5
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def run_trainer(service, folder, *extra, ranks):
-    """Train by the command line; returns the final weights and the metrics by step."""
-    options = {
-        "model": folder.parent / "model",
-        "device": "cpu",
-        "training-steps": STEPS,
-        "batch-size": 1,
-        "gradient-accumulation-steps": 4,
-        "seq-len": 64,
-        "lr": 0.003,
-        "optimizer": "adamw",
-        "checkpoint-interval": 5,
-        "weight-bridge-mode": "off",
-        "save-path": folder,
-        "atropos-url": service.url,
-        "loss-reduction": "token_mean",
-    }
-    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    launcher = TORCHRUN if ranks == 2 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "example_trainer.grpo", *flags, *extra],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return load_file(folder / "final_model" / "model.safetensors"), list(map(json.loads, lines))
+FINAL = "final_model/model.safetensors"
 
 
 @pytest.fixture(scope="module")
 def start_service(tmp_path_factory):
     """Starts services that hold the same groups, one batch for every step."""
-    running = []
+    with ExitStack() as running:
 
-    def start(first=0):
-        service = Replica(tmp_path_factory.mktemp("service"), "sqlite", run=f"run{len(running)}")
-        service.start()
-        running.append(service)
-        posted = httpx.post(f"{service.url}/scored_data_list", json=seeded_groups(STEPS)[first:])
-        posted.raise_for_status()
-        return service
+        def start(first=0):
+            folder = tmp_path_factory.mktemp("service")
+            groups = seeded_groups(STEPS)[first:]
+            return running.enter_context(service_with(groups, folder, folder.name))
 
-    yield start
-    for service in running:
-        service.stop()
+        yield start
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +47,7 @@ def runs_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_rank(runs_folder, start_service):
     """Final weights and metrics of one process."""
-    return run_trainer(start_service(), runs_folder / "one", ranks=1)
-
-
-def largest_difference(weights, others):
-    assert weights.keys() == others.keys()
-    return max(float((weights[name] - others[name]).abs().max()) for name in weights)
+    return run_trainer(start_service(), runs_folder / "one", ranks=1, steps=STEPS, final=FINAL)
 
 
 def assert_same_run(found, expected, label):
@@ -116,7 +69,7 @@ def assert_same_run(found, expected, label):
 @pytest.fixture(scope="module")
 def sharded(runs_folder, start_service):
     """Final weights and metrics of two ranks that hold a part of the model each."""
-    return run_trainer(start_service(), runs_folder / "fsdp", ranks=2)
+    return run_trainer(start_service(), runs_folder / "fsdp", ranks=2, steps=STEPS, final=FINAL)
 
 
 @pytest.mark.slow
@@ -126,7 +79,15 @@ def test_two_sharded_ranks_equal_one_over_twenty_steps(one_rank, sharded):
 
 @pytest.mark.slow
 def test_two_data_parallel_ranks_equal_one_over_twenty_steps(runs_folder, start_service, one_rank):
-    found = run_trainer(start_service(), runs_folder / "data", "--parallel-mode", "data", ranks=2)
+    found = run_trainer(
+        start_service(),
+        runs_folder / "data",
+        "--parallel-mode",
+        "data",
+        ranks=2,
+        steps=STEPS,
+        final=FINAL,
+    )
 
     assert_same_run(found, one_rank, "data")
 
@@ -143,7 +104,9 @@ def test_checkpoint_of_sharded_ranks_continues_on_any_number_of_ranks(
         path = folder / name
         path.unlink() if path.is_file() else shutil.rmtree(path)
 
-    weights, metrics = run_trainer(start_service(first=10), folder, "--resume", ranks=ranks)
+    weights, metrics = run_trainer(
+        start_service(first=10), folder, "--resume", ranks=ranks, steps=STEPS, final=FINAL
+    )
 
     assert len(metrics) == STEPS - 10
     assert largest_difference(weights, one_rank[0]) <= TOLERANCE

@@ -15,7 +15,7 @@ import httpx
 
 __all__ = ["Process", "RedisServer", "Replica", "free_port"]
 
-_START_S = 30.0
+_START_S = 120.0
 
 
 def free_port() -> int:
