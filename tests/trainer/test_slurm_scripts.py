@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from example_trainer.cli import config_from_args, create_full_parser
 SCRIPTS = Path(example_trainer.__file__).parent / "slurm"
 STAND_INS = {
     "scontrol": "printf 'a1\\na2\\nb1\\nb2\\n'",
-    "srun": 'printf "%s\\0" "$@" >> "$CALLS/$$"',
+    "srun": 'printf "%s\\0" "$@" >> "$CALLS/$$"\n'
+    'case "$*" in *broken*) exit 3;; *torchrun*) exec sleep "${TRAINING_S:-0}" &>/dev/null;; esac',
     "curl": "exit 0",
 }
 
@@ -58,7 +60,7 @@ def test_job_trains_on_the_first_nodes_and_serves_on_the_others(tmp_path):
     done, calls = run_job(
         tmp_path,
         MODEL="/shared/model",
-        ENVIRONMENT="python environments/gsm8k_server.py",
+        ENV_PROGRAM="python environments/gsm8k_server.py",
         NUM_TRAINING_NODES="2",
         GPUS_PER_NODE="4",
         INFER_TP="2",
@@ -67,6 +69,7 @@ def test_job_trains_on_the_first_nodes_and_serves_on_the_others(tmp_path):
     assert done.returncode == 0, done.stderr
     training = next(call for call in calls if "torchrun" in call)
     assert "--nodelist=a1,a2" in training
+    assert "--ntasks=2" in training
     assert "--nproc-per-node=4" in training
     flags = training[training.index("example_trainer.grpo") + 1 :]
     config = config_from_args(create_full_parser().parse_args(flags))
@@ -83,8 +86,16 @@ def test_job_trains_on_the_first_nodes_and_serves_on_the_others(tmp_path):
     assert shlex.join(environment).endswith("--openai.server_type vllm")
 
 
+def test_job_ends_when_a_part_of_it_fails(tmp_path):
+    done, _ = run_job(tmp_path, MODEL="m", ENV_PROGRAM="broken", TRAINING_S="20")
+
+    assert done.returncode == -signal.SIGTERM
+    assert "failed with code 3, see" in done.stderr
+    assert "broken serve --slurm true" in done.stderr
+
+
 def test_job_without_a_node_that_serves_is_refused(tmp_path):
-    done, calls = run_job(tmp_path, MODEL="m", ENVIRONMENT="e", NUM_TRAINING_NODES="4")
+    done, calls = run_job(tmp_path, MODEL="m", ENV_PROGRAM="e", NUM_TRAINING_NODES="4")
 
     assert done.returncode == 2
     assert "no node is left to serve: 4 nodes" in done.stderr
@@ -95,4 +106,4 @@ def test_job_without_its_settings_says_which(tmp_path):
     done, _ = run_job(tmp_path, MODEL="m")
 
     assert done.returncode != 0
-    assert "ENVIRONMENT" in done.stderr
+    assert "ENV_PROGRAM" in done.stderr
