@@ -5,9 +5,11 @@ The only module that imports the package, and only when something is asked of it
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
+import multiprocessing
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -114,3 +116,10 @@ def _package() -> Any:
     except ImportError as error:
         raise MissingExtraError("reasoning-gym", extra="examples") from error
     return reasoning_gym
+
+
+if multiprocessing.parent_process() is not None:
+    # A worker that scores: it imports this module before the time of its first call begins, and
+    # the package takes seconds to load, on a busy machine longer than an answer may take.
+    with contextlib.suppress(MissingExtraError):  # told when something is asked of it
+        _package()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
+from atroposlib.utils.score_pool import ScorePool
 from environments.reasoning_gym_environment import tasks
 from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
 from environments.reasoning_gym_environment.reasoning_gym_environment import (
@@ -283,3 +285,15 @@ class AddingReplies:
         if self.always_right or self.num_replies % 2:
             return f"right <think>easy</think><answer>{total}</answer>"
         return f"wrong <think>easy</think><answer>{total + 1}</answer>"
+
+
+def has_package() -> bool:
+    return "reasoning_gym.factory" in sys.modules
+
+
+async def test_worker_has_loaded_the_package_before_its_first_call() -> None:
+    pool = ScorePool(num_workers=1, timeout_s=60)
+
+    assert await pool.run(has_package)
+
+    pool.close()
