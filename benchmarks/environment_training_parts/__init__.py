@@ -1,0 +1,1 @@
+"""The environments that are trained, each made small, and how one is trained and measured."""

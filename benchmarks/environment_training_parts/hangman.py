@@ -1,0 +1,103 @@
+"""Hangman's easy level, clue shown; the player guesses new letters, frequent ones a little more.
+
+A fifth of the shipped words is kept for measuring and neither shown nor trained on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from string import ascii_lowercase
+
+from benchmarks.environment_training_parts.lesson import Lesson, Messages, WarmUp, played_out
+from environments.game_environments.hangman.game import LEVELS, HangmanGame
+from environments.game_environments.hangman.hangman_env import Hangman, HangmanEnvConfig
+from environments.shared.word_clues import words_at
+from example_trainer.demo.report import RewardMetric
+from example_trainer.demo.settings import DemoSettings
+from example_trainer.demo.tiny_model import TinyModelShape
+
+__all__ = ["guess_letter", "hangman", "split_words"]
+
+DOOR = Path("environments/game_environments/hangman/hangman_env.py")
+LEVEL = LEVELS["easy"]
+HELD_OUT_SHARE = 0.2
+TASTE = 0.5
+"""Power of a letter's frequency the player guesses by: 0 knows nothing, 1 knows how they occur."""
+NUM_GAMES = 400
+MAX_TOKENS = 512
+
+
+def hangman(folder: Path, seed: int) -> Lesson:
+    """Return the lesson; the two lists of words are written to `folder`."""
+    trained, held_out = split_words(words_at(None), random.Random(seed))
+    paths = {"trained": folder / "trained_words.tsv", "held_out": folder / "held_out_words.tsv"}
+    for path, words in zip(paths.values(), (trained, held_out), strict=True):
+        path.write_text("".join(f"{w}\t{clue}\n" for w, clue in words.items()), encoding="utf-8")
+
+    def conversations(count: int) -> Iterator[Messages]:
+        rng = random.Random(seed)
+        frequencies = Counter("".join(trained))
+        for word in rng.choices(sorted(trained), k=count):
+            game = HangmanGame(word, lives=LEVEL.lives)
+            conversation = Hangman(game, clue=trained[word], thinking_active=False)
+            guess = partial(guess_letter, game.guesses, frequencies, rng)
+            yield played_out(conversation, guess, max_turns=HangmanEnvConfig().max_turns)
+
+    return Lesson(
+        settings=DemoSettings(
+            seed=seed,
+            steps=40,
+            groups_per_step=8,
+            group_size=8,
+            max_tokens=MAX_TOKENS,
+            shape=TinyModelShape(max_length=MAX_TOKENS, max_vocabulary=1024),
+            task=None,
+            environment_door=DOOR,
+            environment_sections={
+                "env": {
+                    "seed": seed,
+                    "thinking_active": False,
+                    "words_path": str(paths["trained"]),
+                    "max_turn_tokens": 12,
+                }
+            },
+        ),
+        evaluation={
+            "eval_temperature": 1.0,
+            "eval_episodes": NUM_GAMES,
+            "words_path": str(paths["held_out"]),
+        },
+        warm_up=WarmUp(steps=100, num_conversations=2_000, batch_size=32),
+        conversations=conversations,
+        measure=f"mean return (2 is perfect) of {NUM_GAMES} games with words never trained on",
+        value=float,
+        reward=RewardMetric(
+            key="train/mean_return",
+            label="mean return of a game",
+            summary="{:+.2f} is the mean return of a game",
+            limits=None,
+        ),
+    )
+
+
+def split_words(
+    words: Mapping[str, str], rng: random.Random
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the words that are trained on and those that are held out, with their clues."""
+    fitting = sorted(w for w in words if LEVEL.min_letters <= len(w) <= LEVEL.max_letters)
+    held_out = set(rng.sample(fitting, round(HELD_OUT_SHARE * len(fitting))))
+    return (
+        {word: words[word] for word in fitting if word not in held_out},
+        {word: words[word] for word in fitting if word in held_out},
+    )
+
+
+def guess_letter(guesses: Sequence[str], frequencies: Mapping[str, int], rng: random.Random) -> str:
+    """Return a letter not guessed before, frequent ones a little more often."""
+    letters = [letter for letter in ascii_lowercase if letter not in guesses]
+    weights = [max(frequencies[letter], 1) ** TASTE for letter in letters]
+    return f"<guess>{rng.choices(letters, weights)[0]}</guess>"
