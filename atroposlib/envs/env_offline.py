@@ -10,6 +10,7 @@ import time
 from collections.abc import MutableMapping
 from contextlib import AsyncExitStack
 from numbers import Real
+from types import TracebackType
 from typing import Any
 
 from atroposlib.envs.env_hooks import settle
@@ -43,7 +44,7 @@ class OfflineEnv(ServingEnv):
     async def process_manager(self) -> None:
         """Make `n_groups_to_process` groups without a service, write them and a page of them.
 
-        An exception of a hook ends the run; what was made until then is on disk.
+        An exception of a hook ends the run; what was made until then is on disk, with its page.
 
         Raises:
             NoDataError: `collect_trajectories` keeps giving nothing.
@@ -52,7 +53,7 @@ class OfflineEnv(ServingEnv):
         async with AsyncExitStack() as ending:  # runs from the last line to the first
             logging.getLogger().addHandler(reasons)
             ending.callback(logging.getLogger().removeHandler, reasons)
-            ending.callback(self._write_group_page)
+            ending.push(self._write_group_page)
             ending.callback(self._close_records)
             ending.push_async_callback(self._run_close_hook)
             await settle(self.setup())
@@ -146,11 +147,21 @@ class OfflineEnv(ServingEnv):
             len(self._processed_scores),
         )
 
-    def _write_group_page(self) -> None:
-        if self.jsonl_writer is not None:
-            from atroposlib.frontend.jsonl2html import generate_html
+    def _write_group_page(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write the page; a run that failed before its first group has none to show."""
+        if self.jsonl_writer is None:
+            return
+        path = self.jsonl_writer.path
+        if error is not None and path.stat().st_size == 0:
+            return
+        from atroposlib.frontend.jsonl2html import generate_html
 
-            generate_html(self.jsonl_writer.path)
+        generate_html(path)
 
     async def _run_evaluate(self) -> None:
         """Set up and evaluate once, without a service."""

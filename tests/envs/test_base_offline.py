@@ -164,6 +164,23 @@ async def test_process_exception_ends_the_run_but_keeps_what_is_done(
     assert (tmp_path / "groups.html").exists()
 
 
+async def test_process_that_fails_before_its_first_group_says_only_that(
+    make_env: MakeEnv, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl")
+
+    async def refuse(item: int) -> None:
+        raise ConfigError("the server returns no token ids")
+
+    env.before_rollout = refuse
+
+    with pytest.raises(ConfigError, match="no token ids"):
+        await process(env, groups=3)
+
+    assert not (tmp_path / "groups.html").exists()
+    assert capsys.readouterr().out == ""
+
+
 class MayEraEnv(BaseEnv):
     """Written for version 0.1: scores in `postprocess_histories`, plain `wandb_log`."""
 
