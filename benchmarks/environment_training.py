@@ -75,8 +75,9 @@ def main() -> None:
         text = json.dumps(figures, indent=2)
         (output / "figures.json").write_text(text + "\n", encoding="utf-8")
     Console().print(_table(figures))
-    for row in figures.values():
-        Console().print(row["curve"], highlight=False, soft_wrap=True)
+    for name, row in figures.items():
+        text = f"{name}: {row['measure']}; curve in {row['curve']}"
+        Console().print(text, highlight=False, soft_wrap=True)
 
 
 def _rows(text: str) -> list[str]:
@@ -113,13 +114,12 @@ def _figures(lesson: Lesson, trained: Trained, paths: DemoPaths) -> dict[str, An
 
 def _table(figures: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="four environments, before and after training")
-    for column in ("environment", "measure", "episodes", "start", "end", "rise", "steps", "s"):
-        is_text = column in ("environment", "measure")
-        table.add_column(column, justify="left" if is_text else "right")
+    table.add_column("environment", no_wrap=True)
+    for column in ("episodes", "start", "end", "rise", "steps", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, row in figures.items():
         table.add_row(
             name,
-            row["measure"],
             str(row["episodes"]),
             f"{row['start']:.3f}",
             f"{row['end']:.3f}",
