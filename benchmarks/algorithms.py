@@ -98,9 +98,9 @@ def _staleness(step: dict[str, Any]) -> float:
 
 def _table(figures: dict[str, dict[str, float]]) -> Table:
     table = Table(title="held-out accuracy by policy loss")
-    for column in ("loss", "before", "after", "rise", "reward at the end"):
-        table.add_column(column, justify="left" if column == "loss" else "right")
-    for column in ("mismatch", "versions late", "seconds"):
+    table.add_column("loss", no_wrap=True)
+    columns = ("before", "after", "rise", "reward at the end", "mismatch", "versions late", "s")
+    for column in columns:
         table.add_column(column, justify="right")
     for name, row in figures.items():
         table.add_row(
