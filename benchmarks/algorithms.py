@@ -99,7 +99,7 @@ def _staleness(step: dict[str, Any]) -> float:
 def _table(figures: dict[str, dict[str, float]]) -> Table:
     table = Table(title="held-out accuracy by policy loss")
     table.add_column("loss", no_wrap=True)
-    columns = ("before", "after", "rise", "reward at the end", "mismatch", "versions late", "s")
+    columns = ("before", "after", "rise", "reward at the end", "mismatch", "steps old", "s")
     for column in columns:
         table.add_column(column, justify="right")
     for name, row in figures.items():
