@@ -201,7 +201,7 @@ class GSM8kEnv(HubItems):
     def check_gold_answer(self, item: Problem) -> str:
         """Return the worked solution as a thought, and its number as the answer."""
         solution, number = item["answer"], gold_answer(item["answer"])
-        return f"<think>{solution}</think>The answer is \\boxed{{{number}}}."
+        return f"<think>{solution}\n</think>The answer is \\boxed{{{number}}}."
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Measure the accuracy on the test split."""

@@ -123,6 +123,9 @@ async def test_process_writes_groups_with_exact_tokens_and_aligned_scores(
             written = [t for t, m in zip(ids, mask, strict=True) if m != -100]
             assert "".join(map(chr, written[:-1])) == text
             assert written[-1] == 2
+        # The last line of the worked solution is a heading to the page.
+        solution, answer = group["gold_answer"].split("\n</think>The answer is ")
+        assert answer == f"\\boxed{{{gold_answer(solution)}}}."
     assert (tmp_path / "groups.html").exists()
 
 
