@@ -33,6 +33,7 @@ sys.path[0] = str(REPOSITORY)  # in this folder `environments` would be a benchm
 
 from benchmarks.environment_training_parts.arithmetic import arithmetic  # noqa: E402
 from benchmarks.environment_training_parts.blackjack import blackjack  # noqa: E402
+from benchmarks.environment_training_parts.curves import write_curves  # noqa: E402
 from benchmarks.environment_training_parts.hangman import hangman  # noqa: E402
 from benchmarks.environment_training_parts.lesson import Lesson  # noqa: E402
 from benchmarks.environment_training_parts.tool_calls import tool_calling  # noqa: E402
@@ -74,6 +75,7 @@ def main() -> None:
             figures[name] = _figures(lesson, train(lesson, paths, progress), paths)
         text = json.dumps(figures, indent=2)
         (output / "figures.json").write_text(text + "\n", encoding="utf-8")
+        write_curves(figures, output / "curves.png")
     Console().print(_table(figures))
     for name, row in figures.items():
         text = f"{name}: {row['measure']}; curve in {row['curve']}"
@@ -109,6 +111,8 @@ def _figures(lesson: Lesson, trained: Trained, paths: DemoPaths) -> dict[str, An
         "seed": lesson.settings.seed,
         "seconds": trained.seconds,
         "curve": str(paths.curve),
+        "reward_label": lesson.reward.label,
+        "rewards": [list(point) for point in trained.points],
     }
 
 
