@@ -15,6 +15,7 @@ __all__ = [
     "InferenceError",
     "MissingExtraError",
     "NoDataError",
+    "NoTokenIdsError",
     "RunStoreError",
     "TrajectoryApiError",
     "UnknownRewardError",
@@ -31,6 +32,10 @@ class ConfigError(AtroposError, ValueError):
 
 class UnknownRewardError(ConfigError, ImportError):
     """No reward function has that name; the message names the nearest."""
+
+
+class NoTokenIdsError(ConfigError, NotImplementedError):
+    """A server of the configured type gives no token ids or logprobs; names a type that does."""
 
 
 class NoDataError(AtroposError, RuntimeError):

@@ -15,7 +15,7 @@ from pydantic_cli import Cmd
 from atroposlib.envs.commands import run_cli
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
-from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.errors import ConfigError, MissingExtraError, NoTokenIdsError
 from atroposlib.utils.cli import get_prefixed_pydantic_model
 from tests.envs.command_environment import StandInEnv, stand_in
 
@@ -82,7 +82,12 @@ def test_run_cli_wrong_line_exits_2_with_one_message(
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("no file there"), MissingExtraError("some-package", extra="examples")]
+    "error",
+    [
+        ConfigError("no file there"),
+        MissingExtraError("some-package", extra="examples"),
+        NoTokenIdsError("use server_type vllm"),
+    ],
 )
 def test_run_cli_setting_found_unusable_in_the_run_exits_2_with_its_message(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import pytest
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.openai_compatible import WrongChoiceCountError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, NoTokenIdsError
 from tests.fakes import ScriptedEngine
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -95,7 +95,7 @@ async def test_request_without_messages_or_prompt_is_a_programming_error(
 async def test_tokens_are_refused_with_the_remedy(
     engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
 ) -> None:
-    with pytest.raises(NotImplementedError, match="server_type vllm"):
+    with pytest.raises(NoTokenIdsError, match="server_type vllm"):
         await make_server(engine).tokens_and_logprobs_completion(prompt="hi")
 
 

@@ -13,7 +13,7 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.retry import EngineStatusError, RetriesExhaustedError
 from atroposlib.envs.server_handling.server_manager import TrlVllmServer as ReExported
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, NoTokenIdsError
 from tests.fakes import CharTokenizer, Fault, ScriptedEngine, ScriptedTrl
 
 MakeServer = Callable[..., TrlVllmServer]
@@ -153,7 +153,7 @@ async def test_kind_of_server_is_looked_for_once_by_many_requests(
 async def test_older_routes_give_no_logprobs_and_say_what_does(
     method: str, trl: ScriptedTrl, make_server: MakeServer
 ) -> None:
-    with pytest.raises(NotImplementedError, match="server_type vllm"):
+    with pytest.raises(NoTokenIdsError, match="server_type vllm"):
         await getattr(make_server(trl, TrlVllmServer), method)(prompt="hi")
 
 

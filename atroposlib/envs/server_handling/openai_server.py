@@ -14,6 +14,7 @@ from atroposlib.envs.server_handling.server_baseline import (
     ReasoningConfig,
     TokensAndLogprobs,
 )
+from atroposlib.errors import NoTokenIdsError
 
 __all__ = [
     "APIServer",
@@ -34,4 +35,4 @@ class OpenAIServer(OpenAICompatibleServer):
     """
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
-        raise NotImplementedError("the OpenAI protocol returns no token ids; use server_type vllm")
+        raise NoTokenIdsError("the OpenAI protocol returns no token ids; use server_type vllm")

@@ -233,7 +233,7 @@ class ServerManager:
 
         Raises:
             RuntimeError: the managed-server proxy that is configured refused the session.
-            NotImplementedError: the server gives no token ids, and dummy tokens are not allowed
+            NoTokenIdsError: the server gives no token ids, and dummy tokens are not allowed
                 by the environment variable ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.
         """
         if self.use_proxy:

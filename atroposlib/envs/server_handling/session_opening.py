@@ -11,7 +11,7 @@ from atroposlib.envs.server_handling.managed_server import DummyManagedServer, M
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
 from atroposlib.envs.server_handling.session_server import present_server
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, NoTokenIdsError
 
 __all__ = ["open_proxy_session", "open_session"]
 
@@ -39,7 +39,7 @@ def open_session(
         policy_version: What the service last called the policy; for engines that do not say.
 
     Raises:
-        NotImplementedError: The server gives no token ids, and dummy tokens are not allowed.
+        NoTokenIdsError: The server gives no token ids, and dummy tokens are not allowed.
     """
     if not isinstance(present_server(server), OpenAIServer):
         return ManagedServer(
@@ -50,7 +50,7 @@ def open_session(
             policy_version=policy_version,
         )
     if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
-        raise NotImplementedError(
+        raise NoTokenIdsError(
             "a server of type openai gives no token ids, so nothing can be trained on; use "
             f"server_type vllm, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
         )

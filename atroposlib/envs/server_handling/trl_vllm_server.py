@@ -35,7 +35,7 @@ from atroposlib.envs.server_handling.server_baseline import (
 from atroposlib.envs.server_handling.shared_search import SharedSearch
 from atroposlib.envs.server_handling.tokenizer_loading import tokenizer_name_of
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -121,7 +121,7 @@ class TrlVllmServer(VLLMServer):
     async def _require_vllm_routes(self, wanted: str) -> None:
         url = await self._find_generate_once()
         if url is not None:
-            raise NotImplementedError(
+            raise NoTokenIdsError(
                 f"{url} returns no {wanted}; serve the model with a trl that starts vLLM's own "
                 "server, or with vLLM and server_type vllm"
             )
