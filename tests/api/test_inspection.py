@@ -58,7 +58,7 @@ async def test_status_and_envs_show_environments_that_expired() -> None:
     service.start()
     service.register_env()
     run = service.app.state.run
-    run._clock = lambda: time.time() + 3600
+    run._envs._clock = lambda: time.time() + 3600
 
     await run.tick()
 

@@ -182,8 +182,8 @@ def test_page_group_markup_and_default_role() -> None:
 
     assert "<details" in markup
     assert "<summary>Group 2</summary>" in markup
-    assert "<strong>Unknown</strong>: no role" in markup
-    assert "<strong>Tool</strong>: r" in markup
+    assert "<strong>Unknown</strong>:</p>\n<p>no role</p>" in markup
+    assert "<strong>Tool</strong>:</p>\n<p>r</p>" in markup
     assert 'class="content-block' in markup
     assert "Content 0" in markup
     assert "Reward: 0.5" in markup
