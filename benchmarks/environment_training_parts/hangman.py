@@ -27,6 +27,9 @@ LEVEL = LEVELS["easy"]
 HELD_OUT_SHARE = 0.2
 TASTE = 0.5
 """Power of a letter's frequency the player guesses by: 0 knows nothing, 1 knows how they occur."""
+DISCOUNT = 0.3
+"""A guess is credited with what it reveals and little of what follows: with all of that, early
+turns, which have more losses to come, look worse than late ones whatever was guessed."""
 NUM_GAMES = 400
 MAX_TOKENS = 512
 
@@ -50,7 +53,8 @@ def hangman(folder: Path, seed: int) -> Lesson:
     return Lesson(
         settings=DemoSettings(
             seed=seed,
-            steps=40,
+            steps=30,
+            lr=5e-4,
             groups_per_step=8,
             group_size=8,
             max_tokens=MAX_TOKENS,
@@ -60,6 +64,7 @@ def hangman(folder: Path, seed: int) -> Lesson:
             environment_sections={
                 "env": {
                     "seed": seed,
+                    "reward_discount": DISCOUNT,
                     "thinking_active": False,
                     "words_path": str(paths["trained"]),
                     "max_turn_tokens": 12,
@@ -69,6 +74,7 @@ def hangman(folder: Path, seed: int) -> Lesson:
         evaluation={
             "eval_temperature": 1.0,
             "eval_episodes": NUM_GAMES,
+            "reward_discount": 1.0,
             "words_path": str(paths["held_out"]),
         },
         warm_up=WarmUp(steps=100, num_conversations=2_000, batch_size=32),
@@ -77,8 +83,8 @@ def hangman(folder: Path, seed: int) -> Lesson:
         value=float,
         reward=RewardMetric(
             key="train/mean_return",
-            label="mean return of a game",
-            summary="{:+.2f} is the mean return of a game",
+            label="mean discounted return of a game",
+            summary="{:+.2f} is the mean discounted return of a game",
             limits=None,
         ),
     )
