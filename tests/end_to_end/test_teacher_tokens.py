@@ -74,7 +74,7 @@ async def test_student_that_is_its_own_teacher_has_nothing_to_learn(
         for name in ("distill_token_ids", "distill_logprobs")
     }
     shifted = distillation_metrics(vllm_engine.model, taught | late, tmp_path / "shifted")
-    assert shifted["distill/loss"] > 0.5
+    assert shifted["distill/loss"] > 0.05  # thousands of times the aligned one
 
 
 def distillation_metrics(model: Any, taught: Any, folder: Path) -> dict[str, float]:
