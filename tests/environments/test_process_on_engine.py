@@ -1,0 +1,161 @@
+"""`process` of every environment of text, as its card tells it, on one real vLLM.
+
+The model is of random weights: what it writes is noise that ends by itself. So nothing here is
+about scores; the groups must be well-formed, the page must show them, and noise must raise nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atroposlib.envs import env_offline
+from atroposlib.scored_data import check_group
+from environments.card_table import PAGE, find_cards
+from tests.end_to_end.conftest import EngineWithModel, serve_with_vllm
+from tests.environments.offline import read_groups
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(600),  # the first one starts the engine
+    pytest.mark.filterwarnings("default"),  # commands and the packages they load warn users
+]
+
+ENVIRONMENTS = PAGE.parent
+NEED_RIGHT_ANSWERS = (
+    "math_server.py",
+    "math_server_zero.py",
+    "rlaif_server.py",
+    "tool_use_turnlevel_advantage_server.py",
+)
+"""They make no group where no answer is right, or no judge takes sides; noise does neither."""
+PATHS = [
+    path
+    for path in find_cards()
+    # The model reads no images.
+    if path not in NEED_RIGHT_ANSWERS and not path.startswith("multimodal_dpo/")
+]
+
+MAX_TOKENS = 8192
+GROUP_SIZE, NUM_GROUPS = 3, 2
+TOKENS_PER_TURN = 20
+
+
+@pytest.fixture(scope="module")
+def noisy_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWithModel]:
+    folder = tmp_path_factory.mktemp("noisy_model")
+    _save_noisy_model(folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with serve_with_vllm(folder, tokenizer, max_model_len=2 * MAX_TOKENS) as engine:
+        yield engine
+
+
+def _save_noisy_model(folder: Path) -> None:
+    """Save a random model that ends a turn after `TOKENS_PER_TURN` tokens on average."""
+    import torch
+
+    from example_trainer.demo.tiny_model import (
+        TinyModelShape,
+        build_model,
+        save_tiny_model,
+        train_tokenizer,
+    )
+
+    # The prompts are constants of the modules.
+    texts = [path.read_text(encoding="utf-8") for path in sorted(ENVIRONMENTS.rglob("*.py"))]
+    lines = [[{"role": "user", "content": line}] for text in texts for line in text.splitlines()]
+    tokenizer = train_tokenizer(lines, max_length=2 * MAX_TOKENS)
+    shape = TinyModelShape(hidden_size=64, num_layers=2, num_heads=2, max_length=2 * MAX_TOKENS)
+    model = build_model(tokenizer, shape, seed=0)
+    with torch.no_grad():
+        # One number of the residual stream outweighs the others and is the same at every
+        # position: after the last norm it is sqrt(64) = 8, so its output weight acts as a bias.
+        model.model.embed_tokens.weight[:, 0] = 10.0
+        model.lm_head.weight[:, 0] = 0.0
+        odds = len(tokenizer) / (TOKENS_PER_TURN - 1)
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = math.log(odds) / 8
+    save_tiny_model(model, tokenizer, folder)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_process_of_a_card_writes_groups_and_their_page(
+    path: str,
+    noisy_engine: EngineWithModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "bubblewrap" in find_cards()[path].needs and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+
+    code = _run(path, _words(path, noisy_engine, tmp_path), monkeypatch)
+
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert "Traceback" not in output.err
+    groups = read_groups(tmp_path / "groups.jsonl")
+    # An episode of several turns may be several groups.
+    assert len(groups) >= NUM_GROUPS, output.err
+    for group in groups:
+        check_group(group)
+        assert len(group["messages"]) == len(group["tokens"])
+    assert output.out.splitlines()[-1].startswith(f"wrote {len(groups)} groups to ")
+    page = (tmp_path / "groups.html").read_text(encoding="utf-8")
+    assert page.count('<details class="group"') == len(groups)
+
+
+@pytest.mark.parametrize("path", NEED_RIGHT_ANSWERS)
+def test_process_of_a_card_without_a_right_answer_says_so_alone(
+    path: str,
+    noisy_engine: EngineWithModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(env_offline, "MAX_EMPTY_GROUPS_IN_A_ROW", 2)
+
+    code = _run(path, _words(path, noisy_engine, tmp_path), monkeypatch)
+
+    output = capsys.readouterr()
+    assert code == 1, output.err
+    assert "error: 2 items in a row gave no data" in output.err.splitlines()[-1]
+    assert output.out == ""
+    assert not (tmp_path / "groups.html").exists()
+
+
+def _run(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """Run a script as its command line would; returns the exit code.
+
+    In this process, which has loaded what takes seconds to load.
+    """
+    script = ENVIRONMENTS / path
+    monkeypatch.setattr(sys, "argv", [str(script), *words])
+    monkeypatch.syspath_prepend(str(script.parent))
+    monkeypatch.chdir(ENVIRONMENTS.parent)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    return ended.value.code
+
+
+def _words(path: str, engine: EngineWithModel, folder: Path) -> list[str]:
+    """What to type for the smallest run of an environment."""
+    return [
+        *shlex.split(find_cards()[path].command),
+        *("--env.total_steps", str(NUM_GROUPS), "--env.group_size", str(GROUP_SIZE)),
+        *("--env.max_token_length", str(MAX_TOKENS), "--env.use_wandb", "false"),
+        *("--env.tokenizer_name", str(engine.folder)),
+        *("--env.data_path_to_save_groups", str(folder / "groups.jsonl")),
+        *("--env.metrics_path", str(folder / "metrics.jsonl")),
+        *("--openai.base_url", engine.base_url, "--openai.model_name", engine.model_name),
+        *("--openai.server_type", "vllm", "--openai.tokenizer_name", str(engine.folder)),
+    ]
