@@ -25,6 +25,7 @@ __all__ = [
     "drop_old_checkpoints",
     "find_latest_checkpoint",
     "load_feed_state",
+    "load_step_metrics",
     "load_training_state",
     "random_states",
     "replace_directory",
@@ -77,6 +78,7 @@ def save_checkpoint(
     feed_state: Mapping[str, Any] | None = None,
     optimizer_state: Mapping[str, Any] | None = None,
     states_by_rank: Sequence[Mapping[str, Any]] | None = None,
+    step_metrics: Mapping[str, float] | None = None,
     writes: bool = True,
 ) -> Path:
     """Save model and tokenizer as `step_<step>`, or the final one, replacing what stood there.
@@ -92,6 +94,7 @@ def save_checkpoint(
         feed_state: Which batches are trained, as JSON; kept for the feed of the resumed run.
         optimizer_state: Of the whole model; None: `optimizer.state_dict()`.
         states_by_rank: `random_states` of every rank; None: those of this process alone.
+        step_metrics: Of the last step, for a run killed before it has logged them.
         writes: False only returns the path; for ranks that leave the writing to rank 0.
 
     Returns:
@@ -109,6 +112,7 @@ def save_checkpoint(
                 feed_state,
                 optimizer_state=optimizer_state,
                 states_by_rank=states_by_rank,
+                step_metrics=step_metrics,
             )
 
     path = Path(save_path) / (final_name if is_final else f"step_{step}")
@@ -133,11 +137,13 @@ def save_training_state(
     *,
     optimizer_state: Mapping[str, Any] | None = None,
     states_by_rank: Sequence[Mapping[str, Any]] | None = None,
+    step_metrics: Mapping[str, float] | None = None,
 ) -> None:
     """Write all but the model, without pickling.
 
-    Optimiser, the random generators of Python, numpy and torch, the step, what the feed wants to
-    know again. The learning rate needs no state of its own: it is a function of the step.
+    Optimiser, the random generators of Python, numpy and torch, the step and its metrics, what the
+    feed wants to know again. The learning rate needs no state of its own: it is a function of the
+    step.
     """
     import numpy as np
     import torch
@@ -163,6 +169,7 @@ def save_training_state(
         "rng_python": random.getstate(),
         "rng_numpy": _numpy_state(np.random.get_state(legacy=False)),
         "feed": feed_state or {},
+        "metrics": dict(step_metrics or {}),
     }
     (directory / _STATE).write_text(json.dumps(record), encoding="utf-8")
 
@@ -221,6 +228,13 @@ def load_feed_state(directory: Path) -> dict[str, Any]:
     record = json.loads((directory / _STATE).read_text(encoding="utf-8"))
     state: dict[str, Any] = record.get("feed", {})
     return state
+
+
+def load_step_metrics(directory: Path) -> dict[str, float]:
+    """Return the metrics of a checkpoint's last step, empty where it has none."""
+    record = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+    metrics: dict[str, float] = record.get("metrics", {})
+    return metrics
 
 
 def find_latest_checkpoint(*places: str | Path, run_id: str | None = None) -> Path | None:

@@ -66,16 +66,23 @@ def with_wandb_names(config: TrainingConfig, run_id: str) -> TrainingConfig:
     return config.model_copy(update={"wandb_group": run_id[:8]})
 
 
-def open_run_log(config: TrainingConfig, *, run_id: str, steps_done: int = 0) -> RunLog:
+def open_run_log(
+    config: TrainingConfig,
+    *,
+    run_id: str,
+    steps_done: int = 0,
+    last_metrics: Mapping[str, float] | None = None,
+) -> RunLog:
     """Open the run's log: always a JSONL file, others where the config asks for them.
 
     Args:
         config: Settings.
         run_id: Which run it is; one that is continued goes on in its own file.
         steps_done: Steps of it that stand; those after them will be logged again.
+        last_metrics: Of the last of them; logged when the run was killed before it did.
     """
     path = _metrics_path(config)
-    claim_metrics_file(path, run_id=run_id, steps_done=steps_done)
+    lacks_last = claim_metrics_file(path, run_id=run_id, steps_done=steps_done)
     settings = config.model_dump(mode="json")
     changed = {name: settings[name] for name in config.model_dump(exclude_defaults=True)}
     write_settings(path, settings, changed, run_id=run_id)
@@ -90,6 +97,8 @@ def open_run_log(config: TrainingConfig, *, run_id: str, steps_done: int = 0) ->
         run_id=run_id,
         steps_done=steps_done,
     )
+    if lacks_last and last_metrics:
+        log.log(dict(last_metrics), step=steps_done)
     return log
 
 

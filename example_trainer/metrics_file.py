@@ -16,7 +16,7 @@ from example_trainer.reporting.writing import read_settings, settings_path
 __all__ = ["claim_metrics_file", "length_through"]
 
 
-def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> None:
+def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> bool:
     """Make a metrics file ready for a run that goes on after `steps_done` steps.
 
     The run's own file loses the lines of later steps, which are trained and logged again, and a
@@ -26,14 +26,21 @@ def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> None:
         path: Of the file; it need not be there.
         run_id: Which run it is, as in its journal.
         steps_done: Steps whose lines stay.
+
+    Returns:
+        Whether the run's own file lacks the line of step `steps_done`: the run was killed between
+        the checkpoint of that step and its line.
     """
+    is_own = read_settings(path).get("run_id") == run_id
     if not path.is_file():
-        return
-    if read_settings(path).get("run_id") != run_id:
+        return is_own and steps_done > 0
+    if not is_own:
         _set_aside(path)
-        return
+        return False
     with path.open("rb+") as file:
         file.truncate(length_through(file, steps_done))
+        file.seek(0)
+        return steps_done > 0 and all(_step_of(line) != steps_done for line in file)
 
 
 def length_through(lines: Iterable[bytes], steps_done: int) -> int:

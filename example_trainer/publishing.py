@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,13 +54,20 @@ class Publisher:
         self._feed = parts.feed
         self._weight_sync = parts.weight_sync
         self._parallel = parts.parallel
+        self._step_metrics: Mapping[str, float] = {}
 
     def before_step(self, step: int) -> None:
         """Let the engine make room for the optimiser step number `step`."""
         self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
 
-    def after_step(self, step: int) -> None:
-        """Write and publish what is due after a step; the final model is `finish`'s business."""
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and publish what is due after a step; the final model is `finish`'s business.
+
+        Args:
+            step: Optimiser steps done.
+            metrics: Of the step as far as they are known, kept with a checkpoint.
+        """
+        self._step_metrics = metrics
         config = self._config
         saves = config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0
         publishes = self._is_sync_due(step) and step < config.training_steps
@@ -117,6 +125,7 @@ class Publisher:
             feed_state=self._feed.state(),
             optimizer_state=optimizer_state,
             states_by_rank=states,
+            step_metrics=self._step_metrics,
             writes=self._parallel.is_main,
         )
 

@@ -22,6 +22,7 @@ from example_trainer.batch_journal import (
 from example_trainer.checkpointing import (
     find_latest_checkpoint,
     load_feed_state,
+    load_step_metrics,
     load_training_state,
 )
 from example_trainer.config import TrainingConfig
@@ -80,7 +81,12 @@ def _lead(
     config = with_wandb_names(config, journal.run_id)
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
     loaded = _load(config, parallel, checkpoint)
-    run_log = open_run_log(config, run_id=journal.run_id, steps_done=loaded.steps_done)
+    run_log = open_run_log(
+        config,
+        run_id=journal.run_id,
+        steps_done=loaded.steps_done,
+        last_metrics=load_step_metrics(checkpoint) if checkpoint is not None else None,
+    )
     stack.callback(write_run_report, config)
     stack.callback(run_log.finish)
     client = stack.enter_context(open_client(config.atropos_url))

@@ -147,7 +147,7 @@ class Trainer:
         self.steps_done += 1
         computed = self._clock()
         self._observer.note("saving and publishing")
-        self._publisher.after_step(self.steps_done)
+        self._publisher.after_step(self.steps_done, metrics)
         self._feed.acknowledge(batch_id)
         times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))

@@ -38,6 +38,21 @@ def test_steps_that_are_trained_again_stand_in_the_file_once(tmp_path, metrics_p
     assert logged(metrics_path) == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1)]
 
 
+@pytest.mark.parametrize("logged_steps", [2, 0], ids=["some", "none"])
+def test_step_that_a_checkpoint_holds_and_the_file_lacks_is_logged_from_it(
+    tmp_path, metrics_path, logged_steps
+):
+    config = tiny_config(tmp_path)
+    live(config, "run", after=0, through=logged_steps)
+    steps_done = logged_steps + 1
+    of_checkpoint = {"train/loss": 0.5, "life": 0}
+
+    open_run_log(config, run_id="run", steps_done=steps_done, last_metrics=of_checkpoint).finish()
+    open_run_log(config, run_id="run", steps_done=steps_done, last_metrics=of_checkpoint).finish()
+
+    assert logged(metrics_path) == [(step, 0) for step in range(1, steps_done + 1)]
+
+
 def test_run_without_a_checkpoint_begins_its_file_again(tmp_path, metrics_path):
     config = tiny_config(tmp_path)
     live(config, "run", after=0, through=5)
