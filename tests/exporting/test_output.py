@@ -56,6 +56,16 @@ def test_output_is_written_refused_and_added_to(name: str, kind: Any, tmp_path: 
     assert {entry.name for entry in path.parent.iterdir()} == {name}
 
 
+def test_folders_of_one_name_are_told_apart_by_whoever_loads_them(tmp_path: Path) -> None:
+    for texts in ("ab", "xyz"):
+        folder = tmp_path / texts / "same-name"
+        output = open_output(folder, "dataset", "new")
+        write(output, *texts)
+        output.close()
+
+        assert load(folder, "dataset") == [record(text) for text in texts]
+
+
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_killed_export_goes_on_without_its_half_line(name: str, kind: Any, tmp_path: Path) -> None:
     output = open_output(tmp_path / name, kind, "new")
