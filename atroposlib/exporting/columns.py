@@ -12,7 +12,7 @@ from atroposlib.errors import ConfigError
 __all__ = ["parquet_of", "read_columns", "write_columns"]
 
 _SHARD = Path("data") / "train-00000-of-00001.parquet"
-# Without a list of its files: `datasets` then finds them by their names and caches them by what they
+# Without a list of its files: `datasets` then finds them by their names and caches by what they
 # hold. With one it caches by the folder's name alone, and shows an earlier export of that name.
 _CARD = "{num_rows} rows with the columns {columns}.\n"
 _ROWS_PER_GROUP = 10_000
