@@ -210,14 +210,19 @@ def test_in_place_sync_during_a_request_changes_policy_between_two_tokens(
     model, weights = moved_model
     control = EngineControl(engine_address(vllm_engine))
 
-    tokens, logprobs = sample_with_interruption(
-        vllm_engine,
-        lambda: control.reload_weights(weights, pause_mode=pause_mode),
-        max_tokens=220,
-    )
+    for _ in range(10):
+        tokens, logprobs = sample_with_interruption(
+            vllm_engine,
+            lambda: control.reload_weights(weights, pause_mode=pause_mode),
+            max_tokens=220,
+        )
+        old = gaps(vllm_engine.model, vllm_engine, tokens, logprobs)
+        if max(old) > TOLERANCE:
+            break
+        # All 220 tokens were there before the weights: from the old ones once more.
+        control.reload_weights(vllm_engine.folder, pause_mode="abort")
     control.close()
 
-    old = gaps(vllm_engine.model, vllm_engine, tokens, logprobs)
     new = gaps(model, vllm_engine, tokens, logprobs)
     assert len(tokens) == 220
     switch = next(t for t, gap in enumerate(old) if gap > TOLERANCE)
