@@ -91,7 +91,7 @@ def test_wait_until_up_tells_how_long_and_gives_up(free_port):
         TrainerClient(f"http://127.0.0.1:{free_port}", sleep=lambda _: None) as client,
         pytest.raises(TrajectoryApiError, match="no trajectory service after"),
     ):
-        client.wait_until_up(0.05, on_wait=waits.append)
+        client.wait_until_up(0.5, on_wait=waits.append)
 
     assert waits
     assert waits == sorted(waits)
