@@ -44,6 +44,7 @@ from atroposlib.envs.checks.stage import (  # noqa: E402
 )
 from atroposlib.envs.command_factory import check_command  # noqa: E402
 from atroposlib.envs.env_hooks import settle  # noqa: E402
+from atroposlib.envs.foreground import favour_event_loop  # noqa: E402
 from atroposlib.sandbox import SandboxUnavailableError, open_sandbox, run_python  # noqa: E402
 from atroposlib.sandbox.programs import PYTHON  # noqa: E402
 from environments.card_table import find_cards  # noqa: E402
@@ -177,6 +178,7 @@ async def _rehearse(stage: Stage, seconds: float) -> Figures:
     await settle(stage.env.setup())
     try:
         await _roll_out_next(stage)
+        favour_event_loop()  # as every command of an environment does once it is set up
         with _watched_callbacks() as holds:
             started, count = time.perf_counter(), 0
             while time.perf_counter() - started < seconds:
