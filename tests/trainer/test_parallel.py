@@ -100,7 +100,13 @@ def test_checkpoint_of_sharded_ranks_continues_on_any_number_of_ranks(
 ):
     folder = runs_folder / f"resumed_by_{ranks}"
     shutil.copytree(runs_folder / "fsdp", folder)
-    for name in ("step_15", "step_20", "final_model", "metrics.jsonl"):
+    for name in (
+        "step_15",
+        "step_20",
+        "final_model",
+        "metrics.jsonl",
+        "metrics_settings.json",
+    ):
         path = folder / name
         path.unlink() if path.is_file() else shutil.rmtree(path)
 
