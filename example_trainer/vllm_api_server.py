@@ -39,8 +39,11 @@ app = create_app(_state)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; exits with 2 when flags are wrong."""
-    parser = _parser()
+    """Serve until interrupted; exits with 2 when flags are wrong, with 1 where vLLM is missing."""
+    try:
+        parser = _parser()
+    except MissingExtraError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     args = parser.parse_args(argv)
     try:
         _refuse_shared_weights()

@@ -31,7 +31,7 @@ class Bubblewrap:
 
     Args:
         limits: used when `run` is given none.
-        read_only: further folders of the machine the program may read, as `/opt/python`.
+        read_only: further folders of the machine the program may read.
         max_parallel: programs at a time; None for one per processor this process may use.
 
     Raises:
