@@ -31,6 +31,7 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)  # in this folder `environments` would be a benchmark, not the package
 
+from benchmarks.demo_runs import names_of  # noqa: E402
 from benchmarks.environment_training_parts.arithmetic import arithmetic  # noqa: E402
 from benchmarks.environment_training_parts.blackjack import blackjack  # noqa: E402
 from benchmarks.environment_training_parts.curves import write_curves  # noqa: E402
@@ -55,7 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=_rows, default=list(LESSONS), help=", ".join(LESSONS))
+    parser.add_argument(
+        "--rows", type=names_of(LESSONS), default=list(LESSONS), help=", ".join(LESSONS)
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="trainer steps; default: those of the row")
     parser.add_argument("--output", type=Path, help="folder for runs, curves and figures.json")
@@ -80,14 +83,6 @@ def main() -> None:
     for name, row in figures.items():
         text = f"{name}: {row['measure']}; curve in {row['curve']}"
         Console().print(text, highlight=False, soft_wrap=True)
-
-
-def _rows(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in LESSONS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(LESSONS)}")
-    return names
 
 
 def _figures(lesson: Lesson, trained: Trained, paths: DemoPaths) -> dict[str, Any]:
