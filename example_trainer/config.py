@@ -280,16 +280,6 @@ class TrainingConfig(
             raise ValueError("engine_urls are updated by weight_bridge_mode=in_place alone")
         if self.engine == "sglang" and self.weight_bridge_mode not in ("in_place", "off"):
             raise ValueError("engine=sglang is updated by weight_bridge_mode=in_place alone")
-        if self.uses_lora and self.train_layer_indices is not None:
-            raise ValueError(
-                "train_layer_indices choose among the model's own weights, which "
-                f"{self.weight_bridge_mode} leaves alone; use lora_layer_indices"
-            )
-        if not self.uses_lora and self.lora_layer_indices is not None:
-            raise ValueError(
-                "lora_layer_indices need weight_bridge_mode=lora_only or lora_restart; without "
-                "adapters use train_layer_indices"
-            )
         if self.is_sharded and self.optimizer == "adafactor":
             raise ValueError("adafactor cannot be sharded: use adamw, or parallel_mode=data")
         limit = self.overlong_max_tokens

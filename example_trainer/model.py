@@ -57,6 +57,7 @@ def load_model_and_tokenizer(
     if config.packing != "off" and model.config._attn_implementation == "sdpa":
         _use_packed_attention(model)
     model.to(config.device)
+    _tell_idle_layers(config)
     if config.uses_lora:
         add_adapters(model, config, source=source)
     elif config.train_layer_indices is not None:
@@ -69,6 +70,22 @@ def load_model_and_tokenizer(
         for parameter_name, parameter in model.named_parameters():
             logger.info("%s %s %s", parameter_name, tuple(parameter.shape), parameter.dtype)
     return model, tokenizer
+
+
+def _tell_idle_layers(config: TrainingConfig) -> None:
+    """Say that a choice of blocks is the other mode's; scripts give both, whatever they run."""
+    if config.uses_lora and config.train_layer_indices is not None:
+        logger.warning(
+            "train_layer_indices is not used: weight_bridge_mode=%s trains adapters, whose blocks "
+            "lora_layer_indices chooses",
+            config.weight_bridge_mode,
+        )
+    if not config.uses_lora and config.lora_layer_indices is not None:
+        logger.warning(
+            "lora_layer_indices is not used: weight_bridge_mode=%s trains the model's own weights, "
+            "whose blocks train_layer_indices chooses",
+            config.weight_bridge_mode,
+        )
 
 
 def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:

@@ -166,11 +166,6 @@ def test_contradicting_settings_are_refused_with_the_remedy():
         (["--device", "cuda:x"], "--device: expected auto, cpu, cuda, or one GPU"),
         (["--atropos-url", "localhost:8000"], "--atropos-url: expected an address that starts"),
         (["--vllm-args", "'a b"], "--vllm-args: cannot be split into arguments"),
-        (
-            ["--weight-bridge-mode", "lora_only", "--train-layer-indices", "0-2"],
-            "use lora_layer_indices",
-        ),
-        (["--lora-layer-indices", "0-2"], "use train_layer_indices"),
     ],
 )
 def test_setting_that_cannot_be_meant_is_refused_at_the_start(argv, message):

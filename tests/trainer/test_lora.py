@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.lora import add_adapters, engine_rank, is_adapter
@@ -64,9 +63,20 @@ def test_module_that_is_not_there_is_refused(tmp_path):
         add_adapters(tiny_llama(), lora_config(tmp_path, lora_target_modules=["nowhere"]))
 
 
-def test_adapters_and_whole_blocks_together_are_refused(tmp_path):
-    with pytest.raises(ValidationError, match="use lora_layer_indices"):
-        lora_config(tmp_path, train_layer_indices=[0])
+@pytest.mark.parametrize(
+    ("mode", "idle"), [("lora_only", "train_layer_indices"), ("none", "lora_layer_indices")]
+)
+def test_blocks_chosen_for_the_other_mode_are_passed_over_and_told(
+    tmp_path, model_folder, caplog, mode, idle
+):
+    config = lora_config(tmp_path, **{idle: [0]}).model_copy(update={"weight_bridge_mode": mode})
+
+    model, _ = load_model_and_tokenizer(config)
+
+    assert f"{idle} is not used" in caplog.text
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    blocks = {name.partition(".layers.")[2][:1] for name in trained}
+    assert {"0", "1"} <= blocks
 
 
 def test_training_saves_adapters_that_load_again(tmp_path, model_folder):
