@@ -13,7 +13,7 @@ from typing import Any
 
 from atroposlib.errors import MissingExtraError
 from atroposlib.viewer.screen import Screen
-from atroposlib.viewer.view_state import ROWS_PER_PAGE, ViewState, filter_of
+from atroposlib.viewer.view_state import ROWS_PER_PAGE, BrowserTab, ViewState, filter_of
 from atroposlib.viewer.viewer import Viewer
 from atroposlib.viewer.widgets import Widgets, lay_out
 
@@ -49,9 +49,8 @@ def build_app(viewer: Viewer, *, start_page: str = "overview", group_size: int =
 
     with gr.Blocks(title="Atropos rollouts", analytics_enabled=False, fill_width=True) as blocks:
         widgets = lay_out(gr, start_page=start_page, group_size=group_size)
-        first = ViewState(page=start_page)
-        state = gr.State(first)
-        _Wiring(gr, Screen(viewer), widgets, state).connect(blocks, first)
+        tab = gr.State(BrowserTab(ViewState(page=start_page)))
+        _Wiring(gr, Screen(viewer), widgets, tab).connect(blocks)
     return blocks
 
 
@@ -92,18 +91,18 @@ def launch_app(
 class _Wiring:
     """Connects the widgets of one application with the screen."""
 
-    def __init__(self, gr: Any, screen: Screen, widgets: Widgets, state: Any) -> None:
+    def __init__(self, gr: Any, screen: Screen, widgets: Widgets, tab: Any) -> None:
         self.gr = gr
         self.screen = screen
         self.viewer = screen.viewer
         self.widgets = widgets
-        self.state = state
-        self.outputs = [state, widgets.tabs, *widgets.shown]
+        self.tab = tab
+        self.outputs = [widgets.tabs, *widgets.shown]
 
-    def connect(self, blocks: Any, first: ViewState) -> None:
+    def connect(self, blocks: Any) -> None:
         """Attach every event."""
         widgets = self.widgets
-        blocks.load(lambda: self._show(first), None, self.outputs, **_EVENT)
+        self._on(blocks.load, lambda view: view, [])
         for page, tab in widgets.tab_of.items():
             self._on(tab.select, lambda view, page=page: replace(view, page=page), [])
         for button, by in ((widgets.next_group, 1), (widgets.previous_group, -1)):
@@ -120,29 +119,34 @@ class _Wiring:
             self._on(widget.change, self._filter, widgets.filters)
         self._on(widgets.colour.change, lambda view, c: replace(view, colour=c), [widgets.colour])
 
-        def clicked(view: ViewState, event: Any) -> dict[Any, Any]:
-            return self._click(view, event._data)
+        def clicked(tab: BrowserTab, event: Any) -> dict[Any, Any]:
+            with tab.turn:
+                return self._click(tab, event._data)
 
         clicked.__annotations__["event"] = self.gr.EventData  # how Gradio knows what it is
         for page in (widgets.head, *widgets.html_of.values()):
-            page.click(clicked, [self.state], self.outputs, **_EVENT)
+            page.click(clicked, [self.tab], self.outputs, **_EVENT)
         widgets.clear.click(lambda: list(widgets.cleared), None, widgets.filters, **_EVENT)
         widgets.grab.click(
-            self._grab, [self.state], [self.state, *widgets.plain],
+            self._grab, [self.tab], widgets.plain,
             queue=False, show_progress="hidden", api_name="get_batch",
         )  # fmt: skip
-        self.gr.Timer(_TICK_S).tick(self._tick, [self.state], self.outputs, **_EVENT)
+        ticking = self.gr.Timer(_TICK_S).tick
+        ticking(self._tick, [self.tab, *widgets.filters], self.outputs, **_EVENT)
 
     def _on(self, event: Any, change: Callable[..., ViewState], inputs: list[Any]) -> None:
         """Let an event change the view and show it."""
 
-        def handle(view: ViewState, *values: Any) -> dict[Any, Any]:
-            return self._show(change(view, *values))
+        def handle(tab: BrowserTab, *values: Any) -> dict[Any, Any]:
+            with tab.turn:
+                return self._show(tab, change(tab.view, *values))
 
-        event(handle, [self.state, *inputs], self.outputs, **_EVENT)
+        event(handle, [self.tab, *inputs], self.outputs, **_EVENT)
 
-    def _show(self, view: ViewState, *, moves: bool = False) -> dict[Any, Any]:
-        """Return what stands on screen for a view; `moves` also opens the tab of its page.
+    def _show(self, tab: BrowserTab, view: ViewState, *, moves: bool = False) -> dict[Any, Any]:
+        """Give a tab a view; return what then stands on screen.
+
+        `moves` also opens the tab of its page.
 
         A page of one group opens the first where none is open.
         """
@@ -153,8 +157,8 @@ class _Wiring:
         head = self.screen.head(view)
         status = self.screen.status(view) if view.page == "groups" else ""
         widgets = self.widgets
-        view = replace(view, digest=hash((page, head, status)))
-        answer: dict[Any, Any] = {self.state: view, widgets.head: head}
+        tab.view = replace(view, digest=hash((page, head, status)))
+        answer: dict[Any, Any] = {widgets.head: head}
         if view.page == "groups":
             answer[widgets.status] = status
             answer[widgets.environment] = self._environments()
@@ -166,20 +170,21 @@ class _Wiring:
             answer[widgets.tabs] = self.gr.update(selected=view.page)
         return answer
 
-    def _click(self, view: ViewState, data: Any) -> dict[Any, Any]:
+    def _click(self, tab: BrowserTab, data: Any) -> dict[Any, Any]:
         """Answer a click on a row, a rollout or a button within a page."""
+        view = tab.view
         clicked = data if isinstance(data, dict) else {}
         name, value = str(clicked.get("name")), int(clicked.get("value") or 0)
         if name == "group" and 0 <= value < len(self.viewer.index):
             page = view.page if view.page not in ("overview", "groups") else "rollouts"
             opened = replace(view, group=value, page=page, rollout=0, other=None, token=0)
-            return self._show(opened, moves=True)
+            return self._show(tab, opened, moves=True)
         changes: dict[str, Any] = {
             "rollout": {"rollout": value, "token": 0},
             "other": {"other": value},
             "tokens": {"token": max(0, value)},
         }.get(name, {})
-        return self._show(replace(view, **changes))
+        return self._show(tab, replace(view, **changes))
 
     def _step(self, view: ViewState, by: int) -> ViewState:
         matches = self.viewer.match(view.wanted, view.order).positions
@@ -201,20 +206,26 @@ class _Wiring:
             return view
         return replace(view, wanted=wanted, order=order, offset=0)
 
-    def _tick(self, view: ViewState) -> dict[Any, Any]:
-        """Show what is new; what is on screen is left alone when it is the same."""
-        answer = self._show(view)
-        if answer[self.state].digest == view.digest:
-            return {self.state: view}
-        has_opened = view.group is None and answer[self.state].group is not None
-        if view.page in ("overview", "groups") or has_opened:
-            return answer
-        return {self.state: answer[self.state], self.widgets.head: answer[self.widgets.head]}
+    def _tick(self, tab: BrowserTab, *values: Any) -> dict[Any, Any]:
+        """Show what is new; what is on screen is left alone when it is the same.
 
-    def _grab(self, view: ViewState) -> list[Any]:
+        What stands in the filters applies: of two changes the first may have arrived last.
+        """
+        with tab.turn:
+            before = tab.view
+            answer = self._show(tab, self._filter(before, *values))
+            if tab.view.digest == before.digest:
+                return {self.widgets.head: self.gr.skip()}
+            has_opened = before.group is None and tab.view.group is not None
+            if tab.view.page in ("overview", "groups") or has_opened:
+                return answer
+            return {self.widgets.head: answer[self.widgets.head]}
+
+    def _grab(self, tab: BrowserTab) -> list[Any]:
         """Show the next group as plain text."""
-        view = self.screen.within(self._step(view, 1))
-        return [view, *self._plain_values(view)]
+        with tab.turn:
+            tab.view = self.screen.within(self._step(tab.view, 1))
+            return self._plain_values(tab.view)
 
     def _plain_values(self, view: ViewState) -> list[str]:
         prefix, scores, outputs = self.screen.plain(view)

@@ -1,15 +1,16 @@
-"""What one browser tab looks at; pure."""
+"""What one browser tab looks at."""
 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from atroposlib.viewer.group_index import ORDERS, GroupFilter, Order
 from atroposlib.viewer.pages.tokens import Colour
 
-__all__ = ["PAGES", "ROWS_PER_PAGE", "ViewState", "filter_of"]
+__all__ = ["PAGES", "ROWS_PER_PAGE", "BrowserTab", "ViewState", "filter_of"]
 
 PAGES = ("overview", "groups", "rollouts", "tokens", "conversation", "compare", "images", "plain")
 ROWS_PER_PAGE = 20
@@ -37,6 +38,23 @@ class ViewState:
     """First token shown."""
     digest: int = 0
     """Of what is on screen, so that a page that has not changed is left alone."""
+
+
+class BrowserTab:
+    """The view of one browser tab, whose events arrive at the same time and take turns.
+
+    Were the view handed from event to event, one that began before another and ended after it
+    would undo what the other changed.
+    """
+
+    def __init__(self, view: ViewState) -> None:
+        self.view = view
+        self.turn = threading.Lock()
+        """Held while an event changes the view and shows it."""
+
+    def __deepcopy__(self, memo: Any) -> BrowserTab:
+        """Another tab that begins alike: Gradio copies the first for each."""
+        return BrowserTab(self.view)
 
 
 def filter_of(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from atroposlib.viewer.app import build_app, launch_app
+from atroposlib.viewer.screen import Screen
 from atroposlib.viewer.sources.jsonl import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
+from atroposlib.viewer.view_state import ViewState
 from atroposlib.viewer.viewer import Viewer
 from tests.viewer.conftest import Watched
 from tests.viewer.groups import PIXEL, byte_tokenizer, hostile_group, make_group, write_groups
@@ -91,6 +94,30 @@ def test_filters_narrow_the_list_and_clear_widens_it(url: str, open_page: OpenPa
     page.click("#v-clear")
     page.wait_for_function("document.querySelector('#v-status').innerText.includes('of 63')")
     assert watched.complaints == []
+
+
+def test_what_is_typed_while_the_page_is_renewed_is_kept(
+    url: str, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = open_page(url)
+    page = show(watched, "groups", "tbody tr")
+    page_of, is_renewing, may_end = Screen.page, threading.Event(), threading.Event()
+
+    def slow(screen: Screen, view: ViewState) -> str:
+        if view.page == "groups" and not is_renewing.is_set():
+            is_renewing.set()
+            may_end.wait(30)
+        return page_of(screen, view)
+
+    monkeypatch.setattr(Screen, "page", slow)
+    assert is_renewing.wait(30)  # by the clock; nothing else happens
+    page.fill("#v-search input, #v-search textarea", "three plus four")
+    page.wait_for_timeout(500)
+    may_end.set()
+
+    page.wait_for_function("document.querySelector('#v-status').innerText.includes('of 1')")
+    page.wait_for_timeout(2_500)  # the next renewal
+    assert page.locator(".v-groups tbody tr").count() == 1
 
 
 def test_pages_of_the_list_are_turned(url: str, open_page: OpenPage) -> None:
