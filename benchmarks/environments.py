@@ -5,7 +5,7 @@ Usage: python benchmarks/environments.py [--seconds S] [--only WORD] [--json FIL
 Each environment rolls out its own items against a scripted model that answers at once, gold and
 wrong answers mixed: what is left is the environment's prompts, tokens, scores and groups. A hold
 is the processor time of one callback of the loop, so that other programs do not count; the
-first item warms up. The last rows are programs on one processor, two in flight: without a sandbox,
+first item warms up. The last rows are programs on one processor, four in flight: without a sandbox,
 which is the floor, and within. Programs a second tell on a quiet machine only; the processor time
 of each, all processes around it included, tells on a busy one too.
 """
@@ -51,7 +51,7 @@ from environments.card_table import find_cards  # noqa: E402
 
 TARGET_HOLD_MS = 50.0
 TARGET_PROGRAMS = 50.0
-IN_FLIGHT = 2
+IN_FLIGHT = 4
 PR_SET_CHILD_SUBREAPER = 36
 PROGRAM = "print(sum(range(1000)))"
 
@@ -116,7 +116,7 @@ def measure(path: str, seconds: float) -> Figures:
 
 
 async def programs_per_second(seconds: float) -> dict[str, Programs]:
-    """Run an empty and a short Python program on one processor, two in flight.
+    """Run an empty and a short Python program on one processor, four in flight.
 
     Returns:
         Figures by name; nothing where there is no sandbox.

@@ -1,4 +1,4 @@
-"""The default sandbox: Linux namespaces through bubblewrap, limits through prlimit.
+"""The default sandbox: Linux namespaces through bubblewrap, limits set before the program runs.
 
 own pid, network, mount, user, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm
 as root the program runs as user 65534, so that limits on processes hold
@@ -16,14 +16,20 @@ from atroposlib.sandbox.box_files import checked_path, content_fd
 from atroposlib.sandbox.control_groups import ControlGroups, Membership
 from atroposlib.sandbox.gate import Gate, new_gate
 from atroposlib.sandbox.interface import SandboxError, SandboxLimits, SandboxResult
-from atroposlib.sandbox.process_limits import find_program, limit_words
+from atroposlib.sandbox.process_limits import (
+    find_program,
+    limit_process,
+    limit_words,
+    may_limit_others,
+)
 from atroposlib.sandbox.results import result_of
-from atroposlib.sandbox.streams import run_bounded
+from atroposlib.sandbox.streams import Finished, run_bounded
 
 __all__ = ["Bubblewrap"]
 
 NOBODY = "65534"
-BOXES_PER_SLOT = 2  # setting one up is mostly waiting for the kernel
+NOT_FOUND = 127  # as a shell ends for a program that it cannot start
+BOXES_PER_SLOT = 3  # setting one up is mostly waiting for the kernel
 
 
 class Bubblewrap:
@@ -54,7 +60,9 @@ class Bubblewrap:
         self._boxes = asyncio.Semaphore(BOXES_PER_SLOT * slots)
         self._groups = ControlGroups()
         self._bwrap = find_program("bwrap", package="bubblewrap")
-        self._prlimit = find_program("prlimit", package="util-linux")
+        self._prlimit: str | None = None  # starting it takes a tenth of a short program's time
+        if not may_limit_others():
+            self._prlimit = find_program("prlimit", package="util-linux")
         self._as_nobody: list[str] = []
         if os.geteuid() == 0:
             chroot = find_program("chroot", package="coreutils")  # to /: changes the user only
@@ -85,22 +93,25 @@ class Bubblewrap:
                         stdin=content,
                         limits=limits,
                         pass_fds=[*fds.values(), *gate.fds],
-                        turn=self._turn(gate, members),
+                        turn=self._turn(gate, limits, members),
                     )
                 except OSError as error:
                     raise SandboxError(f"{words[0]} cannot be started: {error}") from error
                 return result_of(
                     finished,
-                    exit_code=None if finished.stopped_for else gate.exit_code(),
+                    exit_code=None if finished.stopped_for else _exit_code(finished, gate),
                     ran_out_of_memory=members.ran_out_of_memory,
                     around=self.name,
                 )
 
     @contextlib.asynccontextmanager
-    async def _turn(self, gate: Gate, members: Membership) -> AsyncIterator[None]:
+    async def _turn(
+        self, gate: Gate, limits: SandboxLimits, members: Membership
+    ) -> AsyncIterator[None]:
         pid = await gate.wait_for_box()
-        if pid is None or not members.add(pid):  # bwrap says why on standard error
-            yield
+        # The kernel may take milliseconds to put a process into a control group.
+        if pid is None or not await asyncio.to_thread(self._bound, pid, limits, members):
+            yield  # bwrap says why on standard error
             return
         try:
             async with self._slots:
@@ -108,6 +119,10 @@ class Bubblewrap:
                 yield
         finally:
             gate.kill_box()
+
+    def _bound(self, pid: int, limits: SandboxLimits, members: Membership) -> bool:
+        """Bound a process and what it starts; False when it has ended already."""
+        return members.add(pid) and (self._prlimit is not None or limit_process(pid, limits))
 
     def _command(
         self,
@@ -132,5 +147,15 @@ class Bubblewrap:
             words += ["--file", str(fd), f"/box/{path}"]
         words += ["--remount-ro", "/dev", "--remount-ro", "/"]
         words += ["--chdir", "/box", "--setenv", "HOME", "/box", "--setenv", "PATH", "/usr/bin"]
-        words += ["--setenv", "LANG", "C.UTF-8", "--", *limit_words(self._prlimit, limits)]
+        words += ["--setenv", "LANG", "C.UTF-8", "--"]
+        if self._prlimit is not None:
+            words += limit_words(self._prlimit, limits)
         return [*words, *command]
+
+
+def _exit_code(finished: Finished, gate: Gate) -> int | None:
+    """The program's; None when the box could not be set up."""
+    code = gate.exit_code()
+    if code is None and finished.stderr.startswith(b"bwrap: execvp "):
+        return NOT_FOUND
+    return code

@@ -174,7 +174,7 @@ class Containers:
             max_processes=limits.max_processes + KERNEL_THREADS,
         )
         async with self._groups.join(around) as members:
-            files = " ".join(str(folder / "cgroup.procs") for folder in members.folders)
+            files = " ".join(f"{folder}/cgroup.procs" for folder in members.folders)
             yield ["/bin/sh", "-c", JOIN_GROUPS, "sh", files]
 
     def _fill(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -15,6 +18,38 @@ from tests.sandbox.processes import children
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing")
 
 LIMITS = SandboxLimits(wall_s=60.0)
+OWN_LIMITS = """
+import resource
+for name in ("AS", "CPU", "NPROC", "FSIZE", "CORE"):
+    print(name, resource.getrlimit(getattr(resource, f"RLIMIT_{name}")))
+"""
+FORKS = """
+import os, signal
+signal.alarm(30)
+for children in range(32):
+    try:
+        if os.fork() == 0:
+            signal.pause()
+    except OSError:
+        print(children, "children")
+        break
+"""
+WITHIN = f"""
+import asyncio
+from atroposlib.sandbox import SandboxLimits, run_python
+from atroposlib.sandbox.bubblewrap import Bubblewrap
+from atroposlib.sandbox.process_limits import may_limit_others
+
+async def main():
+    limits = SandboxLimits(wall_s=50.0, memory_bytes=2**28, max_processes=5)
+    sandbox = Bubblewrap(limits=limits)
+    first = (await run_python(sandbox, {OWN_LIMITS!r})).stdout.splitlines()[0]
+    second = (await run_python(sandbox, {FORKS!r})).stdout.strip()
+    third = (await sandbox.run(["no-such-program"])).exit_code
+    print(may_limit_others(), first, second, third)
+
+asyncio.run(main())
+"""
 
 
 async def test_one_program_at_a_time_is_one() -> None:
@@ -51,3 +86,46 @@ async def test_box_that_cannot_be_set_up_says_why() -> None:
 
     with pytest.raises(SandboxError, match="/no/such/folder"):
         await run_python(sandbox, "print('ran')")
+
+
+async def test_program_finds_its_limits() -> None:
+    limits = SandboxLimits(
+        wall_s=60.0, cpu_s=7, memory_bytes=2**28, max_processes=5, disk_bytes=2**20
+    )
+
+    result = await run_python(Bubblewrap(limits=limits), OWN_LIMITS)
+
+    assert result.stdout.split("\n")[:-1] == [
+        f"AS ({2**28}, {2**28})",
+        "CPU (7, 8)",
+        "NPROC (6, 6)",  # and the sandbox's own
+        f"FSIZE ({2**20}, {2**20})",
+        "CORE (0, 0)",
+    ]
+
+
+async def test_program_may_have_just_as_many_processes() -> None:
+    limits = SandboxLimits(wall_s=60.0, max_processes=5)
+
+    result = await run_python(Bubblewrap(limits=limits), FORKS)
+
+    assert result.stdout == "4 children\n", result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which becomes others")
+@pytest.mark.parametrize(
+    ("become", "may"),
+    [
+        (("--reuid=65534", "--regid=65534", "--clear-groups"), True),
+        (("--bounding-set=-sys_resource", "--inh-caps=-sys_resource"), False),
+    ],
+    ids=["another user", "root without the capability"],
+)
+def test_limits_hold_whoever_sets_them(become: tuple[str, ...], may: bool) -> None:
+    as_other = ["setpriv", *become, sys.executable, "-c"]
+    if subprocess.run([*as_other, "import atroposlib.sandbox"], timeout=60).returncode != 0:
+        pytest.skip("that user cannot read this interpreter or the package")
+
+    result = subprocess.run([*as_other, WITHIN], capture_output=True, text=True, timeout=60)
+
+    assert result.stdout == f"{may} AS (268435456, 268435456) 4 children 127\n", result.stderr
