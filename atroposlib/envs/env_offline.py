@@ -153,11 +153,12 @@ class OfflineEnv(ServingEnv):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Write the page; a run that failed before its first group has none to show."""
+        """Write the page; a run that failed before its first group leaves neither page nor file."""
         if self.jsonl_writer is None:
             return
         path = self.jsonl_writer.path
         if error is not None and path.stat().st_size == 0:
+            path.unlink()  # or the next run would have to take another name
             return
         from atroposlib.frontend.jsonl2html import generate_html
 

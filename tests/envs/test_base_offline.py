@@ -164,7 +164,7 @@ async def test_process_exception_ends_the_run_but_keeps_what_is_done(
     assert (tmp_path / "groups.html").exists()
 
 
-async def test_process_that_fails_before_its_first_group_says_only_that(
+async def test_process_that_fails_before_its_first_group_leaves_nothing_behind(
     make_env: MakeEnv, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = make_env(data_path_to_save_groups="groups.jsonl")
@@ -177,6 +177,7 @@ async def test_process_that_fails_before_its_first_group_says_only_that(
     with pytest.raises(ConfigError, match="no token ids"):
         await process(env, groups=3)
 
+    assert not (tmp_path / "groups.jsonl").exists()
     assert not (tmp_path / "groups.html").exists()
     assert capsys.readouterr().out == ""
 
