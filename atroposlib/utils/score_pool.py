@@ -109,10 +109,10 @@ class ScorePool:
             result: Result = await self._workers().call(function, args, limit_s)
         except ScoreTimeoutError as error:
             self.counts["timeouts"] += 1
-            return _instead(default, error, function)
+            return self._instead(default, error, function)
         except ScoreCrashError as error:
             self.counts["crashes"] += 1
-            return _instead(default, error, function)
+            return self._instead(default, error, function)
         except Exception:
             self.counts["errors"] += 1
             raise
@@ -124,19 +124,27 @@ class ScorePool:
         if backend is not None:
             backend.close()
 
+    def _instead(
+        self,
+        default: Result | Literal[_Absent.DEFAULT],
+        error: Exception,
+        function: Callable[..., Any],
+    ) -> Result:
+        """Return the default; say so for the 1st, 10th, 100th, ... call that gets one."""
+        if default is _Absent.DEFAULT:
+            raise error
+        count = self.counts["timeouts"] + self.counts["crashes"]
+        is_told = count == 10 ** (len(str(count)) - 1)
+        name = getattr(function, "__qualname__", repr(function))
+        level = logging.WARNING if is_told else logging.DEBUG
+        told = "scoring given up: %s: %s; it counts as %.80r (%d so far)"
+        logger.log(level, told, name, error, default, count)
+        return default
+
     def _workers(self) -> ScoreBackend:
         if self._backend is None:
             self._backend = self._kind(self._num_workers)
         return self._backend
-
-
-def _instead(
-    default: Result | Literal[_Absent.DEFAULT], error: Exception, function: Callable[..., Any]
-) -> Result:
-    if default is _Absent.DEFAULT:
-        raise error
-    logger.debug("%s: %s", function, error)
-    return default
 
 
 def _check_importable(function: Callable[..., Any]) -> None:

@@ -50,7 +50,9 @@ async def test_pool_runs_calls_in_other_processes_and_in_order() -> None:
     assert worker != os.getpid()
 
 
-async def test_pool_ends_a_call_that_takes_too_long_and_goes_on() -> None:
+async def test_pool_ends_a_call_that_takes_too_long_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool = ScorePool(num_workers=1, timeout_s=2)
     await pool.run(double, 1, default=-1)
     started = time.monotonic()
@@ -60,6 +62,9 @@ async def test_pool_ends_a_call_that_takes_too_long_and_goes_on() -> None:
     pool.close()
 
     assert (late, after, pool.num_timeouts) == (-7, 8, 1)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "scoring given up: stuck_power: ended after 2 s; it counts as -7 (1 so far)"
+    ]
     assert time.monotonic() - started < 15
 
 
@@ -227,3 +232,16 @@ def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     # A dead process that nobody has asked about yet still has its number.
     return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+async def test_pool_tells_of_ever_fewer_calls_that_it_gives_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = ScorePool(num_workers=1, backend="THREAD")
+
+    for _ in range(12):
+        await pool.run(time.sleep, 0.02, timeout=0.001, default=None)
+    pool.close()
+
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.rpartition("(")[2] for message in told] == ["1 so far)", "10 so far)"]
