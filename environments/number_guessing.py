@@ -4,7 +4,8 @@
 
 A guess earns what it tells about the number, as a share of all there is to know, less the cost of a
 turn; the right one earns `WIN` on top. The shares of a won game add up to 1 however it was won, so
-that only fewer turns pay. A guess that is known to be wrong tells nothing. Needs no data:
+that only fewer turns pay. A guess that is known to be wrong tells nothing, and a game that a limit
+ends is worth no more than one whose other turns are filled with nonsense. Needs no data:
 
     python environments/number_guessing.py process --env.total_steps 4 \
         --env.tokenizer_name NAME --openai.model_name NAME
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -43,6 +44,7 @@ CARD = EnvironmentCard(
 WIN = 1.0
 TURN_COST = 0.05
 UNREADABLE = -0.2
+NOT_FOUND = -0.5
 NUM_EVAL_ITEMS = 32
 PROMPT = (
     "I am thinking of a whole number from 1 to {highest}. Find it in as few guesses as you can; I "
@@ -65,12 +67,12 @@ class GuessingGame(Conversation):
         high: largest number that is still possible.
     """
 
-    unfinished_reward = -0.5
-
-    def __init__(self, secret: int, *, highest: int) -> None:
+    def __init__(self, secret: int, *, highest: int, max_turns: int) -> None:
         self.secret = secret
         self.low, self.high = 1, highest
         self.all_there_is_to_know = math.log(highest)
+        self.max_turns = max_turns
+        self.unfinished_reward = NOT_FOUND + max_turns * UNREADABLE
 
     def opening(self) -> list[ChatMessage]:
         """Ask for the number."""
@@ -78,6 +80,8 @@ class GuessingGame(Conversation):
 
     async def reply(self, turn: Turn) -> Reply:
         """Compare the guess with the number."""
+        turns_left = self.max_turns - turn.index - 1
+        self.unfinished_reward = NOT_FOUND + turns_left * UNREADABLE
         found = re.findall(r"<guess>\s*(\d{1,9})\s*</guess>", turn.answer)
         if not found:
             return Reply("Write a guess as <guess>NUMBER</guess>.", reward=UNREADABLE)
@@ -97,7 +101,11 @@ class GuessingGame(Conversation):
 
 
 class NumberGuessingEnv(MultiTurnEnv):
-    """Games with hidden numbers; an item is the number."""
+    """Games with hidden numbers; an item is the number.
+
+    Attributes:
+        iter: games handed out so far; kept in checkpoints.
+    """
 
     name = "number_guessing"
     env_config_cls = NumberGuessingEnvConfig
@@ -109,13 +117,15 @@ class NumberGuessingEnv(MultiTurnEnv):
         "max_token_length": 4096,
     }
 
-    async def setup(self) -> None:
-        """Seed the numbers; those of the evaluation are the same in every run."""
-        self.random = random.Random(self.config.seed)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
 
     async def get_next_item(self) -> int:
-        """Hide a number."""
-        return self.random.randint(1, self.config.highest)
+        """Hide the next number of the seed."""
+        numbers = random.Random(f"{self.config.seed}:{self.iter}")
+        self.iter += 1
+        return numbers.randint(1, self.config.highest)
 
     def eval_items(self) -> Sequence[int]:
         """Return numbers spread over the whole range."""
@@ -124,7 +134,11 @@ class NumberGuessingEnv(MultiTurnEnv):
 
     def start_conversation(self, item: int) -> GuessingGame:
         """Begin a game."""
-        return GuessingGame(item, highest=self.config.highest)
+        return GuessingGame(item, highest=self.config.highest, max_turns=self.config.max_turns)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position."""
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: Any) -> str:
         """Return the turn that wins at once; asked by `check`."""

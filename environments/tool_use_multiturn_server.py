@@ -51,7 +51,11 @@ class MultiTurnEnvConfig(ToolDialogueConfig):
 
 
 def score(
-    checks: Sequence[TurnCheck], *, num_expected: int, wrong_call_penalty: float, min_right: int
+    checks: Sequence[TurnCheck],
+    *,
+    num_expected: int,
+    wrong_call_penalty: float,
+    min_right_calls: int,
 ) -> float:
     """Return what a dialogue is worth.
 
@@ -59,12 +63,13 @@ def score(
         checks: of the turns that were answered; the first wrong one is the last.
         num_expected: turns of the whole dialogue.
         wrong_call_penalty: added when it was not played to the end.
-        min_right: fewer right turns are a failure, whatever else.
+        min_right_calls: fewer right call turns are a failure, whatever else.
     """
     num_right = sum(check.is_match for check in checks)
+    num_right_calls = sum(check.is_match and check.is_call_turn for check in checks)
     is_complete = num_right == num_expected
     earned = num_right / num_expected + (ALL_RIGHT if is_complete else wrong_call_penalty)
-    return earned if earned > 0 and num_right >= min_right else FAILED
+    return earned if earned > 0 and num_right_calls >= min_right_calls else FAILED
 
 
 def score_refusal(answer: str, check: TurnCheck | None, *, wrong_call_penalty: float) -> float:
@@ -101,6 +106,12 @@ class MultiTurnToolCallingEnv(ToolDialogueEnv):
         )
         return env_config, server
 
+    async def setup(self) -> None:
+        """Read the dialogues; refusals may all be worth the same and are kept then."""
+        if self.config.scenario_category == "relevance":
+            self.config.ensure_scores_are_not_same = False
+        await super().setup()
+
     def turn_rewards(self, conversation: DialogueConversation, *, num_turns: int) -> list[float]:
         """Return the score of the dialogue as the reward of its last turn."""
         checks, penalty = conversation.checks, self.config.wrong_call_penalty
@@ -108,12 +119,14 @@ class MultiTurnToolCallingEnv(ToolDialogueEnv):
             check = checks[0] if checks else None
             earned = score_refusal(conversation.latest, check, wrong_call_penalty=penalty)
         else:
+            dialogue = conversation.dialogue
             is_several = self.config.scenario_category == "multiturn"
+            min_right_calls = min(MIN_RIGHT_OF_SEVERAL, dialogue.num_call_turns) * is_several
             earned = score(
                 checks,
-                num_expected=len(conversation.dialogue.expected_calls_by_turn),
+                num_expected=len(dialogue.expected_calls_by_turn),
                 wrong_call_penalty=penalty,
-                min_right=MIN_RIGHT_OF_SEVERAL if is_several else 0,
+                min_right_calls=min_right_calls,
             )
         return [0.0] * (num_turns - 1) + [earned]
 

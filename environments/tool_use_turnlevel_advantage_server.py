@@ -131,7 +131,7 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
         """Return what one turn is worth."""
         config = self.config
         if not check.is_call_turn:
-            return config.summary_reward if check.is_match else config.wrong_call_penalty
+            return config.summary_reward if check.is_match else 0.0
         executed = config.tool_execution_reward * check.is_well_formed
         matched = config.tool_match_reward if check.is_match else config.wrong_call_penalty
         return executed + matched
@@ -142,14 +142,16 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
 
     def turn_rewards(self, conversation: DialogueConversation, *, num_turns: int) -> list[float]:
         """Return the reward of each turn; one that a limit cut is a wrong one."""
-        rewards = [self.compute_turn_reward(check) for check in conversation.checks]
-        return rewards + [self.config.wrong_call_penalty] * (num_turns - len(rewards))
+        expected = conversation.dialogue.expected_calls_by_turn[len(conversation.checks) :]
+        cut = [TurnCheck(bool(calls), is_well_formed=False, is_match=False) for calls in expected]
+        checks = [*conversation.checks, *cut][:num_turns]
+        return [self.compute_turn_reward(check) for check in checks]
 
     def score_of(self, rollout: Rollout) -> float:
         """Return the mean turn reward and the outcome, or -1 with too few right turns."""
         conversation = conversation_of(rollout)
         num_right = sum(check.is_match for check in conversation.checks)
-        if num_right < self.config.min_successful_turns:
+        if not rollout.rewards or num_right < self.config.min_successful_turns:
             return FAILED
         return statistics.fmean(rollout.rewards) + self.compute_outcome_reward(conversation)
 

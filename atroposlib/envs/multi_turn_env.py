@@ -125,9 +125,7 @@ class MultiTurnEnv(BaseEnv):
             samples=[
                 {
                     "messages": rollout.messages,
-                    "score": discounted_return(
-                        rollout.rewards, discount=self.config.reward_discount
-                    ),
+                    "score": self.score_of(rollout),
                     "rewards": rollout.rewards,
                     "outcome": rollout.outcome,
                 }
@@ -145,6 +143,10 @@ class MultiTurnEnv(BaseEnv):
             self.server, self.tokenizer, temperature=self.config.eval_temperature, split="eval"
         )
         return await play(self.start_conversation(item), policy, limits=self.limits())
+
+    def score_of(self, rollout: Rollout) -> float:
+        """Return what an evaluated conversation is worth: its return unless overridden."""
+        return discounted_return(rollout.rewards, discount=self.config.reward_discount)
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
         """Return the figures of finished rollouts; override it to add those of a game.

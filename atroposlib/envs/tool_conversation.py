@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
@@ -35,7 +35,7 @@ For each call, write a JSON object with the function's name and arguments within
 
 def tool_instructions(tools: Sequence[Tool]) -> str:
     """Return the text that tells the policy which tools there are and how to call them."""
-    definitions = "\n".join(json.dumps(tool.definition()) for tool in tools)
+    definitions = "\n".join(_as_json(tool.definition()) for tool in tools)
     return INSTRUCTIONS.format(definitions=definitions)
 
 
@@ -88,7 +88,7 @@ class ToolConversation(Conversation):
         results = await run_tool_calls(calls, self.tools, timeout_s=self.tool_timeout_s)
         self.results += results
         blocks = [
-            f"<tool_response>\n{json.dumps(_shown(result))}\n</tool_response>" for result in results
+            f"<tool_response>\n{_as_json(_shown(result))}\n</tool_response>" for result in results
         ]
         return Reply("\n".join(blocks), reward=self.reward_of_calls(results))
 
@@ -96,3 +96,9 @@ class ToolConversation(Conversation):
 def _shown(result: ToolResult) -> dict[str, str]:
     key = "error" if result.is_error else "content"
     return {"name": result.name, key: result.content}
+
+
+def _as_json(value: Mapping[str, Any]) -> str:
+    """Return JSON with every letter as it is: escapes cost tokens, and nobody copies them right."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()  # a lone surrogate is in no vocabulary

@@ -123,7 +123,11 @@ class Tool:
             logger.debug("tool %s raised", self.name, exc_info=True)
             content = f"{type(error).__name__}: {error}"
             return ToolResult(name=self.name, content=content, is_error=True)
-        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        text = (
+            answer
+            if isinstance(answer, str)
+            else json.dumps(answer, ensure_ascii=False, default=str)
+        )
         return ToolResult(name=self.name, content=text)
 
     async def _answer(self, values: Mapping[str, Any]) -> Any:

@@ -169,10 +169,13 @@ class TokenPolicy:
         length = len(self._chat)
         if self._node is None or length == 0 or list(chat[:length]) != self._chat:
             return None
-        marked = [*chat[: length - 1], {"role": "assistant", "content": REPLY_MARK}]
+        mark = REPLY_MARK
+        while any(mark in str(message.get("content")) for message in chat):
+            mark += REPLY_MARK  # whoever writes it must not be taken for it
+        marked = [*chat[: length - 1], {"role": "assistant", "content": mark}]
         text = render_messages(self._tokenizer, [*marked, *chat[length:]])
-        _, mark, added = text.partition(REPLY_MARK)
-        return added if mark else None
+        _, found, added = text.partition(mark)
+        return added if found else None
 
     def _finish_sequence(self) -> None:
         self._finished = self.sequences()

@@ -65,6 +65,7 @@ def hangman(folder: Path, seed: int) -> Lesson:
                 "env": {
                     "seed": seed,
                     "reward_discount": DISCOUNT,
+                    "held_out_share": 0.0,  # the two lists of words are apart
                     "thinking_active": False,
                     "words_path": str(paths["trained"]),
                     "max_turn_tokens": 12,

@@ -13,7 +13,7 @@ from atroposlib.envs.conversation import ChatMessage, Turn
 from atroposlib.envs.tool_conversation import ToolConversation
 from atroposlib.envs.tools import ToolCall
 from environments.deep_research.scoring import Question, Verdict, judge, parse_answer
-from environments.deep_research.search import SearchError, SearchSource, inert
+from environments.deep_research.search import Hit, SearchError, SearchSource, inert
 
 __all__ = ["ResearchConversation"]
 
@@ -51,7 +51,7 @@ class ResearchConversation(ToolConversation):
     """A question and the tools to answer it.
 
     Attributes:
-        read: page -> its whole text as it was shown, of the pages that were opened.
+        read: page -> its whole text as it is shown, of the pages of which something was.
         verdict: what the answer was worth; None while there is none.
     """
 
@@ -76,7 +76,8 @@ class ResearchConversation(ToolConversation):
         self.read: dict[str, str] = {}
         self.verdict: Verdict | None = None
         self._source = source
-        self._titles: dict[str, str] = {}
+        self._found: dict[str, Hit] = {}
+        self._texts: dict[str, str] = {}
 
     def find_calls(self, answer: str) -> Sequence[ToolCall]:  # type: ignore[override]
         """Return the calls of a turn; those above the limit become errors."""
@@ -91,7 +92,7 @@ class ResearchConversation(ToolConversation):
         self.verdict = await asyncio.to_thread(
             judge,
             parse_answer(turn.answer),
-            self.question,
+            self.question._replace(pages=[_name(page) for page in self.question.pages]),
             self.read,
             num_calls=len(self.results),
             max_calls=2 * self.max_steps,
@@ -107,9 +108,9 @@ class ResearchConversation(ToolConversation):
         """
         wanted = min(max(1, num_results), MAX_RESULTS)
         hits = await self._source.search(query[:MAX_QUERY_CHARACTERS], num_results=wanted)
-        self._titles.update({hit.page: hit.title for hit in hits})
+        self._found.update({_name(hit.page): hit for hit in hits})
         lines = [
-            f"[{inert(hit.page)}] {inert(hit.title)[:MAX_TITLE_CHARACTERS]}: "
+            f"[{_name(hit.page)}] {inert(hit.title)[:MAX_TITLE_CHARACTERS]}: "
             f"{inert(hit.snippet)[:MAX_SNIPPET_CHARACTERS]}…"
             for hit in hits
         ]
@@ -127,7 +128,8 @@ class ResearchConversation(ToolConversation):
         if not 1 <= part <= num_parts:
             raise SearchError(f"the page has the parts 1 to {num_parts}")
         shown = text[(part - 1) * PART_CHARACTERS : part * PART_CHARACTERS]
-        title = inert(self._titles[page])[:MAX_TITLE_CHARACTERS]
+        self.read[page] = text
+        title = inert(self._found[page].title)[:MAX_TITLE_CHARACTERS]
         return f"{title} (part {part} of {num_parts})\n{shown}"
 
     async def find(self, page: str, text: str) -> str:
@@ -140,6 +142,8 @@ class ResearchConversation(ToolConversation):
         whole = await self._text(page)
         wanted = re.escape(inert(text).strip()[:MAX_QUERY_CHARACTERS])
         places = [m.span() for m in re.finditer(wanted, whole, re.IGNORECASE)] if wanted else []
+        if places:
+            self.read[page] = whole
         passages = [
             f"…{whole[max(0, start - PASSAGE_MARGIN) : end + PASSAGE_MARGIN]}…"
             for start, end in places[:MAX_PASSAGES]
@@ -147,8 +151,14 @@ class ResearchConversation(ToolConversation):
         return "\n".join(passages) or "these words do not stand on the page"
 
     async def _text(self, page: str) -> str:
-        if page not in self._titles:
+        if page not in self._found:
             raise SearchError("no search has found this page; search first")
-        if page not in self.read:
-            self.read[page] = inert((await self._source.fetch(page)).text[:MAX_PAGE_CHARACTERS])
-        return self.read[page]
+        if page not in self._texts:
+            fetched = await self._source.fetch(self._found[page].page)
+            self._texts[page] = inert(fetched.text[:MAX_PAGE_CHARACTERS])
+        return self._texts[page]
+
+
+def _name(page: str) -> str:
+    """Return a page's name as it is shown and as a citation can spell it."""
+    return inert(page).replace('"', "'").strip()

@@ -32,6 +32,10 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # No page shows an angle bracket, so a quote needs none.
 CITATION = re.compile(r'<cite page="([^"<>]*)">([^<]*)</cite>')
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+SIGNED = re.compile(r"(?<!\w)-?\d+(?:[./]\d+)+|(?<!\w)-\d+|\w+[+#]*")
+"""Words of an answer, in which -5 is not 5, 3.5 is not 3/5, and C++ is not C."""
+ESCAPE = re.compile(r"\\[nrt]")
+"""How the JSON that pages are shown in spells the end of a line."""
 
 
 class Question(NamedTuple):
@@ -85,8 +89,11 @@ def parse_answer(text: str) -> Answer | None:
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text: lower case, without punctuation and thousands commas."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return re.findall(r"\w+", THOUSANDS.sub("", folded))
+    return re.findall(r"\w+", _folded(text))
+
+
+def _folded(text: str) -> str:
+    return THOUSANDS.sub("", unicodedata.normalize("NFKC", text).casefold())
 
 
 def judge(
@@ -127,12 +134,16 @@ def _is_right(text: str, answers: Sequence[str]) -> bool:
 
 
 def _without_articles(text: str) -> list[str]:
-    return [word for word in words_of(text) if word not in ARTICLES]
+    words = SIGNED.findall(_folded(text).replace("\N{MINUS SIGN}", "-"))
+    return [word for word in words if word not in ARTICLES] or words
 
 
 def _is_faithful(citation: Citation, page: Sequence[str]) -> bool:
-    words = words_of(citation.quote)
-    return MIN_QUOTE_WORDS <= len(words) <= MAX_QUOTE_WORDS and _contains(page, words)
+    readings = (words_of(citation.quote), words_of(ESCAPE.sub(" ", citation.quote)))
+    return any(
+        MIN_QUOTE_WORDS <= len(words) <= MAX_QUOTE_WORDS and _contains(page, words)
+        for words in readings
+    )
 
 
 def _support(answer: Answer, faithful: Sequence[Citation], question: Question) -> float:

@@ -50,7 +50,7 @@ class TavilySearch:
             )
         self._base_url = base_url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._blocked = [domain.lower().lstrip(".") for domain in blocked_domains]
+        self._blocked = [domain.lower().strip(".") for domain in blocked_domains]
         self._session: aiohttp.ClientSession | None = None
 
     async def search(self, query: str, *, num_results: int) -> list[Hit]:
@@ -78,7 +78,10 @@ class TavilySearch:
             await self._session.close()
 
     def _is_blocked(self, address: str) -> bool:
-        host = (urlsplit(address).hostname or "").lower()
+        try:
+            host = (urlsplit(address).hostname or "").rstrip(".").lower()
+        except ValueError:  # no address at all
+            return True
         return any(host == domain or host.endswith(f".{domain}") for domain in self._blocked)
 
     async def _post(self, route: str, body: dict[str, Any]) -> Any:

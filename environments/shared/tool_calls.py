@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -120,16 +121,21 @@ def _read_object(text: str, allow_literals: bool) -> dict[str, Any] | None:
             value = read(text)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
-        if isinstance(value, dict) and _depth_is_fine(value, MAX_DEPTH):
+        if isinstance(value, dict) and _is_json(value, MAX_DEPTH):
             return value
     return None
 
 
-def _depth_is_fine(value: Any, left: int) -> bool:
-    if not isinstance(value, dict | list | tuple | set):
-        return True
-    parts = value.values() if isinstance(value, dict) else value
-    return left > 0 and all(_depth_is_fine(part, left - 1) for part in parts)
+def _is_json(value: Any, left: int) -> bool:
+    """Say whether a value could stand in JSON, no deeper than `left`."""
+    if isinstance(value, dict):
+        is_fine = left > 0 and all(isinstance(key, str) for key in value)
+        return is_fine and all(_is_json(part, left - 1) for part in value.values())
+    if isinstance(value, list | tuple):
+        return left > 0 and all(_is_json(part, left - 1) for part in value)
+    if isinstance(value, float):
+        return math.isfinite(value)  # NaN equals nothing, itself included
+    return value is None or isinstance(value, str | bool | int)
 
 
 def _as_value(value: Any) -> Any:
@@ -139,4 +145,4 @@ def _as_value(value: Any) -> Any:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    return parsed if _depth_is_fine(parsed, MAX_DEPTH) else value
+    return parsed if _is_json(parsed, MAX_DEPTH) else value

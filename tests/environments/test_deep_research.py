@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,6 +73,16 @@ async def research(
         ("hallucinating", ["<answer>1899</answer>" + FALSE * 2], -0.4),
         ("citation-faking", [SEARCH, OPEN, ANSWER + FALSE], 0.2),
         ("not reading", [SEARCH, ANSWER + TRUE], 0.2),
+        (
+            "seeing nothing of the page",
+            [SEARCH, call("open", page="brass-otter", part=99), ANSWER + TRUE],
+            0.2,
+        ),
+        (
+            "finding nothing on the page",
+            [SEARCH, call("find", page="brass-otter", text="zzz"), ANSWER + TRUE],
+            0.2,
+        ),
         # a broken call, an unknown tool, a wrong argument: 5 calls, 0.8 + 0.2 x 15 / 18
         (
             "clumsy",
@@ -96,6 +107,41 @@ async def test_players(corpus: LocalCorpus, player: str, turns: list[str], score
     assert replies[-1].reward == pytest.approx(score), player
     assert [reply.reward for reply in replies[:-1]] == [0.0] * (len(replies) - 1)
     assert conversation.verdict is not None
+
+
+class OnePage:
+    """A source with one page, whose name and text are awkward."""
+
+    name = ' a<"b" '
+    text = "Das Café wurde im Jahr 1931\nvon Jürgen Müller gegründet. " + "Mehr. " * 100
+
+    async def search(self, query: str, *, num_results: int) -> list[Hit]:
+        return [Hit(self.name, "Café", self.text[:50])]
+
+    async def fetch(self, page: str) -> Page:
+        assert page == self.name
+        return Page("Café", self.text)
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("way", ["open", "find"])
+async def test_what_is_copied_as_it_is_shown_is_a_true_citation(way: str) -> None:
+    arguments = {"text": "jürgen"} if way == "find" else {}
+    _, [found] = await research(OnePage(), [SEARCH])
+    [shown_name] = re.findall(r"\[(.+?)\] Café", str(found.messages))
+    reading = call(way, page=shown_name, **arguments)
+    conversation, replies = await research(OnePage(), [SEARCH, reading])
+    conversation.question = OTTER._replace(pages=[OnePage.name])
+
+    shown = str(replies[-1].messages)
+    start = shown.index("Das Café")
+    quote = shown[start : shown.index(" gegründet") + len(" gegründet")]
+    answer = f'{ANSWER}<cite page="{shown_name}">{"…" * (way == "find")}{quote}</cite>'
+    last = await conversation.reply(Turn(answer, 2, ()))
+
+    assert "\\n" in quote  # the end of the line, as JSON spells it
+    assert last.reward == pytest.approx(1.0)
 
 
 async def test_orders_on_a_page_change_nothing(corpus: LocalCorpus) -> None:

@@ -66,6 +66,43 @@ def test_score_of_an_answer(text: str, score: float) -> None:
     assert score_of(text) == pytest.approx(score)
 
 
+@pytest.mark.parametrize(
+    ("gold", "text", "is_right"),
+    [
+        ("-12", "-12", True),
+        ("-12", "\N{MINUS SIGN}12", True),
+        ("-12", "12", False),
+        ("5", "-5", False),
+        ("1914-1918", "1914-1918", True),
+        ("1914-1918", "1914\N{EN DASH}1918", True),
+        ("3.5", "3.5", True),
+        ("3.5", "3/5", False),
+        ("3.5", "35", False),
+        ("12 May 1931", "12 May, 1931.", True),
+        ("C++", "C++", True),
+        ("C++", "C", False),
+        ("A", "A", True),
+        ("A", "The", False),
+        ("the Otter", "Otter!", True),
+        ("well-known", "well known", True),
+    ],
+)
+def test_answer_that_means_something_else_is_wrong(gold: str, text: str, is_right: bool) -> None:
+    question = Question("?", [gold], ["otter"], [])
+
+    found = judge(
+        parse_answer(f"<answer>{text}</answer>"), question, READ, num_calls=2, max_calls=20
+    )
+
+    assert found.is_right == is_right
+
+
+def test_quote_may_have_ends_of_lines_as_json_spells_them() -> None:
+    quote = r"It was cast by\nthe sculptor Ilse"
+
+    assert score_of(f'{RIGHT}<cite page="otter">{quote} Marr and set up in 1931</cite>') == 1.0
+
+
 def test_both_pages_must_be_cited() -> None:
     second = '<cite page="marr">in the village of Tarn Hollow</cite>'
     first = '<cite page="otter">cast by the sculptor Ilse Marr</cite>'

@@ -21,6 +21,7 @@ from environments.game_environments.hangman.game import (
     hidden_word,
 )
 from environments.game_environments.hangman.hangman_env import Hangman, HangmanOnlineEnv
+from environments.shared.games import NUM_TRAINING_SEEDS, evaluation_seeds
 from environments.shared.word_clues import words_at
 from tests.environments.game_players import Player, play_game
 from tests.environments.offline import make_env, read_groups, run_process
@@ -105,6 +106,27 @@ def test_words_of_a_level_have_its_length(difficulty: str) -> None:
 
     assert {len(word) for word in found} <= set(range(level.min_letters, level.max_letters + 1))
     assert len(found) > 30
+
+
+@pytest.mark.parametrize("difficulty", ["easy", "medium", "hard"])
+def test_evaluations_hide_words_that_no_training_game_hides(difficulty: str) -> None:
+    level = LEVELS[difficulty]  # type: ignore[index]
+
+    def words_of(seeds: range, share: float) -> set[str]:
+        return {
+            hidden_word(words_at(None), level, seed=seed, held_out_share=share) for seed in seeds
+        }
+
+    trained, evaluated = words_of(range(5_000), 0.2), words_of(evaluation_seeds(1_000), 0.2)
+    assert not trained & evaluated
+    assert 0.1 < len(evaluated) / len(trained | evaluated) < 0.3
+    assert words_of(evaluation_seeds(1_000), 0.0) & trained
+
+
+def test_list_of_one_word_serves_training_and_evaluation() -> None:
+    for seed in (0, NUM_TRAINING_SEEDS):
+        word = hidden_word({"ant": "insect"}, LEVELS["easy"], seed=seed, held_out_share=0.2)
+        assert word == "ant"
 
 
 def test_word_list_without_fitting_words_is_refused() -> None:

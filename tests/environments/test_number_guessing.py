@@ -10,7 +10,13 @@ import pytest
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Turn
 from atroposlib.scored_data import check_group
-from environments.number_guessing import TURN_COST, UNREADABLE, GuessingGame, NumberGuessingEnv
+from environments.number_guessing import (
+    NOT_FOUND,
+    TURN_COST,
+    UNREADABLE,
+    GuessingGame,
+    NumberGuessingEnv,
+)
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
@@ -24,7 +30,7 @@ def guess(number: int) -> Turn:
 
 
 async def test_halving_the_range_earns_the_share_of_what_there_is_to_know() -> None:
-    game = GuessingGame(2, highest=8)
+    game = GuessingGame(2, highest=8, max_turns=10)
 
     # 1..8 to 1..4 is one bit of three; 1..4 to 1..2 another; finding it the last
     first = await game.reply(guess(5))
@@ -39,7 +45,7 @@ async def test_halving_the_range_earns_the_share_of_what_there_is_to_know() -> N
 
 @pytest.mark.parametrize("guesses", [[7], [4, 6, 7], [1, 2, 3, 4, 5, 6, 7], [9, 2, 2, 7]])
 async def test_won_game_pays_only_for_few_turns(guesses: list[int]) -> None:
-    game = GuessingGame(7, highest=10)
+    game = GuessingGame(7, highest=10, max_turns=10)
 
     replies = [await game.reply(guess(number)) for number in guesses]
 
@@ -48,7 +54,7 @@ async def test_won_game_pays_only_for_few_turns(guesses: list[int]) -> None:
 
 
 async def test_guess_known_to_be_wrong_tells_nothing() -> None:
-    game = GuessingGame(7, highest=10)
+    game = GuessingGame(7, highest=10, max_turns=10)
     await game.reply(guess(5))
 
     assert (await game.reply(guess(3))).reward == -TURN_COST
@@ -59,10 +65,21 @@ async def test_guess_known_to_be_wrong_tells_nothing() -> None:
     "text", ["", "7", "<guess>seven</guess>", "<guess>7", "<think><guess>7</guess>", "<guess>-7"]
 )
 async def test_what_is_no_guess_is_asked_for_again(text: str) -> None:
-    reply = await GuessingGame(7, highest=10).reply(turn(text))
+    reply = await GuessingGame(7, highest=10, max_turns=10).reply(turn(text))
 
     assert (reply.is_done, reply.reward) == (False, UNREADABLE)
     assert "<guess>NUMBER</guess>" in reply.chat_messages()[0]["content"]
+
+
+async def test_game_that_a_limit_ends_is_worth_no_more_than_turns_of_nonsense() -> None:
+    game = GuessingGame(7, highest=10, max_turns=3)
+    worth = [game.unfinished_reward]
+
+    for index in range(3):
+        reply = await game.reply(Turn("what?", index, ()))
+        worth.append((index + 1) * reply.reward + game.unfinished_reward)
+
+    assert worth == pytest.approx([NOT_FOUND + 3 * UNREADABLE] * 4)
 
 
 class Player:
@@ -133,6 +150,23 @@ def test_eval_items_cover_the_range_once() -> None:
 
     assert len(set(items)) == len(items) == 32
     assert (min(items), max(items)) == (1, 97)
+
+
+async def test_numbers_go_on_where_a_checkpoint_left_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        env = make_env(NumberGuessingEnv, engine, monkeypatch, highest=10**6)
+        again = make_env(NumberGuessingEnv, engine, monkeypatch, highest=10**6)
+    for one in (env, again):
+        one.checkpoint_dir, one.wandb_prepend, one.curr_step = str(tmp_path), "numbers_0", 1
+
+    numbers = [await env.get_next_item() for _ in range(3)]
+    env.save_checkpoint(1)
+    again.load_checkpoint()
+
+    assert len(set(numbers)) == 3
+    assert await again.get_next_item() == await env.get_next_item() not in numbers
 
 
 def test_environment_passes_the_check() -> None:

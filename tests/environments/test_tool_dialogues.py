@@ -184,8 +184,22 @@ def test_sample_is_a_file_of_rows() -> None:
     assert {path.name for path in Path(SAMPLE).iterdir()} == {"train.jsonl", "test.jsonl"}
 
 
-@pytest.mark.parametrize("text", ["-" * 15_000 + "1", "1+" * 9_000 + "1", "{" * 15_000])
-def test_hostile_literals_are_no_calls(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-" * 15_000 + "1",
+        "1+" * 9_000 + "1",
+        "{" * 15_000,
+        "{'name': 'f', 1: 2}",
+        "{'name': 'f', 'arguments': {(1, 2): 3}}",
+        "{'name': 'f', 'arguments': {'a': {1, 2}}}",
+        "{'name': 'f', 'arguments': {'a': b'c'}}",
+        "{'name': 'f', 'arguments': {'a': ...}}",
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": -Infinity}}',
+    ],
+)
+def test_what_is_not_json_is_no_call(text: str) -> None:
     assert read_calls(f"<tool_call>{text}</tool_call>", allow_literals=True).num_broken == 1
 
 

@@ -27,27 +27,36 @@ from tests.environments.offline import make_env
 from tests.fakes import ScriptedEngine
 
 RIGHT = TurnCheck(True, True, True)
+RIGHT_TEXT = TurnCheck(False, True, True)
+WRONG_TEXT = TurnCheck(False, False, False)
 WRONG = TurnCheck(True, True, False)
 
 
 @pytest.mark.parametrize(
-    ("checks", "num_expected", "min_right", "expected"),
+    ("checks", "num_expected", "min_right_calls", "expected"),
     [
         ([RIGHT, RIGHT], 2, 2, 1.5),  # 2/2 + 0.5
         ([RIGHT, RIGHT, WRONG], 3, 2, 2 / 3 - 0.2),
         ([RIGHT, RIGHT], 3, 2, 2 / 3 - 0.2),  # the third was cut
         ([RIGHT, WRONG], 2, 2, -1.0),  # one right of several requests
+        ([RIGHT, RIGHT_TEXT, WRONG], 4, 2, -1.0),  # texts are no calls
+        ([RIGHT], 1, 1, 1.5),
         ([RIGHT, WRONG], 2, 0, 1 / 2 - 0.2),
         ([WRONG], 1, 0, -1.0),  # 0 - 0.2 is not above 0
         ([], 2, 0, -1.0),
     ],
 )
 def test_score_of_a_dialogue(
-    checks: list[TurnCheck], num_expected: int, min_right: int, expected: float
+    checks: list[TurnCheck], num_expected: int, min_right_calls: int, expected: float
 ) -> None:
-    assert score(
-        checks, num_expected=num_expected, wrong_call_penalty=-0.2, min_right=min_right
-    ) == pytest.approx(expected)
+    found = score(
+        checks,
+        num_expected=num_expected,
+        wrong_call_penalty=-0.2,
+        min_right_calls=min_right_calls,
+    )
+
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +209,67 @@ async def test_turns_have_advantages_of_their_own(monkeypatch: pytest.MonkeyPatc
         values = [round(a, 6) for a, m in zip(row, masks, strict=True) if m != -100]
         assert list(dict.fromkeys(values)) == [round(value, 6) for value in own]
         assert {a for a, m in zip(row, masks, strict=True) if m == -100} == {0.0}
+
+
+async def test_dialogue_cut_to_one_call_turn_can_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _ = await play_group(
+        MultiTurnToolCallingEnv, ["perfect", "lazy"], monkeypatch, max_tool_call_turns_cap=1
+    )
+
+    assert sorted(group["scores"]) == [-1, 1.5]
+
+
+async def test_refusals_of_equal_worth_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    players = ["perfect", "perfect"]
+    refusals, env = await play_group(
+        MultiTurnToolCallingEnv, players, monkeypatch, scenario_category="relevance"
+    )
+    calls, other = await play_group(MultiTurnToolCallingEnv, players, monkeypatch)
+
+    assert len(set(refusals["scores"])) == len(set(calls["scores"])) == 1
+    assert not env.config.ensure_scores_are_not_same
+    assert other.config.ensure_scores_are_not_same
+
+
+async def test_turn_that_should_be_a_text_earns_nothing_when_it_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        env = make_env(BaseMTGRPOEnv, engine, monkeypatch, dataset_path=str(SAMPLE))
+
+    rewards = [env.compute_turn_reward(check) for check in (RIGHT_TEXT, WRONG_TEXT, WRONG)]
+
+    assert rewards == pytest.approx([1.0, 0.0, 0.5 - 0.2])
+
+
+async def test_evaluation_samples_have_the_score_of_the_dialogue(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    playing = Playing(["perfect"])
+    async with ScriptedEngine(playing) as engine:
+        env = make_env(
+            MultiTurnToolUseTurnLevelAdvantageEnv,
+            engine,
+            monkeypatch,
+            dataset_path=str(SAMPLE),
+            data_dir_to_save_evals=str(tmp_path),
+            min_successful_turns=0,
+            max_token_length=12000,
+        )
+        await env.setup()
+        playing.env, playing.item = env, env.test[0]
+        too_long = env.test[0].messages[0] | {"content": "x" * 20_000}
+        unplayable = env.test[0]._replace(messages=(too_long, *env.test[0].messages[1:]))
+        env.test = [env.test[0], unplayable]
+        await env.evaluate()
+        await env.close()
+        await env.server.close()
+
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    report = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
+    # a mean turn reward of 1 and the outcome; no turn at all
+    assert [sample["score"] for sample in samples] == [2.0, -1.0]
+    assert report["eval/avg_reward"] == 0.5
 
 
 async def test_group_without_a_score_above_zero_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

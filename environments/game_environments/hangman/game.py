@@ -10,11 +10,12 @@ guess llama -> the remaining 3 letters and the win: +0.6 + 1.0
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from atroposlib.errors import ConfigError
-from environments.shared.games import Difficulty
+from environments.shared.games import NUM_TRAINING_SEEDS, Difficulty
 
 __all__ = ["INVALID", "LEVELS", "LOSS", "WIN", "WRONG", "HangmanGame", "Level", "hidden_word"]
 
@@ -41,8 +42,17 @@ LEVELS: Mapping[Difficulty, Level] = {
 }
 
 
-def hidden_word(words: Mapping[str, str], level: Level, *, seed: int) -> str:
+def hidden_word(
+    words: Mapping[str, str], level: Level, *, seed: int, held_out_share: float = 0.0
+) -> str:
     """Return the word of a seed, the same for the same list of words.
+
+    Args:
+        words: word -> clue.
+        level: how long the word may be.
+        seed: of the game; evaluations have those from `NUM_TRAINING_SEEDS` on.
+        held_out_share: about as many of the words are hidden in evaluations and in no training
+            game; with a list so short that one side has none, both have all.
 
     Raises:
         ConfigError: no word has as many letters as the level asks for.
@@ -51,7 +61,14 @@ def hidden_word(words: Mapping[str, str], level: Level, *, seed: int) -> str:
     if not fitting:
         wanted = f"{level.min_letters} to {level.max_letters} letters"
         raise ConfigError(f"none of the {len(words)} words has {wanted}")
-    return random.Random(seed).choice(fitting)
+    is_evaluation = seed >= NUM_TRAINING_SEEDS
+    own = [w for w in fitting if (_place(w) < held_out_share) == is_evaluation]
+    return random.Random(seed).choice(own if held_out_share > 0 and own else fitting)
+
+
+def _place(word: str) -> float:
+    """Return a number from 0 to 1 that depends on the word alone."""
+    return zlib.crc32(word.encode()) / 2**32
 
 
 class Outcome(NamedTuple):

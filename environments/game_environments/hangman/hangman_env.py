@@ -51,6 +51,12 @@ class HangmanEnvConfig(GameEnvConfig):
     words_path: str | None = Field(
         None, description="File with a word, a tab and a clue per line; None is the shipped list."
     )
+    held_out_share: float = Field(
+        0.2,
+        ge=0,
+        lt=1,
+        description="Share of the words that only evaluations hide; with 0 they hide any.",
+    )
     thinking_active: bool = Field(True, description="Ask the policy to think before each turn.")
     max_turns: int = Field(20, ge=1, description="Guesses in one game.")
 
@@ -115,7 +121,7 @@ class HangmanOnlineEnv(GameEnv):
 
     def start_conversation(self, item: dict[str, int]) -> Hangman:
         """Begin the game of a seed."""
-        word = hidden_word(self.words, self.level, seed=item["seed"])
+        word = self._word(item)
         return Hangman(
             HangmanGame(word, lives=self.level.lives),
             clue=self.words[word] if self.level.shows_clue else "",
@@ -124,8 +130,12 @@ class HangmanOnlineEnv(GameEnv):
 
     def check_gold_answer(self, item: dict[str, int]) -> list[str]:
         """Return a game without a wrong guess; asked by `check`."""
-        word = hidden_word(self.words, self.level, seed=item["seed"])
+        word = self._word(item)
         return [f"<guess>{letter}</guess>" for letter in dict.fromkeys(word)]
+
+    def _word(self, item: dict[str, int]) -> str:
+        share = self.config.held_out_share
+        return hidden_word(self.words, self.level, seed=item["seed"], held_out_share=share)
 
 
 if __name__ == "__main__":
