@@ -62,6 +62,16 @@ OTHER_LETTER = r"(?!\w\)?[\s,/&]{{1,5}}(?:(?:or|and)\s{{1,5}})?\(?[A-{last}]\b)"
 """Not before a letter that another one follows: 'B or C', 'B, C'."""
 
 
+TEXT_END = r"(?!\w|[.,]\d|\^|/\d)"
+"""Behind an option's text: no word and no number goes on."""
+
+ALSO = re.compile(
+    r"[\s*_)\]]{0,5}(?:[,;/|&]|\(?(?i:or|and)\b)[\s*_(\[|]{0,5}"
+    r"(?:(?i:or|and|also|maybe|perhaps|possibly)\b[\s*_(\[]{0,5}){0,2}"
+)
+"""Between an option and one that is named besides."""
+
+
 class Question(NamedTuple):
     """One question."""
 
@@ -109,24 +119,58 @@ def read_question(row: Mapping[str, Any]) -> Question:
 
 
 def named_options(answer: str, options: Sequence[str]) -> set[int]:
-    """Return the indices of the options that an answer names, by letter or by their exact text."""
+    """Return the indices of the options that an answer names, by letter or by their exact text.
+
+    What follows an option behind `or`, `and` or a comma is named as well.
+    """
     last = ascii_uppercase[len(options) - 1]
-    longest = sorted(enumerate(options), key=lambda pair: -len(pair[1]))
-    # An option that is itself one letter cannot be told from the letter of an option.
-    whole = [(i, option.strip()) for i, option in longest if len(option.strip()) > 1]
-    texts = [(i, re.compile(rf"(?i:{re.escape(option)})(?!\w)")) for i, option in whole]
+    texts = OptionTexts(options)
     other, either = OTHER_LETTER.format(last=last), f"A-{last}a-{last.lower()}"
     letter = re.compile(rf"\(?{other}(?:([{either}])\)?{LETTER_END}|((?![AI])[A-{last}])\s)")
+    next_letter = re.compile(rf"[A-{last}](?!\w)")
     found = set()
     for lead in re.finditer(LEADS, answer):
-        named = [i for i, text in texts if text.match(answer, lead.end())]
+        named = texts.match(answer, lead.end())
         read = letter.match(answer, lead.end())
-        if named:
+        if named is None and read:
+            named = ascii_uppercase.index((read[1] or read[2]).upper()), read.end()
+        while named:
             found.add(named[0])
-        elif read:
-            found.add(ascii_uppercase.index((read[1] or read[2]).upper()))
+            behind = ALSO.match(answer, named[1])
+            if behind is None:
+                break
+            another = next_letter.match(answer, behind.end())
+            named = texts.match(answer, behind.end())
+            if named is None and another:
+                named = ascii_uppercase.index(another[0]), another.end()
     boxed = rf"\\boxed\{{\s{{0,9}}(?:\\text\{{)?\(?([{either}])\)?\}}{{1,2}}"
     return found | {ascii_uppercase.index(box.upper()) for box in re.findall(boxed, answer)}
+
+
+class OptionTexts:
+    """The texts of the options, to be found at a place of an answer.
+
+    An option that is itself one letter is left out: it cannot be told from an option's letter.
+    """
+
+    def __init__(self, options: Sequence[str]) -> None:
+        longest = sorted(enumerate(options), key=lambda pair: -len(pair[1].strip()))
+        texts = [(i, option.strip()) for i, option in longest]
+        texts = [(i, text) for i, text in texts if len(text) > 1 or text.isdigit()]
+        self._exact = [(i, re.compile(rf"{re.escape(text)}{TEXT_END}")) for i, text in texts]
+        folded = [text.lower() for _, text in texts]
+        self._any_case = [
+            (i, re.compile(rf"(?i:{re.escape(text)}){TEXT_END}"))
+            for i, text in texts
+            if folded.count(text.lower()) == 1
+        ]
+
+    def match(self, answer: str, start: int) -> tuple[int, int] | None:
+        """Return which option stands at a place, and where it ends; in any case if need be."""
+        for i, text in [*self._exact, *self._any_case]:
+            if found := text.match(answer, start):
+                return i, found.end()
+        return None
 
 
 def score_answer(completion: str, question: Question) -> float:

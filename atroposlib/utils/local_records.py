@@ -110,7 +110,7 @@ def _read(path: Path) -> list[Any]:
         return loaded if isinstance(loaded, list) else [loaded]
     return [
         _parsed(line, number)
-        for number, line in enumerate(text.splitlines(), start=1)
+        for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
 

@@ -36,7 +36,11 @@ RUNNER = PRELUDE + "exec(program, space)\n"
 CALLER = (
     PRELUDE
     + """
+import sys, types
 space["__name__"] = "solution"
+module = types.ModuleType("solution")  # where dataclasses look their annotations up
+module.__dict__.update(space)
+sys.modules["solution"], space = module, module.__dict__
 result, (name, arguments) = os.dup(1), json.load(open("call.json"))
 os.dup2(2, 1)
 exec(program, space)

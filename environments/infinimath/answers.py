@@ -15,6 +15,10 @@ __all__ = ["first_boxed", "has_thought", "is_equal", "read_answer"]
 BOX = "\\boxed{"
 MAX_ANSWER = 2000
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
+MIXED = re.compile(r"(-?)\b([0-9]{1,20})\s{0,3}\\[dt]?frac\{([0-9]{1,20})\}\{([0-9]{1,20})\}")
+"""A whole number with a fraction behind it means their sum."""
+NAMED = re.compile(r"^[a-z]=(?=[-+]?[0-9.])")
+BASE = re.compile(r"^([01]+)_\(?2\)?$")
 FORMATTING = re.compile(
     r"\\(?:text|textbf|mathrm|mathbf|left|right|displaystyle|quad|qquad)\b|\\[,;! ]"
 )
@@ -63,6 +67,9 @@ def is_equal(answer: str, solution: str) -> bool:
 
 
 def _normalized(text: str) -> str:
-    text = FRACTION.sub(r"\1/\2", text[:MAX_ANSWER])
+    text = text[:MAX_ANSWER].replace("\N{MINUS SIGN}", "-")
+    text = MIXED.sub(lambda m: f"{m[1]}{int(m[2]) * int(m[4]) + int(m[3])}/{m[4]}", text)
+    text = FRACTION.sub(r"\1/\2", text)
     text = re.sub(r"[\\{}$,\s]", "", FORMATTING.sub("", text))
-    return text.lower().rstrip(".")
+    text = NAMED.sub("", BASE.sub(r"\1", text.lower().rstrip(".")))
+    return re.sub(r"^(-?)\.(?=[0-9])", r"\g<1>0.", text.removeprefix("+"))

@@ -42,6 +42,8 @@ CARD = EnvironmentCard(
 )
 
 MODEL = "NousResearch/Nous-Hermes-2-Yi-34B"
+EVALUATED = -1
+"""Stands in an evaluation's items for how often an exercise was asked before."""
 SYSTEM_PROMPT = (
     "You are an expert in mathematics. Work through the problem inside <think> </think> tags, one "
     "step at a time, and check the result. Behind the closing tag give the answer once, as plainly "
@@ -139,7 +141,7 @@ class InfiniteMathEnv(SingleTurnEnv):
 
     def eval_items(self) -> Sequence[tuple[Problem, int]]:
         """Return the exercises of the current level."""
-        return [(problem, 0) for problem in self.eval_problems[self.curriculum.level]]
+        return [(problem, EVALUATED) for problem in self.eval_problems[self.curriculum.level]]
 
     def prompt(self, item: tuple[Problem, int]) -> list[dict[str, str]]:
         """Return an exercise and how to answer it."""
@@ -158,6 +160,7 @@ class InfiniteMathEnv(SingleTurnEnv):
         """Roll out an exercise; one that nobody solved may be asked again."""
         problem, num_asked = await self._told(item)
         group, backlog = await super().collect_trajectories((problem, num_asked))
+        self.curriculum.advance()
         is_unsolved = group is not None and max(group["scores"]) <= self.config.best_wrong_reward
         if is_unsolved and num_asked + 1 < self.config.max_attempts_per_problem:
             backlog = [*backlog, (item[0], num_asked + 1)]
@@ -170,12 +173,12 @@ class InfiniteMathEnv(SingleTurnEnv):
 
     async def score(self, item: tuple[Problem, int], answer: str) -> float:
         """Return the reward of a completion, and take note of the result."""
-        problem, _ = item
+        problem, num_asked = item
         reward = reward_of(answer, problem.solution, self.config)
         is_correct = self._is_correct(reward)
-        self.results_since_log[problem.level].append(is_correct)
+        if num_asked != EVALUATED:
+            self.results_since_log[problem.level].append(is_correct)
         self.curriculum.record(problem.level, is_correct=is_correct)
-        self.curriculum.advance()
         return reward
 
     def group_scores(
@@ -200,6 +203,7 @@ class InfiniteMathEnv(SingleTurnEnv):
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Return the accuracy at the level that was asked, and whether it went up by that."""
+        self.curriculum.advance()
         level = samples[0]["level"]
         right = [self._is_correct(sample["score"]) for sample in samples]
         return {

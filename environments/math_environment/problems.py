@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,11 +98,17 @@ def _problems(
         gold = row[answer]
         if isinstance(gold, list) and gold:
             gold = gold[0]
-        if isinstance(gold, int | float) and subset:  # evaluation sets have numbers as well
-            gold = f"{gold:g}" if isinstance(gold, float) else str(gold)
+        if isinstance(gold, int | float) and not isinstance(gold, bool) and subset:
+            gold = _number_text(gold)  # evaluation sets have numbers as well
         if isinstance(gold, str):
             name = str((row.get("subset") if subset == "test" else None) or subset)
             problems.append(MathProblem(row[question], f"\\boxed{{{gold}}}", name))
     if len(problems) < len(rows):
         logger.warning("%d problems left out: answers are no text", len(rows) - len(problems))
     return problems
+
+
+def _number_text(number: float) -> str:
+    """Return every digit of a number, without an exponent."""
+    text = format(Decimal(repr(number)), "f")
+    return text.removesuffix(".0")

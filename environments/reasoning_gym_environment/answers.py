@@ -8,6 +8,7 @@ syntax tree holds nothing but literals, names, arithmetic and, for sympy, well-k
 from __future__ import annotations
 
 import ast
+import math
 import re
 
 __all__ = ["extract_answer", "is_safe_answer"]
@@ -40,7 +41,7 @@ ARITHMETIC_NODES = (
     ast.UAdd,
 )
 MAX_EXPRESSION_CHARACTERS = 2_000
-MAX_EXPONENT = 1_000
+MAX_POWER = 1_000
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -105,21 +106,37 @@ def _is_arithmetic(tree: ast.Expression) -> bool:
             # sympy runs texts as well; complex and boolean constants are no answers.
             if type(node.value) not in (int, float):
                 return False
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            if not _is_small_exponent(node.right):
-                return False
         elif not isinstance(node, LITERAL_NODES + ARITHMETIC_NODES):
             return False
-    return True
+    return _power(tree.body) <= MAX_POWER
 
 
-def _is_small_exponent(exponent: ast.expr) -> bool:
-    """Keep `9**9**9` from being computed."""
-    for node in ast.walk(exponent):
-        if isinstance(node, ast.Pow):
-            return False
-        if isinstance(node, ast.Constant) and not (
-            isinstance(node.value, int | float) and abs(node.value) <= MAX_EXPONENT
-        ):
-            return False
-    return True
+def _power(node: ast.AST) -> float:
+    """Return how high a value is raised at most: powers of powers multiply, 9**9**9 is not run."""
+    inner = max([1.0, *map(_power, ast.iter_child_nodes(node))])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _power(node.left) * _bound(node.right)
+    return inner
+
+
+def _bound(exponent: ast.AST) -> float:
+    """Return what the absolute value of an exponent cannot exceed; infinite when unsure."""
+    if isinstance(exponent, ast.Constant):
+        return abs(exponent.value)  # type: ignore[arg-type]
+    if isinstance(exponent, ast.Name):
+        return 1.0
+    if isinstance(exponent, ast.UnaryOp):
+        return _bound(exponent.operand)
+    if isinstance(exponent, ast.Call):
+        return max([1.0, *map(_bound, exponent.args)])
+    if isinstance(exponent, ast.BinOp):
+        left, right = _bound(exponent.left), _bound(exponent.right)
+        if isinstance(exponent.op, ast.Add | ast.Sub):
+            return left + right
+        if isinstance(exponent.op, ast.Mult):
+            return left * right
+        divisor = exponent.right
+        is_division = isinstance(exponent.op, ast.Div | ast.FloorDiv)
+        if is_division and isinstance(divisor, ast.Constant) and _bound(divisor) >= 1:
+            return left
+    return math.inf

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum, Item, ScoredDataGroup
 from atroposlib.envs.single_turn import (
     Trajectory,
+    ask,
     build_group,
     completion_budget,
     sample_trajectories,
@@ -228,15 +229,16 @@ class ReasoningGymEnv(BaseEnv):
         """Wait for one answer to an evaluation item; returns its record."""
         messages = tasks.prompt_messages(item, self.config)
         limit = round(self.config.eval_budget_factor * self.config.max_token_length)
-        answer = await self.server.chat_completion(
-            messages=messages,
+        [answer] = await ask(
+            self.server,
+            self.tokenizer,
+            messages,
             n=1,
             max_tokens=completion_budget(self.tokenizer, messages, max_token_length=limit),
             temperature=self.config.eval_temperature,
             split="eval",
         )
-        choice = answer.choices[0]
-        completion = choice.message.content or ""
+        completion = answer.completion
         score = await self._check(completion, item)
         return {
             "messages": [*messages, {"role": "assistant", "content": completion}],
@@ -246,7 +248,7 @@ class ReasoningGymEnv(BaseEnv):
             "model_parsed": tasks.extract_answer(completion),
             "score": score,
             "correct": score >= CORRECT,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": answer.finish_reason,
         }
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:

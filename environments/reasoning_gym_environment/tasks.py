@@ -21,6 +21,7 @@ from environments.reasoning_gym_environment import package
 from environments.reasoning_gym_environment.answers import extract_answer, is_safe_answer
 from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
 from environments.reasoning_gym_environment.curriculum import START
+from environments.reasoning_gym_environment.strict_scores import highest_score
 
 __all__ = [
     "DEFAULT_SYSTEM_PROMPT",
@@ -153,7 +154,7 @@ def score_completion(completion: str, item: TaskItem) -> float:
 
     Returns:
         In [0, 1]; 0 without exactly one answer outside the thinking, for an answer the scorer
-        fails on, and for one that is not safe to hand to it.
+        fails on, and for one that is not safe to hand to it. No more than `highest_score` allows.
     """
     answer = extract_answer(completion)
     if answer is None:
@@ -161,11 +162,13 @@ def score_completion(completion: str, item: TaskItem) -> float:
     task = str((item.entry.get("metadata") or {}).get("source_dataset") or item.task)
     if task in EXACT_ANSWER_TASKS:
         return float(answer.lower() == str(item.entry["answer"]).lower())
-    if not is_safe_answer(answer, task):
+    highest = highest_score(task, answer, item.entry)
+    if highest == 0.0 or not is_safe_answer(answer, task):
         return 0.0
     dataset = package.scoring_dataset(item.task, package.as_key(item.params))
     # Some scorers look for the tags themselves.
-    return max(_score(dataset, text, item) for text in (answer, f"<answer>{answer}</answer>"))
+    texts = (answer, f"<answer>{answer}</answer>")
+    return min(highest, max(_score(dataset, text, item) for text in texts))
 
 
 def _score(dataset: Any, answer: str, item: TaskItem) -> float:

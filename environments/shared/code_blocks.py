@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 __all__ = ["last_code_block"]
 
 FENCE = "```"
@@ -14,12 +16,14 @@ def last_code_block(answer: str) -> str | None:
     """
     block: list[str] | None = None
     found = None
-    for line in answer.splitlines():
-        if not line.lstrip().startswith(FENCE):
+    for line in answer.split("\n"):  # and at no other character: a text of the program may hold it
+        text = line.strip()
+        if not text.startswith(FENCE) or (block is None and FENCE in text[len(FENCE) :]):
             if block is not None:
-                block.append(line)
+                block.append(line.removesuffix("\r"))
         elif block is None:
             block = []
         else:
-            found, block = "\n".join(block), None
+            # A list item's block is indented as a whole.
+            found, block = textwrap.dedent("\n".join(block)), None
     return found

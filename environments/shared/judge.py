@@ -45,7 +45,7 @@ JUDGE_CASE = (
 )
 
 BOX = "\\boxed{"
-LETTER = re.compile(r"\s{0,9}(?:\\text\{)?([AB])\}")
+LETTER = re.compile(r"\s{0,9}(?:\\(?:text|textbf|mathrm|mathbf)\{\s{0,9})?([AB])\s{0,9}\}")
 CODE = re.compile(r"that carry the code ([0-9a-f]{16})\.")
 
 

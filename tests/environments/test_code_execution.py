@@ -54,6 +54,10 @@ async def passes(program: str, problem: Problem) -> bool:
         ("```python\na\nb\n```", "a\nb"),
         ("```\na\n```\nbetter:\n```py\nb\n```", "b"),
         ("```python\na\n```\n```python\ncut", "a"),
+        ("```print(1)```\n```python\nprint(2)\n```", "print(2)"),
+        ("1. so:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b"),
+        ('```\ns = "a\u2028b"\n```', 's = "a\u2028b"'),
+        ("```\r\na\r\nb\r\n```", "a\nb"),
         ("no program", None),
         ("```python\ncut", None),
         ("", None),
@@ -144,6 +148,23 @@ async def test_program_on_standard_input(program: str, is_right: bool) -> None:
 )
 async def test_function_is_called(program: str, is_right: bool) -> None:
     assert await passes(program, doubled()) is is_right
+
+
+@pytest.mark.usefixtures("_has_sandbox")
+async def test_function_may_use_a_dataclass_with_annotations_as_text() -> None:
+    program = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Pair:
+    one: int
+    other: int = 2
+
+def double(x): return Pair(x).one * Pair(x).other
+"""
+
+    assert await passes(program, doubled({"input": [[3]], "output": [6]}))
 
 
 @pytest.mark.usefixtures("_has_sandbox")

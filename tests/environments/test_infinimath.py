@@ -67,6 +67,15 @@ def test_reward_of_a_completion(completion: str, reward: float) -> None:
         ("1,200", "1200", True),
         ("\\dfrac{3}{4}", "0.75", True),
         ("x = 3", "x=3", True),
+        ("x = 5", "5", True),
+        ("1\\frac{1}{2}", "3/2", True),
+        ("1\\frac{1}{2}", "11/2", False),
+        ("-2 \\tfrac{1}{3}", "-7/3", True),
+        ("1011_2", "1011", True),
+        ("1011_{(2)}", "1011", True),
+        ("+5", "5", True),
+        (".5", "0.5", True),
+        ("\N{MINUS SIGN}5", "-5", True),
         ("\\text{Yes}", "yes", True),
         ("\\left( 1, 2 \\right)", "(1,2)", True),
         ("-3", "3", False),
@@ -241,6 +250,27 @@ async def test_group_is_ranked_by_length_and_moves_the_curriculum(
     assert group["scores"][1] == pytest.approx(1.4 * (1 - excess))
     assert (logged["train/level_1_correct"], logged["train/level_1_count"]) == (1.0, 2)
     assert (logged["curriculum/current_level"], logged["train/percent_correct"]) == (2, 1.0)
+
+
+async def test_level_is_looked_at_once_per_group_and_evaluations_are_no_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replies = [f"x</think>\\boxed{{{n}}}" for n in (5, 5, 5, 5, 5, 0, 0, 0)]
+    settings = {**SETTINGS, "group_size": 8, "min_evaluations": 5}
+    settings["progress_threshold"] = 0.8
+    async with ScriptedEngine([PROBED, *replies, replies[0]]) as engine:
+        env = make_env(InfiniteMathEnv, engine, monkeypatch, **settings)
+        await env.setup()
+        await env.collect_trajectories((Problem("?", "5", 1), 0))
+        level, results = env.curriculum.level, list(env.results_since_log[1])
+        env.eval_problems[1] = [Problem("?", "5", 1)]
+        await env.evaluate_item(env.eval_items()[0])
+        await env.close()
+        await env.server.close()
+
+    # Two of the latest five are right, whatever the first five were.
+    assert level == 1
+    assert results == list(env.results_since_log[1]) == [True] * 5 + [False] * 3
 
 
 async def test_checkpoint_keeps_the_curriculum(

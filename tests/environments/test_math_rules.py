@@ -54,6 +54,8 @@ def test_least_similar_pair_is_found() -> None:
 
     assert (pair.first, pair.second, pair.similarity) == (0, 2, 0.0)
     assert least_similar_pair(["same", "same"]).similarity == 1.0
+    found = least_similar_pair(["one two three four", "one two, three!"])
+    assert found.similarity == pytest.approx(2 * 3 / (4 + 5))  # words and marks
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,8 @@ def test_least_similar_pair_is_found() -> None:
     [
         ("It holds: \\boxed{True}", "True"),
         ("\\boxed{ false }.", "False"),
+        ("\\boxed{\\text{True}}", "True"),
+        ("\\boxed{ \\textbf{ False } }", "False"),
         ("\\boxed{True} or rather \\boxed{False}", "False"),
         ("\\boxed{yes}", None),
         ("True", None),

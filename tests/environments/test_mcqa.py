@@ -6,7 +6,13 @@ import pytest
 
 from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError
-from environments.mcqa_thinking_env import MCQAThinkingEnv, Question, read_question, score_answer
+from environments.mcqa_thinking_env import (
+    MCQAThinkingEnv,
+    Question,
+    named_options,
+    read_question,
+    score_answer,
+)
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine
 
@@ -44,6 +50,15 @@ QUESTION = Question("Which?", "B", OPTIONS)
         ("The best answer is: B or C", ""),
         ("The best answer is: (B), (C)", ""),
         ("The best answer is not B", ""),
+        ("The best answer is: Bananas or Apple pie", ""),
+        ("The best answer is: **B** or **C**", ""),
+        ("The best answer is: B; C", ""),
+        ("The best answer is: B | C", ""),
+        ("The best answer is: B or maybe C", ""),
+        ("The best answer is: B (or C)", ""),
+        ("The best answer is: B, and that is it.", "B"),
+        ("The best answer is: B, as A and C are wrong.", "B"),
+        ("The best answer is: Apple pie, a sweet dish.", "B"),
         ("The best answer is: {Answer}", ""),
         ("The best answer is: E", ""),
         ("The best answer is: \uff22", ""),  # a full-width letter
@@ -63,6 +78,30 @@ def test_option_named_by_an_answer(answer: str, named: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "answer", "named"),
+    [
+        (("AABB", "AaBb", "aabb", "Aabb"), "aabb", "C"),
+        (("AABB", "AaBb", "aabb", "Aabb"), "aABB", ""),
+        (("Gold", "Iron", "Tin", "Lead"), "iron", "B"),
+        (("5", "6", "7", "8"), "6", "B"),
+        (("5", "6", "7", "8"), "B", "B"),
+        (("5", "6", "7", "8"), "60", ""),
+        (("10", "100", "1/2", "x"), "10", "A"),
+        (("10", "100", "1/2", "x"), "100", "B"),
+        (("10", "100", "1/2", "x"), "10,000", ""),
+        (("10", "100", "1/2", "x"), "10.5", ""),
+        (("10", "100", "1/2", "x"), "10^6", ""),
+        (("10", "100", "1/2", "x"), "10.", "A"),
+        (("10", "100", "1/2", "x"), "10, 100", ""),
+    ],
+)
+def test_texts_of_options_are_told_apart(options: tuple[str, ...], answer: str, named: str) -> None:
+    found = named_options(f"The best answer is: {answer}", options)
+
+    assert found == {"ABCD".index(named)} if named else len(found) != 1
+
+
+@pytest.mark.parametrize(
     "completion",
     [
         "The best answer is: B",
@@ -79,7 +118,12 @@ def test_thinking_must_be_one_pair_of_tags_before_the_answer(completion: str) ->
 
 def test_long_hostile_answers_are_read_quickly() -> None:
     started_at = time.perf_counter()
-    for text in ("the answer is " * 20_000, "the" + " " * 300_000, "\\boxed{" * 50_000):
+    for text in (
+        "the answer is " * 20_000,
+        "the" + " " * 300_000,
+        "\\boxed{" * 50_000,
+        "the answer is B, B" + ", B" * 90_000,
+    ):
         assert score_answer(f"<think>a</think>{text}", QUESTION) == -1.0
 
     assert time.perf_counter() - started_at < 5  # a quadratic search takes minutes

@@ -36,6 +36,34 @@ def test_extract_answer(completion: str, answer: str | None) -> None:
     assert extract_answer(completion) == answer
 
 
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("countdown", "0e0*{numbers}+{target}e0"),
+        ("countdown", "0e0*{numbers}+1_{target}-1_000"),
+        ("puzzle24", "0e0*{numbers}+24e0"),
+        ("puzzle24", "1*2*3*4"),
+        ("puzzle24", "(8*3) + 0*1*1"),
+        ("coin_flip", "0"),
+        ("coin_flip", "0.0"),
+        ("coin_flip", "\u0660"),
+        ("complex_arithmetic", "nan"),
+        ("complex_arithmetic", "nan + nani"),
+    ],
+)
+def test_one_answer_does_not_fit_all(task: str, answer: str) -> None:
+    config = ReasoningGymEnvConfig(task_names=[task], num_eval_samples_per_task=1)
+    for iteration in range(8):
+        item = tasks.train_item(config, iteration)
+        metadata = item.entry["metadata"]
+        numbers = "*".join(map(str, metadata.get("numbers", [])))
+        text = answer.format(numbers=numbers, target=metadata.get("target"))
+        if task == "puzzle24" and sorted(metadata["numbers"]) == [1, 2, 3, 4]:
+            continue
+        assert tasks.score_completion(f"<answer>{text}</answer>", item) <= 0.01
+        assert tasks.score_completion(f"<answer>{item.entry['answer']}</answer>", item) == 1.0
+
+
 @pytest.mark.parametrize("task", ["chain_sum", "basic_arithmetic", "spell_backward", "countdown"])
 def test_gold_scores_highest_and_empty_or_wrong_lowest(task: str) -> None:
     item = item_of(task)
@@ -106,6 +134,11 @@ def test_code_padded_beyond_what_is_examined_is_never_run(tmp_path: Path) -> Non
         ("2*x**3 - 5", "polynomial_multiplication", True),
         ("9**9**9", "countdown", False),
         ("2**100000000", "countdown", False),
+        ("2**(1000*1000*1000)", "countdown", False),
+        ("((2**1000)**1000)**1000", "countdown", False),
+        ("2**(1/0.000001)", "countdown", False),
+        ("((x**2)**3)/(x + 1)**(3/2)", "simple_integration", True),
+        ("x**(n + 1)/(n + 1)", "simple_integration", True),
         ("sin.__class__", "simple_integration", False),
         ("system(1)", "countdown", False),
         ("[['_', 'Q'], ['Q', '_']]", "n_queens", True),

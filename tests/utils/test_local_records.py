@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.local_records import read_splits
+from atroposlib.utils.local_records import read_records, read_splits
 
 COLUMNS = ("question", "answer")
 
@@ -34,6 +34,14 @@ def test_parquet_folder_is_read_without_further_columns(tmp_path: Path) -> None:
     splits = read_splits(tmp_path, COLUMNS, shuffle_seed=42)
 
     assert splits == ([{"question": "q", "answer": "#### 1"}],) * 2
+
+
+def test_line_ends_where_json_lines_end_it(tmp_path: Path) -> None:
+    rows = [{"question": "a\u2028b\u0085c", "answer": "1"}, {"question": "d", "answer": "2"}]
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8", newline="")
+
+    assert read_records(tmp_path / "rows.jsonl", COLUMNS) == rows
 
 
 @pytest.mark.parametrize("content", ["", "not json", '{"question": "q"}', "[1]"])
