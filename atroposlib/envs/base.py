@@ -252,6 +252,7 @@ class BaseEnv(OfflineEnv):
         self._takes_trainer_steps = self.config.total_steps == -1
         self._groups_in_status = 0
         self._failures_in_a_row = 0
+        self._trainer_steps = -1
 
     def _service_token(self) -> str | None:
         # Not kept: what holds no secret cannot show one.

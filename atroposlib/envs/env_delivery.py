@@ -31,6 +31,9 @@ __all__ = ["DeliveringEnv", "stamp_policy_version"]
 
 logger = logging.getLogger(__name__)
 
+UNUSABLE = ("malformed", "wrong_size", "not_encodable")
+"""Reasons that lie in the environment's code."""
+NUM_DROPS_TOLD = 10
 DEFAULTED_FIELDS = (
     "ref_logprobs",
     "overrides",
@@ -147,9 +150,22 @@ class DeliveringEnv(ReportingEnv):
             return False
         return True
 
+    def _num_unusable_groups(self) -> int:
+        """Return how many groups were dropped so far because they are none."""
+        return sum(self.drop_counts[reason] for reason in UNUSABLE)
+
     def _drop_group(self, admission: Admission, *, num_groups: int = 1) -> None:
         self.drop_counts[str(admission.reason)] += num_groups
-        logger.warning("group dropped (%s): %s", admission.reason, admission.detail)
+        count = self.drop_counts[str(admission.reason)]
+        # Reasons may repeat with every group: each is told at first, then ever more rarely.
+        is_told = count < NUM_DROPS_TOLD or count == 10 ** (len(str(count)) - 1)
+        logger.log(
+            logging.WARNING if is_told else logging.DEBUG,
+            "group dropped (%s): %s%s",
+            admission.reason,
+            admission.detail,
+            f"; {count} so far" if count >= NUM_DROPS_TOLD else "",
+        )
 
     async def _send_scored_data_to_api(
         self, scored_data: ScoredDataGroup | list[ScoredDataGroup]

@@ -91,6 +91,7 @@ class OfflineEnv(ServingEnv):
                 continue
             num_empty = 0
             await self._add_gold_answer(collected, item)
+            num_unusable = self._num_unusable_groups()
             await settle(
                 self.handle_send_to_api(
                     collected, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
@@ -98,7 +99,12 @@ class OfflineEnv(ServingEnv):
             )
             await settle(self.wandb_log({}))
             self.curr_step += 1
-            self._report_processed_groups(collected, duration_s=time.monotonic() - started_at)
+            if self._num_unusable_groups() == num_unusable:
+                self._report_processed_groups(collected, duration_s=time.monotonic() - started_at)
+        if not self._processed_scores and self._num_unusable_groups():
+            raise NoDataError(
+                f"all {self.curr_step} groups were dropped; {self._why_no_data(reasons)}"
+            )
 
     async def _add_gold_answer(self, collected: Any, item: Any) -> None:
         """Write the gold answer of an item into its groups: whoever looks at scores needs it."""

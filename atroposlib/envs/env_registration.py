@@ -111,6 +111,7 @@ class RegisteredEnv(DeliveringEnv):
             self.curr_step = reply["starting_step"]
         self.checkpoint_dir = reply["checkpoint_dir"]
         self.checkpoint_interval = reply["checkpoint_interval"]
+        self._trainer_steps = reply["num_steps"]
         if self._takes_trainer_steps:
             if reply["num_steps"] == -1:
                 raise ConfigError(

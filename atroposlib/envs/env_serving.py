@@ -77,6 +77,7 @@ class ServingEnv(RegisteredEnv):
     evaluation_runner: EvaluationRunner
     last_loop_time: float | None
     _failures_in_a_row: int
+    _trainer_steps: int
 
     async def env_manager(self) -> None:
         """Serve until the trainer has done its steps.
@@ -176,6 +177,13 @@ class ServingEnv(RegisteredEnv):
                 _called(self.save_checkpoint, checkpoint_step), "save_checkpoint"
             )
         self.curr_step = new_step
+        if 0 < self._trainer_steps <= new_step < self.config.total_steps:
+            logger.info(
+                "the trainer has done the %d steps that it registered; waiting for more, up to "
+                "total_steps (%d); --env.total_steps -1 ends with the trainer",
+                self._trainer_steps,
+                self.config.total_steps,
+            )
         logger.info(
             "trainer step %d of %d; %d groups queued, %d rollouts running",
             new_step,
@@ -263,9 +271,13 @@ class ServingEnv(RegisteredEnv):
         if scored:
             stamp_policy_version(scored, policy_version)
             self.run_figures.add_staleness(self.curr_step - first_step)
+            num_unusable = self._num_unusable_groups()
             await self._run_tolerated(
                 self.handle_send_to_api(scored, record["item"]), "sending a group"
             )
+            # A rollout that nobody can use has failed too, and holds back the next.
+            is_unusable = self._num_unusable_groups() > num_unusable
+            self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
             self.rollout_scheduler.request_refresh()
         await settle(self.cleanup())
         if not scored:
@@ -285,7 +297,8 @@ class ServingEnv(RegisteredEnv):
             self._failures_in_a_row += 1
             logger.exception("a rollout failed; its group is lost")
             return None
-        self._failures_in_a_row = 0
+        if not collected:
+            self._failures_in_a_row = 0
         return collected
 
 

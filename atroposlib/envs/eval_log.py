@@ -35,7 +35,7 @@ def evaluate_log(
 
     Args:
         metrics: name to value; may be empty.
-        eval_dir: folder to write to, created when missing; None only warns.
+        eval_dir: folder to write to, created when missing; None writes nothing and warns.
         task_name: the results stand under `atropos|<task_name>|0` and under `all`.
         model_name: the model evaluated.
         start_time: seconds since the epoch; None means now.
@@ -44,13 +44,13 @@ def evaluate_log(
         samples: one record per question, any JSON value; what has no JSON form becomes text.
         verbose: print a table of the metrics.
     """
-    if eval_dir is None:
-        logger.warning("evaluation results are not saved: no folder given (data_dir_to_save_evals)")
-        return
     started = time.time() if start_time is None else start_time
     ended = time.time() if end_time is None else end_time
     if verbose:
         display_metrics_table(task_name, metrics, started, ended)
+    if eval_dir is None:
+        logger.warning("evaluation results are not saved: no folder given (data_dir_to_save_evals)")
+        return
 
     folder = Path(eval_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +69,7 @@ def evaluate_log(
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for sample in samples:
                 file.write(json.dumps(sample, default=_as_text) + "\n")
+    logger.info("evaluation results are in %s", folder)
 
 
 def _keep_earlier_result(folder: Path) -> None:

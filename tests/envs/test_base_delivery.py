@@ -93,6 +93,17 @@ async def test_send_drops_and_counts(
     assert f"group dropped ({reason})" in caplog.text
 
 
+async def test_drops_of_one_reason_are_told_ever_more_rarely(
+    env: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(25):
+        await env.handle_send_to_api({"tokens": [[1], [2]]})
+
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(told) == 10
+    assert told[-1].endswith("; 10 so far")
+
+
 async def test_send_too_long_is_dropped_unless_told_otherwise(env: Any) -> None:
     env.max_token_len = 3
 

@@ -112,6 +112,41 @@ async def _same_score(item: Any) -> tuple[Any, list[Any]]:
     return {"tokens": [65], "masks": [65], "scores": 0.0}, []
 
 
+class WrongMasksEnv(SmallEnv):
+    """Every group is none, from the first on or from the second."""
+
+    first_wrong = 1
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        masks = [[-100]] if item >= self.first_wrong else [[-100, 66]]
+        return {"tokens": [[65, 66]] * 2, "masks": masks * 2, "scores": [0.0, 1.0]}, []
+
+
+async def test_process_whose_groups_are_all_malformed_fails_and_says_why(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    env = make_env(WrongMasksEnv, data_path_to_save_groups="groups.jsonl")
+
+    with pytest.raises(NoDataError, match=r"all 3 groups were dropped; .*malformed"):
+        await process(env, groups=3)
+
+    assert not (tmp_path / "groups.jsonl").exists()
+
+
+async def test_process_reports_only_the_groups_that_were_kept(
+    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    env = make_env(WrongMasksEnv, data_path_to_save_groups="groups.jsonl")
+    env.first_wrong = 2
+
+    await process(env, groups=2)
+
+    assert len(records(tmp_path / "groups.jsonl")) == 1
+    assert "group 1 of 2" in caplog.text
+    assert "group 2 of 2" not in caplog.text
+
+
 class EmptyEnv(SmallEnv):
     async def collect_trajectories(self, item: Any) -> Any:
         return None, []

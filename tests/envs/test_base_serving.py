@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,47 @@ async def test_serve_reward_raising_is_counted_and_the_run_goes_on(
         await serve_until(env, trainer.train(3))
 
     assert env.failure_counts["ZeroDivisionError"] >= 1
+
+
+class WrongMasks(SmallEnv):
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        if self.num_items < 40:
+            return {**trajectories, "masks": [[-100]] * 2}
+        return trajectories
+
+
+async def test_serve_malformed_groups_hold_back_the_next_as_failures_do(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.start()
+    env = make_env(WrongMasks, rollout_server_url=service.url)
+
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await until(lambda: "failed in a row" in caplog.text)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    assert env.drop_counts["malformed"] >= 5
+
+
+async def test_serve_tells_that_the_trainer_has_done_the_steps_it_registered(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    service.start()
+    env = make_env(rollout_server_url=service.url, total_steps=1000)
+
+    async with ScriptedTrainer(service.url, num_steps=3) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(trainer.train(3), 20)
+        await until(lambda: "has done the 3 steps that it registered" in caplog.text)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    assert env.curr_step == 3
 
 
 async def test_serve_time_outs_are_counted_and_the_run_goes_on(

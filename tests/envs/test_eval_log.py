@@ -49,11 +49,14 @@ def test_earlier_results_are_kept_together_under_a_number(tmp_path: Path) -> Non
     assert not (tmp_path / "samples-2.jsonl").exists()
 
 
-def test_without_a_folder_it_only_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_folder_it_prints_and_warns(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     with caplog.at_level(logging.WARNING):
-        evaluate_log({"a": 1})
+        evaluate_log({"eval/accuracy": 0.625}, task_name="sums")
 
     assert "data_dir_to_save_evals" in caplog.text
+    assert "0.625" in capsys.readouterr().out
 
 
 def test_verbose_prints_a_table_even_of_nothing(
