@@ -140,6 +140,7 @@ def _lookup(name: str) -> Any:
 
 
 def _load_tokenizer(name: str) -> Any:
+    logger.info("loading the tokenizer %s", name)
     try:
         return _lookup("AutoTokenizer").from_pretrained(name)
     except OSError as error:

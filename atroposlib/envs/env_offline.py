@@ -168,6 +168,7 @@ class OfflineEnv(ServingEnv):
             return
         from atroposlib.frontend.jsonl2html import generate_html
 
+        logger.info("the groups are in %s", path)
         generate_html(path)
 
     async def _run_evaluate(self) -> None:
