@@ -5,13 +5,14 @@ Pure rules. Every reason is the name of a counter, `drops/<reason>` in the metri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 
-__all__ = ["Admission", "check_lengths", "check_signal", "completion_lengths"]
+__all__ = ["Admission", "check_lengths", "check_signal", "completion_lengths", "wrong_number"]
 
 
 class Admission(NamedTuple):
@@ -63,12 +64,41 @@ def check_signal(
         return Admission("wrong_size", f"{len(tokens)} trajectories, expected {expected}")
     try:
         check_group(group)
-    except (GroupError, TypeError) as error:
+    except GroupError as error:
         return Admission("malformed", str(error))
+    except TypeError as error:
+        return Admission("malformed", _wrong_number_of(group) or str(error))
     scores = group["scores"]
     if scores_must_differ and len(scores) > 1 and all(s == scores[0] for s in scores):
         return Admission("scores_equal", f"all {len(scores)} scores are {scores[0]}")
     return ACCEPTED
+
+
+def wrong_number(path: str, values: Sequence[Any]) -> str | None:
+    """Return which value is no number, as `scores[0] is 'right'; expected a number`, or None.
+
+    NumPy's numbers and tensors of one element are numbers; texts are not, whatever they spell.
+    """
+    for i, value in enumerate(values):
+        try:
+            math.isfinite(value)
+        except (TypeError, ValueError):
+            return f"{path}[{i}] is {value!r:.60}; expected a number"
+    return None
+
+
+def _wrong_number_of(group: Mapping[str, Any]) -> str | None:
+    """Look at the fields whose numbers `check_group` adds up."""
+    wrong = wrong_number("scores", group["scores"])
+    rows = group.get("inference_logprobs")
+    if wrong or not isinstance(rows, list | tuple):
+        return wrong
+    found = (
+        wrong_number(f"inference_logprobs[{i}]", row)
+        for i, row in enumerate(rows)
+        if isinstance(row, list | tuple)
+    )
+    return next((text for text in found if text), None)
 
 
 def check_lengths(tokens: Sequence[Sequence[int]], *, max_token_len: int) -> Admission:

@@ -11,12 +11,13 @@ In a test: `report = check_environment(MyEnv); assert report.passed, report.text
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atroposlib.envs.checks.call_site import hook_site
+from atroposlib.envs.checks.call_site import class_site, hook_site
 from atroposlib.envs.checks.captured_output import CapturedOutput, capture_output
 from atroposlib.envs.checks.evaluation_check import check_evaluation
 from atroposlib.envs.checks.failure_checks import check_cancel, check_failed_rollout
@@ -24,6 +25,7 @@ from atroposlib.envs.checks.group_checks import check_groups
 from atroposlib.envs.checks.item_state import changed_path, data_of
 from atroposlib.envs.checks.leftovers import Running
 from atroposlib.envs.checks.loop_watch import watch_loop
+from atroposlib.envs.checks.misspelt_setting import misspelt_setting
 from atroposlib.envs.checks.network_guard import block_network
 from atroposlib.envs.checks.rehearsal import COLLECTING, Rehearsal, next_item, rehearse
 from atroposlib.envs.checks.report import CheckReport, Findings, Outcome
@@ -37,6 +39,7 @@ from atroposlib.envs.checks.verdicts import (
 )
 from atroposlib.envs.command_factory import check_command
 from atroposlib.envs.config_layers import Settings
+from atroposlib.envs.construction import missing_methods
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.foreground import outside_event_loop
 
@@ -45,6 +48,10 @@ __all__ = ["CheckReport", "Outcome", "check_environment", "run_checks"]
 NUM_ITEMS = 2
 MAX_ITEMS = 6
 """Items looked at until so many of them gave a group."""
+
+MISSPELT = "correct the name, or declare a setting of your own as a field of env_config_cls"
+
+UNDESCRIBED_TOOL = re.compile(r'"name": "(\w+)", "description": ""')
 
 
 def check_environment(
@@ -73,7 +80,9 @@ def run_checks(env_cls: type[Any], settings: Settings) -> CheckReport:
     """Check an environment class under the settings of a run."""
     started_at = time.monotonic()
     findings = Findings()
-    outside_event_loop(lambda: _run_twice(env_cls, settings, findings))
+    _judge_class(env_cls, settings, findings)
+    if not missing_methods(env_cls):
+        outside_event_loop(lambda: _run_twice(env_cls, settings, findings))
     return _report(env_cls, findings, started_at)
 
 
@@ -84,6 +93,19 @@ def _report(env_cls: type[Any], findings: Findings, started_at: float) -> CheckR
         notes=findings.notes,
         duration_s=time.monotonic() - started_at,
     )
+
+
+def _judge_class(env_cls: type[Any], settings: Settings, findings: Findings) -> None:
+    """Look at what can be told without an instance: methods to be written, names of settings."""
+    missing = missing_methods(env_cls)
+    if missing:
+        lines = " and ".join(f"`{line}`" for line in missing.values())
+        detail = f"{env_cls.__name__} has no {', no '.join(missing)}"
+        findings.fail("config", detail, class_site(env_cls), remedy=f"write {lines}")
+    misspelt = misspelt_setting(env_cls, settings.env)
+    if misspelt:
+        where = hook_site(env_cls, ["config_init"]) or class_site(env_cls)
+        findings.fail("config", misspelt, where, remedy=MISSPELT)
 
 
 def _run_twice(env_cls: type[Any], settings: Settings, findings: Findings) -> None:
@@ -181,6 +203,8 @@ async def _rehearse_items(stage: Stage, findings: Findings) -> list[Rehearsal]:
         before = data_of(item)
         rehearsal = await rehearse(stage, item)
         rehearsals.append(rehearsal)
+        for tool in UNDESCRIBED_TOOL.findall("".join(r.prompt for r in rehearsal.sampled)):
+            findings.note(f"tool {tool} has no docstring; the model is told its name and types")
         changed = changed_path(before, data_of(item))
         if changed:
             findings.fail("items", f"after a rollout {changed}", _site(stage, *COLLECTING))

@@ -10,12 +10,17 @@ from typing import Any
 from atroposlib.envs.config_layers import Settings
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.server_handling.resolve import ServerConfigs
+from atroposlib.errors import ConfigError
 
-__all__ = ["build_environment"]
+__all__ = ["build_environment", "missing_methods"]
 
 logger = logging.getLogger(__name__)
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_MARKS: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
 
 
 def build_environment(
@@ -34,7 +39,16 @@ def build_environment(
         env_cls: The environment's class.
         settings: Effective settings of the run.
         extra: Further settings, by the name of the attribute or of the constructor's argument.
+
+    Raises:
+        ConfigError: the class lacks methods that its author must write.
     """
+    missing = missing_methods(env_cls)
+    if missing:
+        lines = " and ".join(f"`{line}`" for line in missing.values())
+        raise ConfigError(
+            f"{env_cls.__name__} in {_file_of(env_cls)} is not complete: write {lines}"
+        )
     standard = {
         "config": settings.env,
         "server_configs": _without_bare_server(settings.servers),
@@ -53,6 +67,35 @@ def build_environment(
         env.__init__(**accepted_arguments(parameters, standard, others))
     _configure_manager(env, settings.manager, settings.manager_given)
     return env
+
+
+def missing_methods(env_cls: type[Any]) -> dict[str, str]:
+    """Return the abstract methods a class leaves open, each with the line it begins with.
+
+    Example:
+        missing_methods(BaseEnv)["get_next_item"] == "async def get_next_item(self)"
+    """
+    # Only classes that can have abstract methods have the attribute.
+    names: frozenset[str] = getattr(env_cls, "__abstractmethods__", frozenset())
+    return {name: _first_line(name, getattr(env_cls, name)) for name in sorted(names)}
+
+
+def _first_line(name: str, method: Any) -> str:
+    if not inspect.isfunction(method):
+        return name
+    parameters = inspect.signature(method).parameters.values()
+    names = ", ".join(
+        f"{_MARKS.get(parameter.kind, '')}{parameter.name}" for parameter in parameters
+    )
+    word = "async def" if inspect.iscoroutinefunction(method) else "def"
+    return f"{word} {name}({names})"
+
+
+def _file_of(env_cls: type[Any]) -> str:
+    try:
+        return inspect.getfile(env_cls)
+    except (TypeError, OSError):
+        return env_cls.__module__
 
 
 def accepted_arguments(

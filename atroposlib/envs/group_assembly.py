@@ -100,8 +100,8 @@ def assemble_group(results: list[Any], *, is_scored_later: bool) -> Any:
     given = [result for result in results if result is not None]
     if is_scored_later:
         return given
-    for position, result in enumerate(given):
-        if not _is_trajectory(result):
+    for position, result in enumerate(results):
+        if result is not None and not _is_trajectory(result):
             raise GroupError(_describe(position, result))
     return None
 
@@ -112,8 +112,13 @@ def _is_trajectory(result: Any) -> bool:
 
 def _describe(position: int, result: Any) -> str:
     if isinstance(result, Mapping):
-        missing = ", ".join(name for name in REQUIRED if result.get(name) is None)
-        what = f"has no {missing}"
+        missing = [name for name in REQUIRED if result.get(name) is None]
+        if missing == ["scores"] and "scores" in result:
+            return (
+                f"scores[{position}] is None; expected a number, the score of result {position} "
+                "of collect_trajectory"
+            )
+        what = f"has no {', '.join(missing)}"
     else:
         what = f"is a {type(result).__name__}"
     return (

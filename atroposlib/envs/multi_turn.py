@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,11 +120,20 @@ async def _play_turns(
                 f"{type(conversation).__name__}.reply returned {reply!r}; expected a Reply such as "
                 'Reply("too low", reward=-0.1) or Reply(reward=1.0, is_done=True)'
             )
-        rollout.rewards[-1] = float(reply.reward)
+        rollout.rewards[-1] = _checked_reward(reply.reward, conversation)
         if reply.is_done:
             return "done"
         rollout.messages = _next_chat(rollout.messages, reply, conversation)
     return "out_of_turns"
+
+
+def _checked_reward(reward: Any, conversation: Conversation) -> float:
+    with suppress(TypeError, ValueError):
+        if not isinstance(reward, str | bytes):  # `float` would read a number from it
+            return float(reward)
+    raise TypeError(
+        f"{type(conversation).__name__}.reply gave the reward {reward!r}; expected a number"
+    )
 
 
 def _next_chat(

@@ -64,6 +64,27 @@ def test_check_signal_names_the_field_that_is_no_list() -> None:
     assert admission.detail == "tokens: expected a list of lists, not Tensor"
 
 
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"scores": ["right", 0.0]}, "scores[0] is 'right'; expected a number"),
+        ({"scores": [1.0, "1.0"]}, "scores[1] is '1.0'; expected a number"),
+        ({"scores": [1.0, None]}, "scores[1] is None; expected a number"),
+        ({"scores": [[1.0], [0.0]]}, "scores[0] is [1.0]; expected a number"),
+        (
+            {"inference_logprobs": [[1.0, -0.1, -0.2], [1.0, "x"]]},
+            "inference_logprobs[1][1] is 'x'; expected a number",
+        ),
+    ],
+)
+def test_check_signal_names_the_value_that_is_no_number(
+    changes: dict[str, Any], detail: str
+) -> None:
+    admission = check_signal(group(**changes), group_size=2, scores_must_differ=True)
+
+    assert admission == ("malformed", detail)
+
+
 def test_check_signal_group_of_another_size_names_both_sizes() -> None:
     admission = check_signal(group(), group_size=4, scores_must_differ=True)
 

@@ -101,3 +101,10 @@ def test_assemble_group_other_results_raise_with_the_remedy() -> None:
         assemble_group(["text", "text"], is_scored_later=False)
     with pytest.raises(GroupError, match="result 1 of collect_trajectory has no scores"):
         assemble_group([trajectory(), {"tokens": [1], "masks": [1]}], is_scored_later=False)
+
+
+def test_assemble_group_score_that_is_none_is_named_by_its_position() -> None:
+    unscored = {"tokens": [1], "masks": [1], "scores": None}
+
+    with pytest.raises(GroupError, match=r"^scores\[1\] is None; expected a number"):
+        assemble_group([None, unscored], is_scored_later=False)

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.config_layers import Settings
-from atroposlib.envs.construction import accepted_arguments, build_environment
+from atroposlib.envs.construction import accepted_arguments, build_environment, missing_methods
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
+from atroposlib.envs.single_turn_env import SingleTurnEnv
+from atroposlib.errors import ConfigError
 
 STANDARD = {"config": "c", "server_configs": "s", "slurm": True, "testing": False}
 
@@ -84,3 +87,29 @@ def test_build_environment_constructor_without_names_gets_all_four_by_position(
     env = build_environment(env_cls, Settings(config, [server], manager, frozenset()))
 
     assert env.args == (config, [server], True, False)
+
+
+class WithoutEvaluation(BaseEnv):
+    async def get_next_item(self) -> Any:
+        return 1
+
+
+def test_missing_methods_give_the_lines_to_write() -> None:
+    assert missing_methods(OnlyWords) == {}
+    assert missing_methods(BaseEnv) == {
+        "evaluate": "async def evaluate(self, *args, **kwargs)",
+        "get_next_item": "async def get_next_item(self)",
+    }
+    assert missing_methods(SingleTurnEnv)["prompt"] == "def prompt(self, item)"
+
+
+def test_build_environment_incomplete_class_names_class_file_and_methods() -> None:
+    settings = Settings(BaseEnvConfig(), [], ServerManagerConfig(), frozenset())
+
+    with pytest.raises(ConfigError) as caught:
+        build_environment(WithoutEvaluation, settings)
+
+    assert str(caught.value) == (
+        f"WithoutEvaluation in {__file__} is not complete: "
+        "write `async def evaluate(self, *args, **kwargs)`"
+    )

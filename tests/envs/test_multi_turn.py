@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -236,3 +237,13 @@ async def test_reply_that_is_none_and_conversation_that_is_none_are_named() -> N
     with pytest.raises(TypeError, match="start_conversation returned None; expected a"):
         await play(nothing, nothing, limits=Limits())
     assert conversation.num_closed == 1
+
+
+@pytest.mark.parametrize("reward", ["right", "1.0", None, [1.0]])
+async def test_reward_that_is_no_number_is_refused_by_name(reward: Any) -> None:
+    conversation = ScriptedConversation([Reply(reward=reward, is_done=True)])
+    message = rf"ScriptedConversation\.reply gave the reward {re.escape(repr(reward))}; expected a"
+
+    async with ScriptedEngine([PROBED, "one"]) as engine:
+        with pytest.raises(TypeError, match=message):
+            await play_on(engine, conversation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -13,7 +14,15 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-__all__ = ["awaiting_site", "code_site", "hook_site", "stack_site", "traceback_site"]
+__all__ = [
+    "awaiting_site",
+    "class_site",
+    "code_site",
+    "hook_site",
+    "mentioned_site",
+    "stack_site",
+    "traceback_site",
+]
 
 LIBRARY = str(Path(__file__).resolve().parents[2])
 PREFIXES = {sys.prefix, sys.base_prefix} - {"/", "/usr", "/usr/local"}
@@ -23,6 +32,9 @@ INSTALLED = tuple(
 )
 LOOP_BOUNDARY = str(Path("asyncio", "events.py"))
 """Frames outside of it belong to whoever runs the loop, not to what runs in it."""
+
+METHOD = re.compile(r"(\w+)\.(\w+)")
+"""How messages name a method: `MyEnv.score returned None`, `MyEnv.score() takes 2 …`."""
 
 
 def is_own_file(file_name: str) -> bool:
@@ -109,4 +121,34 @@ def hook_site(env_cls: type[Any], names: Iterable[str]) -> str | None:
         function = inspect.unwrap(getattr(method, "__func__", method)) if method else None
         if inspect.isfunction(function) and is_own_file(function.__code__.co_filename):
             return code_site(function.__code__)
+    return None
+
+
+def class_site(cls: type[Any]) -> str | None:
+    """Return where a class is defined; None for one made without a class statement."""
+    try:
+        return shown(inspect.getfile(cls), inspect.getsourcelines(cls)[1])
+    except (OSError, TypeError):
+        return None
+
+
+def mentioned_site(error: BaseException, others: Iterable[str] = ()) -> str | None:
+    """Return where the author defines the method that the message of an exception names.
+
+    The class is looked for among the objects this library worked with when it raised: it may be
+    that of the environment or of one of its conversations.
+
+    Args:
+        error: with its traceback.
+        others: methods to point at when that class does not define the named one itself.
+    """
+    named = METHOD.findall(str(error))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        for cls in [type(value) for value in frame.f_locals.values()]:
+            bases = {base.__name__ for base in cls.__mro__}
+            methods = [method for class_name, method in named if class_name in bases]
+            site = hook_site(cls, [*methods, *others]) if methods else None
+            if site is not None:
+                return site
     return None

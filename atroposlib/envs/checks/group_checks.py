@@ -6,7 +6,7 @@ from typing import Any
 
 from atroposlib.envs.checks.alignment import Alignment, align
 from atroposlib.envs.checks.call_site import hook_site
-from atroposlib.envs.checks.group_shape import non_finite_path, shape_problem
+from atroposlib.envs.checks.group_shape import non_finite_path, shape_problem, wrong_score
 from atroposlib.envs.checks.rehearsal import COLLECTING, SCORING, Rehearsal
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.scoring import ScoredReply, equal_scores, scored_replies, too_good
@@ -19,6 +19,7 @@ NO_GOLD = (
     "perfect model would write"
 )
 SCORE_RULES = ("spread", "wrong", "truncated")
+NO_NUMBER = "return a number for every answer; one that cannot be judged gets a score as well"
 
 
 def check_groups(env: Any, rehearsal: Rehearsal, findings: Findings) -> None:
@@ -35,9 +36,13 @@ def check_groups(env: Any, rehearsal: Rehearsal, findings: Findings) -> None:
             findings.fail("shape", problem, site)
             if not _can_be_aligned(group):
                 continue
+        scoring_site = hook_site(type(env), SCORING)
+        wrong = wrong_score(group)
+        if wrong:
+            findings.fail("finite", wrong, scoring_site, remedy=NO_NUMBER)
         path = non_finite_path(group)
         if path:
-            findings.fail("finite", path, hook_site(type(env), SCORING))
+            findings.fail("finite", path, scoring_site)
         alignments = _alignments(group, rehearsal, env.tokenizer)
         _check_alignments(group, alignments, findings, site)
         roles = [a.spans[-1].reply.role if a.spans else None for a in alignments]

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from atroposlib.envs.admission import check_signal
+from atroposlib.envs.admission import check_signal, wrong_number
 from atroposlib.errors import GroupError
 from atroposlib.wire import encode_group
 
-__all__ = ["non_finite_path", "shape_problem"]
+__all__ = ["non_finite_path", "shape_problem", "wrong_score"]
 
 NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 
@@ -18,10 +18,12 @@ NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 def shape_problem(group: Any, *, group_size: int) -> str | None:
     """Return what the service or the base class would refuse a group for, or None.
 
-    Numbers that are not finite are left to `non_finite_path`.
+    Numbers that are not finite are left to `non_finite_path`, scores that are none to
+    `wrong_score`.
     """
     if isinstance(group, Mapping):
-        group = {key: _finite(value) for key, value in group.items()}
+        scores = [0.0] * len(group["scores"]) if wrong_score(group) else group.get("scores")
+        group = {key: _finite(value) for key, value in {**group, "scores": scores}.items()}
     admission = check_signal(group, group_size=group_size, scores_must_differ=False)
     if not admission.is_accepted:
         return f"a group would be dropped as {admission.reason}: {admission.detail}"
@@ -30,6 +32,12 @@ def shape_problem(group: Any, *, group_size: int) -> str | None:
     except (GroupError, TypeError, ValueError) as error:
         return f"a group cannot be sent: {error}"
     return None
+
+
+def wrong_score(group: Any) -> str | None:
+    """Return which score of a group is no number, or None."""
+    scores = group.get("scores") if isinstance(group, Mapping) else None
+    return wrong_number("scores", scores) if isinstance(scores, list | tuple) else None
 
 
 def non_finite_path(group: Mapping[str, Any]) -> str | None:

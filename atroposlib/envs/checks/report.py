@@ -20,6 +20,8 @@ MARKS: dict[Status, str] = {
     "skipped": "[yellow]skipped[/yellow]",
 }
 
+NOT_REACHED = "not reached; see the failures"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -103,7 +105,10 @@ class CheckReport:
         }
 
     def print_to(self, console: Any) -> None:
-        """Print a table of all rules and, below it, each failure with its remedy."""
+        """Print a table of the rules and, below it, each failure with its remedy.
+
+        Rules that were not reached share one row.
+        """
         from rich.markup import escape
         from rich.table import Table
 
@@ -111,9 +116,14 @@ class CheckReport:
         table.add_column("check", no_wrap=True)
         table.add_column("result", no_wrap=True)
         table.add_column("seen", overflow="fold")
+        unreached = [outcome for outcome in self.outcomes if outcome.detail == NOT_REACHED]
+        collapsed = unreached if len(unreached) > 1 else []
         for outcome in self.outcomes:
-            seen = "see below" if outcome.status == "failed" else escape(outcome.detail)
-            table.add_row(outcome.rule.title, MARKS[outcome.status], seen)
+            if outcome not in collapsed:
+                seen = "see below" if outcome.status == "failed" else escape(outcome.detail)
+                table.add_row(outcome.rule.title, MARKS[outcome.status], seen)
+        if collapsed:
+            table.add_row(f"{len(collapsed)} others", MARKS["skipped"], NOT_REACHED)
         console.print(table)
         for note in self.notes:
             console.print(f"note: {escape(note)}", highlight=False)
@@ -187,4 +197,4 @@ class Findings:
             return Outcome(name, "passed", self._passed[name])
         if name in self._skipped:
             return Outcome(name, "skipped", self._skipped[name])
-        return Outcome(name, "skipped", "not reached; see the failures")
+        return Outcome(name, "skipped", NOT_REACHED)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from atroposlib.envs.admission import wrong_number
 from atroposlib.envs.checks.script import Role
 from atroposlib.scored_data import IGNORE_INDEX
 
@@ -22,7 +23,7 @@ class ScoredReply(NamedTuple):
 
 
 def scored_replies(group: Mapping[str, Any], roles: Sequence[Role | None]) -> list[ScoredReply]:
-    """Return the worth of each trajectory whose role is known and whose score is finite.
+    """Return the worth of each trajectory whose role is known and whose score is a finite number.
 
     Where a group has token-level advantages, their mean over the trained tokens is the score.
 
@@ -40,7 +41,7 @@ def scored_replies(group: Mapping[str, Any], roles: Sequence[Role | None]) -> li
         if isinstance(advantage, list | tuple) and len(advantage) == len(mask) and trained:
             score = sum(advantage[i] for i in trained) / len(trained)
         is_muted = not trained or bool((override or {}).get("set_advantage_to_zero"))
-        if role is not None and math.isfinite(score):
+        if role is not None and wrong_number("", [score]) is None and math.isfinite(score):
             found.append(ScoredReply(role, float(score), is_muted))
     return found
 

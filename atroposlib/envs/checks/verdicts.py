@@ -7,17 +7,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from atroposlib.envs.checks.call_site import hook_site, traceback_site
+from atroposlib.envs.checks.call_site import (
+    class_site,
+    hook_site,
+    mentioned_site,
+    traceback_site,
+)
 from atroposlib.envs.checks.determinism import difference, trace_of
 from atroposlib.envs.checks.leftovers import Running, end_leftover_tasks, wait_for_end
 from atroposlib.envs.checks.loop_watch import Stall
 from atroposlib.envs.checks.network_guard import NetworkAttempt, NetworkBlockedError
-from atroposlib.envs.checks.rehearsal import COLLECTING, Rehearsal
+from atroposlib.envs.checks.rehearsal import COLLECTING, SCORING, Rehearsal
 from atroposlib.envs.checks.report import Findings
 
 __all__ = ["judge_determinism", "judge_leftovers", "judge_network", "judge_stalls", "judging"]
 
-RAISED_BY_AUTHOR = "correct that line, or keep what reaches it from making it raise"
+RAISED_BY_AUTHOR = "correct that line, or what reaches it"
+RAISED_ABOUT_METHOD = "correct that method: the arguments it takes, or what it returns"
+TOO_LATE = "look for what it waits for; a step of the check may take a minute"
+
+BEFORE_ROLLOUTS = ("config", "setup")
+"""Rules whose own remedy also fits what a package raises."""
+
+OTHER_HOOKS = ("start_conversation", "score_all", "prompt", "score")
+"""Methods of authors whose base class collects; in the order in which they tell most."""
 
 
 @contextmanager
@@ -31,11 +44,28 @@ def judging(
         if _is_by_network(error):
             findings.skip(name, "stopped by the attempt to reach the network")
             return
-        own_line = traceback_site(error.__traceback__)
-        last_line = traceback_site(error.__traceback__, anywhere=True)
-        where = own_line or hook_site(env_cls, hooks) or last_line
-        remedy = RAISED_BY_AUTHOR if own_line is not None and own_line == last_line else None
+        where, remedy = _place_and_remedy(name, error, env_cls, hooks)
         findings.fail(name, f"{type(error).__name__}: {error}", where, remedy=remedy)
+
+
+def _place_and_remedy(
+    name: str, error: Exception, env_cls: type[Any], hooks: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """Return the place in the author's files, and the remedy where the rule's does not fit."""
+    own_line = traceback_site(error.__traceback__)
+    if own_line is not None:
+        is_raised_there = own_line == traceback_site(error.__traceback__, anywhere=True)
+        fits = is_raised_there or name not in BEFORE_ROLLOUTS
+        return own_line, RAISED_BY_AUTHOR if fits else None
+    mentioned = mentioned_site(error, SCORING)
+    if mentioned is not None:
+        return mentioned, RAISED_ABOUT_METHOD
+    if isinstance(error, NotImplementedError):  # a hook is not there at all
+        return hook_site(env_cls, hooks) or class_site(env_cls), None
+    where = hook_site(env_cls, (*hooks, *OTHER_HOOKS)) or class_site(env_cls)
+    if isinstance(error, TimeoutError):
+        return where, TOO_LATE
+    return where, None if name in BEFORE_ROLLOUTS else RAISED_ABOUT_METHOD
 
 
 def _is_by_network(error: BaseException | None) -> bool:

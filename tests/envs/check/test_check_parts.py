@@ -103,15 +103,18 @@ class RaisingEnv:
         raise KeyError("capitals")
 
 
-def test_judging_tells_to_correct_the_line_only_where_the_author_raises() -> None:
+def test_judging_keeps_the_remedy_of_settings_unless_the_author_raises() -> None:
     findings = Findings()
 
     with judging(findings, "setup", RaisingEnv, ["setup"]):
         RaisingEnv().setup()
-    with judging(findings, "rollout", RaisingEnv, ["setup"]):
+    with judging(findings, "config", RaisingEnv, ["setup"]):
         asyncio.run(None)  # type: ignore[arg-type]  # raises in a module of Python
+    with judging(findings, "rollout", RaisingEnv, ["setup"]):
+        asyncio.run(None)  # type: ignore[arg-type]
 
-    raised, passed_on = (o for o in findings.outcomes() if o.status == "failed")
+    passed_on, raised, in_rollout = (o for o in findings.outcomes() if o.status == "failed")
     assert raised.detail == "KeyError: 'capitals'"
     assert raised.remedy.startswith("correct that line")
     assert passed_on.remedy == passed_on.rule.remedy
+    assert in_rollout.remedy == raised.remedy

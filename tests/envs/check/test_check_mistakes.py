@@ -1,0 +1,231 @@
+"""`check` on what newcomers get wrong: each mistake is told at its place, with a fitting remedy."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.check import check_environment
+from atroposlib.envs.checks.report import Outcome
+from atroposlib.envs.multi_turn_env import MultiTurnEnv
+from atroposlib.envs.single_turn_env import SingleTurnEnv
+from atroposlib.envs.tool_conversation import ToolConversation
+from tests.envs.check.defects import SERVER, CleanEnv
+
+METHOD_REMEDY = "correct that method: the arguments it takes, or what it returns"
+
+
+class Text(CleanEnv):
+    def score(self, item: Any, choice: Any) -> Any:
+        return "right"
+
+
+class NumberAsText(CleanEnv):
+    def score(self, item: Any, choice: Any) -> Any:
+        return str(super().score(item, choice))
+
+
+class NoScore(CleanEnv):
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        row, backlog = await super().collect_trajectory(item)
+        return {**row, "scores": None}, backlog
+
+
+class Sums(SingleTurnEnv):
+    default_settings: ClassVar[dict[str, Any]] = {"tokenizer_name": "no/such-tokenizer"}
+
+    async def setup(self) -> None:
+        self.items = itertools.cycle([1, 2])
+
+    async def get_next_item(self) -> Any:
+        return next(self.items)
+
+    def eval_items(self) -> Any:
+        return [3]
+
+    def prompt(self, item: Any) -> Any:
+        return [{"role": "user", "content": f"{item} + 1?"}]
+
+    async def score(self, item: Any, answer: str) -> float:
+        return float(answer == str(item + 1))
+
+    def check_gold_answer(self, item: Any) -> str:
+        return str(item + 1)
+
+
+class ScoreOfNone(Sums):
+    async def score(self, item: Any, answer: str) -> Any:
+        return None
+
+
+class PromptIsText(Sums):
+    def prompt(self, item: Any) -> Any:
+        return f"What is {item} + 1?"
+
+
+class ScoreWithoutItem(Sums):
+    async def score(self, answer: str) -> float:  # type: ignore[override]  # the mistake
+        return 1.0
+
+
+class ScoreRaises(Sums):
+    async def score(self, item: Any, answer: str) -> float:
+        return float(answer)
+
+
+def price(product: str) -> float:
+    return 3.5
+
+
+class Shopping(ToolConversation):
+    async def score(self, turn: Any) -> Any:
+        return "right"
+
+
+class Shop(MultiTurnEnv):
+    default_settings: ClassVar[dict[str, Any]] = {"tokenizer_name": "no/such-tokenizer"}
+
+    async def get_next_item(self) -> Any:
+        return 1
+
+    def eval_items(self) -> Any:
+        return [1]
+
+    def start_conversation(self, item: Any) -> Any:
+        return Shopping([{"role": "user", "content": "What is tea?"}], [price])
+
+    def check_gold_answer(self, item: Any) -> str:
+        return "3.5"
+
+
+def failures(env_cls: type[Any]) -> dict[str, Outcome]:
+    return {failure.name: failure for failure in check_environment(env_cls).failures}
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    return f"test_check_mistakes.py:{inspect.getsourcelines(function)[1]}"
+
+
+@pytest.mark.parametrize("env_cls", [Text, NumberAsText])
+def test_check_score_that_is_a_text_is_the_one_failure(env_cls: type[CleanEnv]) -> None:
+    [failure] = check_environment(env_cls).failures
+
+    assert failure.name == "finite"
+    assert failure.detail.startswith("scores[0] is '")
+    assert failure.detail.endswith("'; expected a number")
+    assert (failure.where or "").endswith(line_of(env_cls.score))
+    assert failure.remedy.startswith("return a number for every answer")
+
+
+def test_check_score_that_is_none_is_named_at_the_rollout() -> None:
+    failure = failures(NoScore)["rollout"]
+
+    assert failure.detail.startswith("GroupError: scores[0] is None; expected a number")
+    assert (failure.where or "").endswith(line_of(NoScore.collect_trajectory))
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "method", "detail"),
+    [
+        (ScoreOfNone, ScoreOfNone.score, "ScoreOfNone.score returned None; expected a number"),
+        (PromptIsText, PromptIsText.prompt, "PromptIsText.prompt returned"),
+        (ScoreWithoutItem, ScoreWithoutItem.score, "ScoreWithoutItem.score() takes 2 positional"),
+        (Shop, Shopping.score, "Shopping.reply gave the reward 'right'; expected a number"),
+    ],
+)
+def test_check_method_that_does_not_fit_is_the_place(
+    env_cls: type[BaseEnv], method: Callable[..., Any], detail: str
+) -> None:
+    found = failures(env_cls)
+
+    for name in ("rollout", "evaluation"):
+        assert detail in found[name].detail
+        assert (found[name].where or "").endswith(line_of(method))
+        assert found[name].remedy == METHOD_REMEDY
+
+
+def test_check_line_that_raises_is_the_place_in_rollout_and_evaluation() -> None:
+    found = failures(ScoreRaises)
+
+    for name in ("rollout", "evaluation"):
+        assert "could not convert" in found[name].detail
+        assert "test_check_mistakes.py:" in (found[name].where or "")
+        assert found[name].remedy == "correct that line, or what reaches it"
+
+
+def test_check_tool_without_docstring_is_noted() -> None:
+    class Shopper(Shopping):
+        async def score(self, turn: Any) -> float:
+            return float(turn.answer == "3.5")
+
+    class GoodShop(Shop):
+        def start_conversation(self, item: Any) -> Any:
+            return Shopper([{"role": "user", "content": "What is tea?"}], [price])
+
+    report = check_environment(GoodShop)
+
+    assert report.passed, report.text
+    assert any(note.startswith("tool price has no docstring") for note in report.notes)
+
+
+class Incomplete(BaseEnv):
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, Any]:
+        return BaseEnvConfig(tokenizer_name="no/such-tokenizer"), [SERVER]
+
+
+def test_check_missing_methods_say_what_to_write_and_leave_one_row_for_the_rest() -> None:
+    report = check_environment(Incomplete)
+
+    [failure] = report.failures
+    assert failure.detail == "Incomplete has no evaluate, no get_next_item"
+    assert (failure.where or "").endswith(line_of(Incomplete))
+    assert failure.remedy == (
+        "write `async def evaluate(self, *args, **kwargs)` and `async def get_next_item(self)`"
+    )
+    assert report.text.count("not reached; see the failures") == 1
+    assert "19 others" in report.text
+    assert len(report.as_json()["checks"]) == 20
+
+
+class Misspelt(CleanEnv):
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, Any]:
+        config = BaseEnvConfig(
+            tokenizer_name="no/such-tokenizer",
+            group_sise=8,  # type: ignore[call-arg]  # the mistake
+        )
+        return config, [SERVER]
+
+
+class OwnSettings(CleanEnv):
+    """Settings that are not declared: one resembles nothing, one is read although it does."""
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, Any]:
+        config, servers = super().config_init()
+        own = {"temperature": 0.7, "eval_split": "test"}
+        return BaseEnvConfig.model_validate({**dict(config), **own}), servers
+
+    async def setup(self) -> None:
+        await super().setup()
+        self.split = getattr(self.config, "eval_split")  # noqa: B009 - undeclared
+
+
+def test_check_misspelt_setting_in_python_is_told_with_the_near_name() -> None:
+    [failure] = check_environment(Misspelt).failures
+
+    assert failure.name == "config"
+    assert failure.detail == "env.group_sise: no such setting; did you mean env.group_size?"
+    assert "declare a setting of your own" in failure.remedy
+
+
+def test_check_undeclared_settings_of_an_environment_pass() -> None:
+    report = check_environment(OwnSettings)
+
+    assert report.passed, report.text
