@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 
-__all__ = ["Admission", "check_lengths", "check_signal", "completion_lengths", "wrong_number"]
+__all__ = [
+    "Admission",
+    "as_number",
+    "check_lengths",
+    "check_signal",
+    "completion_lengths",
+    "wrong_number",
+]
 
 
 class Admission(NamedTuple):
@@ -85,6 +92,24 @@ def wrong_number(path: str, values: Sequence[Any]) -> str | None:
         except (TypeError, ValueError):
             return f"{path}[{i}] is {value!r:.60}; expected a number"
     return None
+
+
+def as_number(value: Any, said: str) -> float:
+    """Return what an author's method gave as a float.
+
+    Args:
+        value: what it gave.
+        said: how the error begins, as `MyEnv.score returned`.
+
+    Raises:
+        TypeError: it is no number; a text that spells one is none.
+    """
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{said} {value!r}; expected a number")
 
 
 def _wrong_number_of(group: Mapping[str, Any]) -> str | None:

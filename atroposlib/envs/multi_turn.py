@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from atroposlib.envs.admission import as_number
 from atroposlib.envs.conversation import ChatMessage, Conversation, Outcome, Reply, Turn
 from atroposlib.envs.turn_policies import Policy, TokenSequence
 from atroposlib.envs.turn_rewards import (
@@ -120,20 +120,12 @@ async def _play_turns(
                 f"{type(conversation).__name__}.reply returned {reply!r}; expected a Reply such as "
                 'Reply("too low", reward=-0.1) or Reply(reward=1.0, is_done=True)'
             )
-        rollout.rewards[-1] = _checked_reward(reply.reward, conversation)
+        name = type(conversation).__name__
+        rollout.rewards[-1] = as_number(reply.reward, f"{name}.reply gave the reward")
         if reply.is_done:
             return "done"
         rollout.messages = _next_chat(rollout.messages, reply, conversation)
     return "out_of_turns"
-
-
-def _checked_reward(reward: Any, conversation: Conversation) -> float:
-    with suppress(TypeError, ValueError):
-        if not isinstance(reward, str | bytes):  # `float` would read a number from it
-            return float(reward)
-    raise TypeError(
-        f"{type(conversation).__name__}.reply gave the reward {reward!r}; expected a number"
-    )
 
 
 def _next_chat(

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from atroposlib.envs.admission import as_number
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.env_hooks import settle
@@ -194,12 +195,7 @@ class SingleTurnEnv(BaseEnv):
 
     async def _checked_score(self, item: Item, answer: str) -> float:
         score = await settle(self.score(item, answer))
-        try:
-            return float(score)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"{type(self).__name__}.score returned {score!r}; expected a number"
-            ) from None
+        return as_number(score, f"{type(self).__name__}.score returned")
 
     def _checked_prompt(self, item: Item) -> Sequence[Mapping[str, Any]]:
         messages = self.prompt(item)

@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from atroposlib.envs.admission import as_number
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
 from atroposlib.envs.tools import Tool, ToolCall, ToolResult, parse_tool_calls, run_tool_calls
 
@@ -84,7 +85,8 @@ class ToolConversation(Conversation):
         """Run the calls of a turn, outside its thinking; without calls it is the answer."""
         calls = self.find_calls(turn.answer)
         if not calls:
-            return Reply(reward=await self.score(turn), is_done=True)
+            score = as_number(await self.score(turn), f"{type(self).__name__}.score returned")
+            return Reply(reward=score, is_done=True)
         results = await run_tool_calls(calls, self.tools, timeout_s=self.tool_timeout_s)
         self.results += results
         blocks = [

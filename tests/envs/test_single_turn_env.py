@@ -170,6 +170,7 @@ async def test_local_items_without_a_file_say_what_they_need(
     ("method", "value", "message"),
     [
         ("score", "high", r"EchoEnv\.score returned 'high'; expected a number"),
+        ("score", "1.0", r"EchoEnv\.score returned '1\.0'; expected a number"),
         ("score", None, r"EchoEnv\.score returned None; expected a number"),
         (
             "prompt",

@@ -135,7 +135,7 @@ def test_check_score_that_is_none_is_named_at_the_rollout() -> None:
         (ScoreOfNone, ScoreOfNone.score, "ScoreOfNone.score returned None; expected a number"),
         (PromptIsText, PromptIsText.prompt, "PromptIsText.prompt returned"),
         (ScoreWithoutItem, ScoreWithoutItem.score, "ScoreWithoutItem.score() takes 2 positional"),
-        (Shop, Shopping.score, "Shopping.reply gave the reward 'right'; expected a number"),
+        (Shop, Shopping.score, "Shopping.score returned 'right'; expected a number"),
     ],
 )
 def test_check_method_that_does_not_fit_is_the_place(
