@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from atroposlib.api.client_address import service_address
 from atroposlib.api.client_bodies import (
     BINARY_LANE_HEADERS,
     Body,
@@ -43,6 +44,9 @@ class TrajectoryApiClient:
         retry: when failed requests are repeated.
         post_retry: the same for posted groups.
         token: shown to a service that asks for one; never logged.
+
+    Raises:
+        ConfigError: the address or the token cannot be used.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class TrajectoryApiClient:
         post_retry: RetryRule | None = None,
         token: str | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = service_address(base_url)
         self._side_thread = SideThread()
         self._compresses = not is_on_this_machine(self.base_url)
         self._transport = AsyncTransport(

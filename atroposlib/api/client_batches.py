@@ -230,12 +230,13 @@ def batches(
         acknowledge: `next`: a batch counts as trained when the next one is asked for; `explicit`:
             only `ack` acknowledges, and several batches may be held at a time.
         idle_limit_s: also end when no batch came for so long; None waits as long as it takes.
-        service_timeout_s: how long a service that is away is waited for.
+        service_timeout_s: how long a service that is away is waited for; the log says so.
         token: shown to a service that asks for one; never logged.
-        **registration: further fields of `POST /register`, such as `checkpoint_dir`.
+        **registration: further fields of `POST /register`, such as `checkpoint_dir`. `replace=True`
+            replaces the settings of a running run, and sets its step to `starting_step`.
 
     Raises:
-        ConfigError: a number is out of bounds.
+        ConfigError: a number is out of bounds, or the address or the token cannot be used.
 
     Example:
         >>> with batches("http://localhost:8000", batch_size=32, num_steps=100) as stream:

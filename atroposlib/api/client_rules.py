@@ -14,6 +14,7 @@ from atroposlib.utils.io import retry_after_s
 __all__ = [
     "POST_RETRY",
     "LeasedBatch",
+    "NoServiceError",
     "NotReachedError",
     "RetryRule",
     "auth_headers",
@@ -37,6 +38,9 @@ _REMEDIES = {
     422: "the request is malformed; repeating it will not help",
     503: "the service is busy; wait and repeat",
 }
+_COMMON_ROUTES = ("/register", "/register-env", "/batch", "/info", "/status", "/wandb_info")
+"""Routes that every service has, whatever its age."""
+_MISSING_ROUTE_STATUSES = (404, 405, 501)
 _CONFLICT_REMEDIES = {
     "/register": "use the settings of the running run, or replace them",
     "/ack": "its groups may be trained on twice; ask for longer leases",
@@ -103,7 +107,13 @@ class NotReachedError(TrajectoryApiError):
     """No connection could be made: the service has not seen the request."""
 
 
+class NoServiceError(TrajectoryApiError, ConfigError):
+    """Something answers at the address, but it has not the routes of a trajectory service."""
+
+
 def _may_repeat(error: TrajectoryApiError, *, is_repeatable: bool) -> bool:
+    if isinstance(error, NoServiceError):
+        return False
     was_not_sent = isinstance(error, NotReachedError)
     was_put_off = error.status in _BUSY_STATUSES and error.retry_after_s is not None
     may_be_passing = error.status is None or error.status >= 500 or error.status == 408
@@ -161,6 +171,7 @@ def read_answer(
         secrets: request headers whose values no error may repeat.
 
     Raises:
+        NoServiceError: a route that every service has is missing.
         TrajectoryApiError: the status is not 2xx, or the body cannot be decoded.
     """
     try:
@@ -170,6 +181,12 @@ def read_answer(
     is_null = answer_lane(headers) == "json" and content.strip() == b"null"
     if 200 <= status < 300 and (answer is not None or is_null):
         return answer
+    if _lacks_common_route(status, url):  # the body, maybe a page of HTML, says nothing more
+        raise NoServiceError(
+            f"{method} {url} answered {status} (attempt {attempt}): what answers there is no "
+            "trajectory service; check the address, `run-api` starts a service",
+            status=status,
+        )
     detail = answer.get("detail", answer) if isinstance(answer, dict) else None
     said = _spell(detail) if detail else content[: 4 * _MAX_QUOTED_CHARS].decode(errors="replace")
     for secret in (secrets or {}).values():
@@ -181,6 +198,11 @@ def read_answer(
         status=status,
         retry_after_s=retry_after_s(headers),
     )
+
+
+def _lacks_common_route(status: int, url: str) -> bool:
+    path = url.partition("?")[0]
+    return status in _MISSING_ROUTE_STATUSES and path[path.rfind("/") :] in _COMMON_ROUTES
 
 
 def _remedy(status: int, url: str) -> str | None:

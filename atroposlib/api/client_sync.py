@@ -50,7 +50,7 @@ class TrainerClient(SyncClient):
                     raise TrajectoryApiError(
                         f"no trajectory service after {waited_s:.0f} s: {error}",
                         status=error.status,
-                    ) from error
+                    ) from None
             if on_wait is not None:
                 on_wait(waited_s)
             self._sleep(min(poll_s, max(0.0, timeout_s - waited_s)))

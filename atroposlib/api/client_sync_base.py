@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -10,11 +11,15 @@ from typing import Any, TypeVar
 import httpx
 from typing_extensions import Self
 
+from atroposlib.api.client_address import service_address
 from atroposlib.api.client_bodies import Body
 from atroposlib.api.client_rules import RetryRule, auth_headers, read_answer, unreachable
+from atroposlib.api.client_wait_notes import WaitNotes
 from atroposlib.errors import TrajectoryApiError
 
 __all__ = ["SyncClient"]
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -31,6 +36,10 @@ class SyncClient:
         retry: when failed requests are repeated.
         token: shown to a service that asks for one; never logged.
         sleep: waits; replaced in tests.
+        clock: monotonic seconds; replaced in tests.
+
+    Raises:
+        ConfigError: the address or the token cannot be used.
     """
 
     def __init__(
@@ -41,13 +50,15 @@ class SyncClient:
         retry: RetryRule | None = None,
         token: str | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = service_address(base_url)
         self._timeout_s = timeout_s
         self._auth_headers = auth_headers(token)
         self._client = httpx.Client(timeout=timeout_s, headers=self._auth_headers)
         self._retry = retry or RetryRule()
         self._sleep = sleep
+        self._clock = clock
 
     def __enter__(self) -> Self:
         return self
@@ -109,22 +120,31 @@ class SyncClient:
         """Call with 1, 2, ... until it succeeds or the rule gives up.
 
         Everything the synchronous clients send may be repeated: looking changes nothing, and a
-        batch that was lost on its way is delivered again.
+        batch that was lost on its way is delivered again. Waits of a rule without a number of
+        attempts are told in the log.
         """
-        started = time.monotonic()
+        started = self._clock()
+        notes = WaitNotes(self._clock)
         attempt = 1
         while True:
             try:
-                return attempt_once(attempt)
+                answer = attempt_once(attempt)
             except TrajectoryApiError as error:
                 delay_s = self._retry.delay_s(
                     error,
                     attempt=attempt,
                     is_repeatable=True,
-                    passed_s=time.monotonic() - started,
+                    passed_s=self._clock() - started,
                 )
                 if delay_s is None:
                     raise
+                if self._retry.attempts is None and (note := notes.due(error)):
+                    limit_s = self._retry.deadline_s
+                    logger.warning("%s; trying again for up to %g s in all", note, limit_s)
+            else:
+                if notes.end():
+                    logger.info("the trajectory service has answered; going on")
+                return answer
             self._sleep(delay_s)
             attempt += 1
 
@@ -150,7 +170,7 @@ class SyncClient:
             )
         except httpx.HTTPError as error:
             sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise unreachable(method, url, error, attempt=attempt, sent=sent) from error
+            raise unreachable(method, url, error, attempt=attempt, sent=sent) from None
         if not reply.is_success:
             self._read(reply, method, path, attempt=attempt)
         return reply

@@ -13,6 +13,7 @@ import aiohttp
 
 from atroposlib.api.client_bodies import Body, ServiceTraits
 from atroposlib.api.client_rules import RetryRule, auth_headers, read_answer, unreachable
+from atroposlib.api.client_wait_notes import WaitNotes
 from atroposlib.errors import TrajectoryApiError
 
 __all__ = ["AsyncTransport"]
@@ -56,7 +57,7 @@ class AsyncTransport:
         self._post_retry = post_retry
         self._auth_headers = auth_headers(token)
         self._session: aiohttp.ClientSession | None = None
-        self._told_failures: set[str] = set()
+        self._notes = WaitNotes(time.monotonic)
 
     async def close(self) -> None:
         """Close the connections; the next request opens new ones."""
@@ -104,20 +105,15 @@ class AsyncTransport:
                 )
                 if delay_s is None:
                     raise
-                if is_post:
-                    self._tell(error)
+                if (is_post or rule.attempts is None) and (note := self._notes.due(error)):
+                    what = "posting" if is_post else "asking"
+                    until = "takes it" if is_post else "answers"
+                    logger.warning("%s again until the service %s: %s", what, until, note)
             else:
-                self._told_failures.clear()
+                self._notes.end()
                 return answer
             await asyncio.sleep(delay_s)
             attempt += 1
-
-    def _tell(self, error: TrajectoryApiError) -> None:
-        """Log why posts are repeated: each reason once until the service answers again."""
-        reason = type(error).__name__ if error.status is None else f"status {error.status}"
-        if reason not in self._told_failures:
-            self._told_failures.add(reason)
-            logger.warning("posting again until the service takes it: %s", error)
 
     async def _attempt(
         self, method: str, path: str, body: Body | None, headers: Mapping[str, str], attempt: int
@@ -136,7 +132,7 @@ class AsyncTransport:
                 content = await reply.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             was_sent = not isinstance(error, aiohttp.ClientConnectorError)
-            raise unreachable(method, url, error, attempt=attempt, sent=was_sent) from error
+            raise unreachable(method, url, error, attempt=attempt, sent=was_sent) from None
 
         def read() -> Any:
             return read_answer(

@@ -50,12 +50,18 @@ class Registration(BaseModel):
     )
 
     def differences(self, asked: Registration) -> list[str]:
-        """Name the settings in which another registration would change the run."""
+        """Name the settings in which another registration would change the run.
+
+        A checkpoint interval that is the number of steps on both sides was derived from it by the
+        trainers, and is left out.
+        """
+        passed_over = {"starting_step", "replace"}
+        if all(each.save_checkpoint_interval == each.num_steps for each in (self, asked)):
+            passed_over.add("save_checkpoint_interval")
         return [
             f"{name} is {getattr(self, name)!r}, this request says {getattr(asked, name)!r}"
             for name in Registration.model_fields
-            if name not in ("starting_step", "replace")
-            and getattr(self, name) != getattr(asked, name)
+            if name not in passed_over and getattr(self, name) != getattr(asked, name)
         ]
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.api.settings import ApiSettings
-from atroposlib.api.store.open import fresh_run_name, run_file, without_secrets
+from atroposlib.api.store.open import fresh_run_name, run_file
 from atroposlib.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -165,8 +165,10 @@ def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> ApiS
         first = error.errors()[0]
         name = str(first["loc"][0])
         flag = _FLAG_NAMES.get(name, "--" + name.replace("_", "-"))
-        given = without_secrets(first["input"]) if name == "store" else first["input"]
-        parser.error(f"argument {flag}: {first['msg']}, not {given!r}")
+        reason = first.get("ctx", {}).get("error")  # of our own checks, which name the value
+        if reason is None:
+            reason = f"{first['msg'][:1].lower()}{first['msg'][1:]}, not {first['input']!r}"
+        parser.exit(2, f"{parser.prog}: error: argument {flag}: {reason}\n")
 
 
 def _port(text: str) -> int:

@@ -1,8 +1,8 @@
 """The standing of one environment with the trajectory service: registered, sending, gone.
 
-Waits out a service that is down or has no trainer yet, with one log line per reason, and lets
-sends wait while the environment is not registered. What the messages *mean* is the
-environment's business; this module only knows how to keep asking.
+Waits out a service that is down or has no trainer yet, saying so in the log, and lets sends wait
+while the environment is not registered. What the messages *mean* is the environment's business;
+this module only knows how to keep asking.
 
 A group is sent under one key until it is accepted: services that honour keys store it once, older
 ones at least once.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +38,8 @@ UNKNOWN_ENV_STATUSES = frozenset({404, 500})
 
 LONGEST_PAUSE_S = 10.0
 MOST_FAILED_SENDS = 3
+OUTAGE_NOTE_S = 30.0
+"""Seconds between two log lines about a service that is down."""
 
 
 def is_outage(error: TrajectoryApiError) -> bool:
@@ -50,13 +53,20 @@ class EnvSession:
     Args:
         client: speaks to the service.
         retry_s: seconds between two attempts while waiting.
+        clock: monotonic seconds.
 
     Attributes:
         env_id: id of the current registration, None while there is none.
         num_groups_sent: groups the service has accepted, over all registrations.
     """
 
-    def __init__(self, client: TrajectoryApiClient, *, retry_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        client: TrajectoryApiClient,
+        *,
+        retry_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.client = client
         self.env_id: int | None = None
         self.num_groups_sent = 0
@@ -64,7 +74,9 @@ class EnvSession:
         self._run_id: str | None = None
         self._num_registrations = 0
         self._outages_at_confirmation = 0
-        self._told: set[str] = set()
+        self._clock = clock
+        self._away_since: float | None = None
+        self._told_at: dict[str, float] = {}
         self._is_registered = asyncio.Event()
 
     @property
@@ -105,22 +117,38 @@ class EnvSession:
                 if backs_off:
                     pause_s *= 1.0 + random.random() / 4.0  # else all groups come back at once
                 next_pause_s = min(2.0 * next_pause_s, longest_s)
-                what = f"the trajectory service is not available ({error}); waiting for it"
-                self._tell(f"status {error.status}", what)
+                self._tell_outage(error)
             else:
                 if answer is not None:
-                    if self._told:
+                    if self._told_at:
                         logger.info("the trajectory service has answered; going on")
-                    self._told.clear()
+                    self._told_at.clear()
+                    self._away_since = None
                     return answer
-                self._tell(waiting_for, f"waiting for {waiting_for}")
+                self._tell_missing(waiting_for)
             await asyncio.sleep(pause_s)
 
-    def _tell(self, reason: str, message: str) -> None:
-        """Log a reason to wait once, however many requests wait for it."""
-        if reason not in self._told:
-            self._told.add(reason)
-            logger.warning("%s", message)
+    def _tell_outage(self, error: TrajectoryApiError) -> None:
+        """Log twice a minute that the service is down, however many requests wait for it."""
+        now = self._clock()
+        if self._away_since is None:
+            self._away_since = now
+        reason = f"status {error.status}"
+        if now - self._told_at.get(reason, float("-inf")) < OUTAGE_NOTE_S:
+            return
+        self._told_at[reason] = now
+        waited_s = now - self._away_since
+        so_far = f", for {waited_s:.0f} s so far" if waited_s >= 1 else ""
+        logger.warning(
+            "the trajectory service is not available (%s); waiting for it%s", error, so_far
+        )
+
+    def _tell_missing(self, waiting_for: str) -> None:
+        """Log once what a service that is up lacks, however many requests wait for it."""
+        self._away_since = None
+        if waiting_for not in self._told_at:
+            self._told_at[waiting_for] = self._clock()
+            logger.warning("waiting for %s", waiting_for)
 
     def enter(self, env_id: int, *, run_id: str | None = None) -> None:
         """Take note of a registration; sends that waited for it go on.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 
 import pytest
 from aiohttp import web
 
 from atroposlib.api.client import TrainerClient, TrajectoryApiClient
+from atroposlib.api.client_inspection import InspectionClient
 from atroposlib.api.client_rules import NotReachedError, RetryRule
 from atroposlib.api.server import create_app
-from atroposlib.errors import GroupError, TrajectoryApiError
+from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.scripted_service import scripted
 
@@ -106,6 +108,46 @@ def test_trainer_client_repeats_failed_requests_with_growing_pauses(free_port):
         client.status()
 
     assert pauses == [0.2, 0.8]
+
+
+def test_trainer_client_that_waits_for_the_service_says_so_ever_more_rarely(free_port, caplog):
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    patient = RetryRule(attempts=None, deadline_s=600.0)
+    url = f"http://127.0.0.1:{free_port}"
+    with (
+        TrainerClient(url, retry=patient, sleep=sleep, clock=lambda: now) as client,
+        pytest.raises(NotReachedError, match="`run-api` starts one") as caught,
+    ):
+        client.status()
+
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"GET {url}/status got no answer (attempt 1)" in told[0]
+    assert [line.rpartition("; ")[2] for line in told] == [
+        "trying again for up to 600 s in all"
+    ] * 6
+    assert "(for 34 s now)" in told[1]  # the first attempt after half a minute
+    assert len("".join(traceback.format_exception(caught.value)).split("Traceback")) == 2
+
+
+def test_trainer_client_that_tries_a_few_times_leaves_it_to_its_error(free_port, caplog):
+    with (
+        TrainerClient(f"http://127.0.0.1:{free_port}", sleep=lambda _: None) as client,
+        pytest.raises(NotReachedError),
+    ):
+        client.status()
+
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("client", [TrainerClient, TrajectoryApiClient, InspectionClient])
+def test_address_without_its_scheme_is_refused_at_once(client):
+    with pytest.raises(ConfigError, match="'localhost:8000'; expected an address such as http://"):
+        client("localhost:8000")
 
 
 async def test_older_service_s_status_is_completed(free_port):

@@ -12,6 +12,7 @@ import pytest
 
 from atroposlib.api.client import AsyncBatches, TrainerClient, batches
 from atroposlib.errors import ConfigError, TrajectoryApiError
+from atroposlib.wire import encode_group
 from tests.api.helpers import make_group
 from tests.envs.live_service import LiveService
 
@@ -135,6 +136,51 @@ def test_registration_for_another_run_is_refused(service):
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         batches("http://127.0.0.1:9", **{"batch_size": 2, "num_steps": 2, **wrong})
+
+
+def test_address_without_its_scheme_is_refused_before_anything_is_asked():
+    with pytest.raises(ConfigError, match="'localhost:8000'; expected an address such as http://"):
+        batches("localhost:8000", batch_size=2, num_steps=2)
+
+
+def test_registration_for_another_number_of_steps_names_what_the_caller_gave(service):
+    with two_per_step(service, num_steps=3) as stream:
+        stream.set_policy_version(0)
+        with two_per_step(service, num_steps=4) as other, pytest.raises(TrajectoryApiError) as e:
+            next(other)
+
+    assert "num_steps is 3, this request says 4; send" in str(e.value)
+    assert "save_checkpoint_interval" not in str(e.value)
+
+
+def test_replacing_the_settings_sets_the_step_to_the_starting_step(service):
+    with two_per_step(service) as stream:
+        stream.set_policy_version(0)
+        post(service, 0.0)
+        stream.ack(next(stream))
+        assert status(service)["current_step"] == 1
+        with two_per_step(service, num_steps=9, starting_step=6, replace=True) as other:
+            other.set_policy_version(6)
+            assert status(service)["current_step"] == 6
+        with two_per_step(service, num_steps=9, replace=True) as third:
+            third.set_policy_version(0)
+
+    assert status(service)["current_step"] == 0
+
+
+def test_policy_version_is_absent_until_one_was_told_to_who_sampled(service):
+    with two_per_step(service) as stream:
+        stream.set_policy_version(0)
+        with httpx.Client(base_url=service.url) as client:
+            for version in ({}, {"policy_version": 4}):
+                group = {**make_group(2), **version}
+                headers = {"Content-Type": "application/msgpack"}
+                content = encode_group(group, "msgpack")
+                assert client.post("/scored_data", content=content, headers=headers).is_success
+        first, second = next(stream), next(stream)
+
+    assert "policy_version" not in first.groups[0]
+    assert second.groups[0]["policy_version"] == 4
 
 
 async def test_async_iteration_sees_the_same_and_keeps_a_batch_of_a_cancelled_wait(service):

@@ -245,6 +245,17 @@ async def test_post_outlasts_a_service_that_is_away(free_port):
             assert await posting == RECEIVED
 
 
+async def test_get_of_a_client_that_waits_is_told(free_port, caplog):
+    rule = RetryRule(attempts=None, first_delay_s=0.01, deadline_s=0.02)
+
+    async with TrajectoryApiClient(f"http://127.0.0.1:{free_port}", retry=rule) as client:
+        with pytest.raises(TrajectoryApiError) as caught:
+            await client.info()
+
+    assert caplog.text.count("asking again until the service answers: GET http") == 1
+    assert caught.value.__suppress_context__
+
+
 async def test_get_is_repeated_a_few_times_then_says_so(free_port):
     paths: list[str] = []
 

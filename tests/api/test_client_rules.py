@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atroposlib.api.client_address import service_address
 from atroposlib.api.client_rules import (
     LeasedBatch,
+    NoServiceError,
     NotReachedError,
     RetryRule,
     auth_headers,
@@ -14,6 +16,7 @@ from atroposlib.api.client_rules import (
     leased_batch,
     read_answer,
 )
+from atroposlib.api.client_wait_notes import WaitNotes
 from atroposlib.errors import ConfigError, TrajectoryApiError
 
 LOST = TrajectoryApiError("no answer")
@@ -162,6 +165,67 @@ def test_read_answer_repeats_no_secret_of_the_request():
 
     assert "s3cret" not in str(caught.value)
     assert "unknown token *** in ***" in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+@pytest.mark.parametrize("path", ["/register", "/register-env", "/batch?lease=600&wait=5"])
+def test_read_answer_tells_another_server_from_a_service_in_one_line(path, status):
+    with pytest.raises(NoServiceError, match="what answers there is no trajectory service") as e:
+        read_answer("POST", f"http://h{path}", status=status, headers={}, content=b"<html>\n<p>")
+
+    rule = RetryRule(attempts=None)
+    assert str(e.value).startswith(f"POST http://h{path} answered {status} (attempt 1): what")
+    assert "<" not in str(e.value)
+    assert isinstance(e.value, ConfigError)
+    assert rule.delay_s(e.value, attempt=1, is_repeatable=True) is None
+
+
+@pytest.mark.parametrize("path", ["/status-env", "/batch/1-1/ack", "/groups/7"])
+def test_read_answer_404_of_what_the_service_does_not_know_is_the_service_s(path):
+    with pytest.raises(TrajectoryApiError, match="gone; the service was reset or repl") as caught:
+        read_answer("GET", f"http://h{path}", status=404, headers={}, content=b"gone")
+
+    assert not isinstance(caught.value, NoServiceError)
+
+
+@pytest.mark.parametrize("address", ["http://h:1", "https://h/under/", "HTTP://[::1]:8000//"])
+def test_service_address_is_without_slashes_at_its_end(address):
+    assert service_address(address) == address.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["localhost:8000", "", " http://h", "ftp://h", "http://", "http://h:x", "http://[::1"],
+)
+def test_service_address_that_no_client_can_reach_is_refused(address):
+    with pytest.raises(ConfigError, match="expected an address such as http://localhost") as caught:
+        service_address(address)
+
+    assert repr(address) in str(caught.value)
+
+
+def test_wait_notes_come_at_first_after_half_a_minute_and_then_ever_more_rarely():
+    now = 0.0
+    notes = WaitNotes(lambda: now)
+
+    told = {}
+    for second in range(601):
+        now = float(second)
+        if note := notes.due(LOST):
+            told[second] = note
+
+    assert told[0] == "no answer"
+    assert told[30] == "no answer (for 30 s now)"
+    assert list(told) == [0, 30, 60, 120, 240, 480]
+
+
+def test_wait_notes_tell_each_kind_of_failure_and_begin_anew_after_an_answer():
+    notes = WaitNotes(lambda: 5.0)
+
+    assert [notes.due(e) for e in (LOST, NOT_REACHED, LOST)] == [str(LOST), str(NOT_REACHED), None]
+    assert notes.end()
+    assert not notes.end()
+    assert notes.due(LOST) == str(LOST)
 
 
 def test_batch_path_names_only_what_is_asked_for():

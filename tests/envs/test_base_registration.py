@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from atroposlib.envs.env_delivery import stamp_policy_version
-from atroposlib.errors import TrajectoryApiError
+from atroposlib.errors import ConfigError, TrajectoryApiError
 from tests.api.may_2025_service import May2025Service
 from tests.api.scripted_service import scripted
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
@@ -158,6 +158,34 @@ async def test_register_shows_the_token_of_the_environment_variable(
 
     assert seen == ["Bearer s3cret"]
     assert "s3cret" not in f"{env.config!r}{vars(env)}{vars(env.service_session)}"
+
+
+async def test_register_at_an_address_without_its_scheme_is_refused_at_once(
+    make_env: MakeEnv,
+) -> None:
+    env = make_env(rollout_server_url="localhost:18000")
+
+    with pytest.raises(ConfigError, match="'localhost:18000'; expected an address such as http"):
+        await asyncio.wait_for(env.env_manager(), 5)
+
+
+@pytest.mark.parametrize("status", [404, 501])
+async def test_register_at_another_server_says_that_it_is_no_service(
+    make_env: MakeEnv, free_port: int, status: int
+) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=status, text="<html>\nnothing here")
+
+    async with scripted(handler, free_port) as url:
+        env = make_env(rollout_server_url=url)
+        # A setting that cannot be used: the command line ends with this one line.
+        with pytest.raises(
+            ConfigError, match=r"no trajectory service; check the address"
+        ) as caught:
+            await asyncio.wait_for(env.env_manager(), 5)
+
+    assert "\n" not in str(caught.value)
+    assert url in str(caught.value)
 
 
 async def test_groups_carry_the_policy_version_their_rollout_started_under(

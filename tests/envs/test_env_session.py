@@ -152,6 +152,49 @@ async def test_send_gives_up_on_a_group_that_breaks_the_service() -> None:
     assert session.num_groups_sent == 0
 
 
+async def test_wait_for_a_service_that_is_down_is_told_twice_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    session = EnvSession(ScriptedClient(), retry_s=0.0, clock=lambda: now)  # type: ignore[arg-type]
+
+    async def answer_after_100_s() -> bool | None:
+        nonlocal now
+        now += 1.0
+        if now <= 100.0:
+            raise AWAY
+        return True
+
+    await session.ask(answer_after_100_s, waiting_for="it")
+
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    what = "the trajectory service is not available (no answer); waiting for it"
+    assert told == [what, *(f"{what}, for {seconds} s so far" for seconds in (30, 60, 90))]
+
+
+async def test_wait_for_a_trainer_is_told_once_and_the_next_outage_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    answers: list[Any] = [AWAY, *[None] * 100, True, AWAY, True]
+    session = EnvSession(ScriptedClient(), retry_s=0.0, clock=lambda: now)  # type: ignore[arg-type]
+
+    async def answer() -> bool | None:
+        nonlocal now
+        now += 1.0
+        given = answers.pop(0)
+        if isinstance(given, TrajectoryApiError):
+            raise given
+        return given  # type: ignore[no-any-return]
+
+    await session.ask(answer, waiting_for="the trainer")
+    await session.ask(answer, waiting_for="the trainer")
+
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    away = "the trajectory service is not available (no answer); waiting for it"
+    assert told == [away, "waiting for the trainer", away]
+
+
 async def test_send_backs_off_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     sleep = asyncio.sleep

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.health import ServerHealth
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
@@ -82,16 +83,40 @@ def test_address_without_its_scheme_is_told_at_once(kind: type[OpenAIServer]) ->
 
 @pytest.mark.parametrize("kind", [OpenAIServer, VLLMServer, SGLangServer, TrlVllmServer])
 async def test_address_where_nobody_listens_fails_with_what_was_tried(
-    kind: type[OpenAIServer], free_port: int
+    kind: type[OpenAIServer], free_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"http://127.0.0.1:{free_port}/v1"
     server = kind(APIServerConfig(base_url=url, model_name="m", startup_timeout=0.05))
     server.health_poll_s = 0.01
 
-    with pytest.raises(EngineSetupError, match=rf"{url} has not answered .* set base_url"):
+    with pytest.raises(EngineSetupError, match=rf"{url} has not answered .* set base") as caught:
         await asyncio.wait_for(server.chat_completion(messages=MESSAGES), timeout=5)
 
     await server.close()
+    assert "--openai.base_url" in str(caught.value)
+    assert "--openai.startup_timeout" in str(caught.value)
+    assert "requests wait for it for up to 0.05 s (startup_timeout)" in caplog.text
+
+
+async def test_silent_server_s_first_line_says_how_long_it_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = iter([False, True, False])
+
+    async def probe() -> bool:
+        return next(answers)
+
+    health = ServerHealth("http://h/v1", startup_timeout_s=60.0)
+    for _ in range(3):
+        await health.confirm(probe)
+
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "inference server http://h/v1 does not answer; "
+        "requests wait for it for up to 60 s (startup_timeout)",
+        # One that has answered is waited for without limit.
+        "inference server http://h/v1 does not answer; requests wait until it does",
+    ]
 
 
 async def test_manager_without_one_server_that_ever_answered_names_them_all(
@@ -101,7 +126,9 @@ async def test_manager_without_one_server_that_ever_answered_names_them_all(
     manager = ServerManager([APIServerConfig(base_url=u, startup_timeout=0.05) for u in urls])
     manager.slot_poll_s = 0.01
 
-    with pytest.raises(InferenceError, match=rf"none of .* {urls[0]}, {urls[1]}; start them"):
+    with pytest.raises(
+        InferenceError, match=rf"none of .* {urls[0]}, {urls[1]}; start them.*--openai"
+    ):
         await asyncio.wait_for(manager.chat_completion(messages=MESSAGES), timeout=5)
 
     await manager.close()

@@ -21,12 +21,18 @@ class ServerHealth:
     Invariant: while `is_up` is False because of a probe, one watcher task is running that sets it
     back. A verdict set from outside stands until the next probe.
 
+    Args:
+        name: Address of the server, for messages.
+        startup_timeout_s: How long requests wait for a server that never answered, for messages;
+            None where that is not known.
+
     Attributes:
         has_answered: Whether the server ever answered; until then its address may be wrong.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, startup_timeout_s: float | None = None) -> None:
         self.name = name
+        self._startup_timeout_s = startup_timeout_s
         self.watcher: asyncio.Task[None] | None = None
         self.has_answered = False
         self._is_up = True
@@ -42,8 +48,11 @@ class ServerHealth:
         if value and not self._is_up:
             logger.info("inference server %s answers again", self.name)
         elif self._is_up and not value:
+            until = "until it does"
+            if not self.has_answered and self._startup_timeout_s is not None:
+                until = f"for it for up to {self._startup_timeout_s:g} s (startup_timeout)"
             logger.warning(
-                "inference server %s does not answer; requests wait until it does", self.name
+                "inference server %s does not answer; requests wait %s", self.name, until
             )
         self._is_up = value
 

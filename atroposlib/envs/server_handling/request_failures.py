@@ -88,7 +88,7 @@ class RequestFailures:
         tried = f" ({describe_connection(self._last_error)})" if self._last_error else ""
         return EngineSetupError(
             f"inference server {self._server_name} has not answered within "
-            f"{self._config.startup_timeout} seconds{tried}; start it, or set base_url to its "
-            "address, such as http://localhost:9001/v1. A server that takes longer to start needs "
-            "a larger startup_timeout"
+            f"{self._config.startup_timeout:g} seconds{tried}; start it, or set base_url "
+            "(--openai.base_url) to its address, such as http://localhost:9001/v1. A server that "
+            "takes longer to start needs a larger startup_timeout (--openai.startup_timeout)"
         )

@@ -98,7 +98,10 @@ class APIServer(ABC):
         self.reasoning_config = reasoning_config
         self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
         self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
-        self.health = ServerHealth(config.known_base_url or "at the official endpoint")
+        self.health = ServerHealth(
+            config.known_base_url or "at the official endpoint",
+            startup_timeout_s=config.startup_timeout,
+        )
         self.train_stats = RequestStats(config.rolling_buffer_length)
         self.eval_stats = RequestStats(config.rolling_buffer_length)
         # The contract's names of the same lists.

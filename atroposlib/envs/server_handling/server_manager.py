@@ -196,7 +196,9 @@ class ServerManager:
                 addresses = ", ".join(server.health.name for server in self.servers)
                 raise EngineSetupError(
                     f"none of the inference servers has answered within {waited_s:.0f} seconds: "
-                    f"{addresses}; start them, or set base_url of each to its address"
+                    f"{addresses}; start them, or set base_url of each to its address "
+                    "(--openai.base_url); servers that take longer to start need a larger "
+                    "startup_timeout (--openai.startup_timeout)"
                 )
             await asyncio.sleep(self.slot_poll_s)
 
