@@ -105,6 +105,15 @@ async def test_any_conversation_holds_the_engines_tokens(
 
 
 @pytest.mark.parametrize("name", NAMES)
+async def test_empty_reply_is_told_from_a_thought_with_nothing_behind_it(name: str) -> None:
+    # The first turn makes the prompt one that the template would have written differently.
+    replies = (Reply("because</think>"), Reply(""))
+    steps = (Step("", (Reply(""),)), Step("", replies, follow=1), Step("", (Reply(""),)))
+
+    await Agent(family_of(name), Plan(steps), track_tree=False).play()
+
+
+@pytest.mark.parametrize("name", NAMES)
 async def test_three_turns_with_tools_are_one_sequence(name: str) -> None:
     call = ("search", '{"query": "cats"}')
     steps = (

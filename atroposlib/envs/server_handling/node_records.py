@@ -146,7 +146,7 @@ class NodeRecords:
             prompt: Their prompt text.
         """
         best: tuple[NodeRecord, int] | None = None
-        best_rank = (0, False, False, False, False)
+        best_rank = (0, False, 0, False, False)
         for record, num_ends in self._beginnings(nodes):
             end = record.ends[num_ends - 1] if record.ends else None
             conversation = end.conversation if end is not None else None
@@ -158,7 +158,7 @@ class NodeRecords:
             rank = (
                 length,
                 tuple(call[0] for call in calls) == conversation.reply.call_ids,
-                conversation.reply.is_exactly(text_of_content(reply.get("content"))),
+                conversation.reply.likeness(text_of_content(reply.get("content"))),
                 prompt.startswith(record.node.full_text[: end.text_length]),
                 num_ends == len(record.ends),
             )

@@ -88,9 +88,14 @@ class SampledReply:
         raw_form = _key("assistant", None, _calls_text([]), self._raw_text.strip())
         return frozenset(forms | {raw_form})
 
-    def is_exactly(self, content: str) -> bool:
-        """Whether a content is this reply's to the letter, with or without its thinking."""
-        return content in (self._content, self._content.rpartition(THINKING_END)[2])
+    def likeness(self, content: str) -> int:
+        """Return 2 for this reply's content to the letter, 1 for it without its thinking, else 0.
+
+        Of an empty reply and a thought with nothing behind it, an empty content is the first.
+        """
+        if content == self._content:
+            return 2
+        return int(content == self._content.rpartition(THINKING_END)[2])
 
 
 @dataclass(frozen=True)
