@@ -90,7 +90,8 @@ def _export_and_report(
 ) -> None:
     """Export, print the report, push; ends the process with a message when that fails.
 
-    Exit codes: 2 nothing was done, 1 the export ended early, 130 somebody stopped it.
+    Exit codes: 2 nothing was done, 1 the export ended early or the output holds no record at its
+    end, 130 somebody stopped it.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -107,6 +108,8 @@ def _export_and_report(
     except KeyboardInterrupt:
         _end(command, "stopped before anything was written", code=_INTERRUPTED)
     print(report_text(report, unit=unit))
+    if not report.num_records and not request.path.exists():
+        _end(command, _shortfall(request, report), code=1)
     print(_shortfall(request, report))
     if args.push_to_hub and report.num_records:
         _push(command, request.path, args)

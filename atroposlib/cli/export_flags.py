@@ -53,7 +53,10 @@ def add_shared_flags(
 def _add_choice_flags(parser: argparse.ArgumentParser, *, min_score_diff: float) -> None:
     choice = parser.add_argument_group("what is taken")
     choice.add_argument(
-        "--num-seqs-to-save", type=int, default=100, help="records to write (%(default)s)"
+        "--num-seqs-to-save",
+        type=_records,
+        default=100,
+        help="records to write, at least 1 (%(default)s)",
     )
     choice.add_argument("--all", action="store_true", help="as many as there are")
     choice.add_argument("--allow-negative-scores", action="store_true", help="also 0 and below")
@@ -66,6 +69,18 @@ def _add_choice_flags(parser: argparse.ArgumentParser, *, min_score_diff: float)
     choice.add_argument(
         "--keep-duplicates", action="store_true", help="write what was written before, too"
     )
+
+
+def _records(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number of 1 or more; --all writes as many records as there are"
+        )
+    return count
 
 
 def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, Any]) -> None:
@@ -165,7 +180,7 @@ def request_of(
         has_score=form.has_score or args.keep_scores,
         needs_tokenizer=form.needs_tokenizer,
         tokenizer=args.tokenizer,
-        max_records=None if args.all else max(0, args.num_seqs_to_save),
+        max_records=None if args.all else args.num_seqs_to_save,
         drops_truncated=args.drop_truncated,
         keeps_duplicates=args.keep_duplicates,
         checks_tokenizer=not args.any_tokenizer,

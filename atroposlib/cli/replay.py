@@ -30,7 +30,10 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run a sub-command; exit code 2 when nothing was done, 1 when it ended early."""
+    """Run a sub-command.
+
+    Exit codes: 2 nothing was done, 1 it ended early or scored no group, 130 somebody stopped it.
+    """
     parser = _parser()
     args, others = parser.parse_known_args()
     if others and args.act is not _score:
@@ -59,10 +62,22 @@ def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
         raise ConfigError(f"{args.groups} holds no group that can be read")
     logging.basicConfig(level=logging.ERROR)
     env, model = rescoring.build_replayed(env_cls, settings, recorded)
-    results = asyncio.run(rescoring.rescore(env, model, max_items=args.max_items))
+    with _items_bar(args.max_items) as bar:
+        results = asyncio.run(
+            rescoring.rescore(env, model, max_items=args.max_items, on_item=bar.update, tell=tell)
+        )
     print(rescoring.rescoring_text(results, num_groups=len(recorded)))
+    if all(result.new is None for result in results):
+        _end("no group was scored; the reasons are above", code=1)
     if args.save is not None:
         _save(Path(args.save), groups, results)
+
+
+def _items_bar(max_items: int) -> Any:  # tqdm carries no types
+    """Return a bar on standard error that counts the items looked at."""
+    from tqdm import tqdm
+
+    return tqdm(total=max_items, unit=" items", file=sys.stderr, leave=False)
 
 
 def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_PORT = 9001
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
+_SERVICE_WAIT_S = 10.0
+_TOKENIZER_WAIT_S = 60.0
 KEYS = "keys: j k next and previous group, l h rollout, n p page of the list, 1 to 8 tabs, / search"
 
 
@@ -49,7 +52,7 @@ def view(prog: str, *, tokenizer: str, start_page: str) -> None:
     except ConfigError as error:
         sys.exit(f"{prog}: {error}")
     try:
-        _serve(viewer, args, start_page)
+        _serve(prog, viewer, args, start_page)
     except (MissingExtraError, OSError) as error:
         sys.exit(f"{prog}: {error}")
     except KeyboardInterrupt:
@@ -85,13 +88,51 @@ def find_common_prefix(strings: list[str]) -> str:
     return common_prefix(strings)
 
 
-def _serve(viewer: Viewer, args: argparse.Namespace, start_page: str) -> None:
+def _serve(prog: str, viewer: Viewer, args: argparse.Namespace, start_page: str) -> None:
     from atroposlib.viewer.app import build_app, launch_app
 
     app = build_app(viewer, start_page=start_page, group_size=args.group_size)
     url = launch_app(app, host=args.host, port=args.port, share=args.share)
     print(f"{viewer.source.title} at {url} (Ctrl-C stops it)\n{KEYS}", flush=True)
+    api_url = None if args.file or args.run else args.api_url
+    threading.Thread(
+        target=_warn, args=(prog, viewer, api_url), name="start-warnings", daemon=True
+    ).start()
     app.block_thread()
+
+
+def _warn(prog: str, viewer: Viewer, api_url: str | None) -> None:
+    """Say on the terminal what the pages have to do without; they say it, too.
+
+    Args:
+        prog: name of the command.
+        viewer: what is served.
+        api_url: service that is looked at; None for a file or a stored run.
+    """
+    problem = _service_problem(api_url) if api_url is not None else None
+    if problem is not None:
+        print(f"{prog}: warning: {problem}", file=sys.stderr, flush=True)
+    while not viewer.reader.wait(_TOKENIZER_WAIT_S):
+        if viewer.reader.problem is not None:
+            print(f"{prog}: warning: {viewer.reader.problem}", file=sys.stderr, flush=True)
+            return
+
+
+def _service_problem(api_url: str) -> str | None:
+    """Return why a service cannot be looked at; None when it answers."""
+    from atroposlib.api.client_inspection import InspectionClient
+    from atroposlib.api.client_rules import RetryRule
+    from atroposlib.errors import TrajectoryApiError
+
+    token = os.environ.get(TOKEN_VARIABLE)
+    try:
+        with InspectionClient(
+            api_url, timeout_s=_SERVICE_WAIT_S, retry=RetryRule(attempts=1), token=token
+        ) as client:
+            client.status()
+    except TrajectoryApiError as error:
+        return f"no groups can be seen yet: {error}"
+    return None
 
 
 def _viewer(source: GroupSource, tokenizer: str, metrics: Path | None) -> Viewer:

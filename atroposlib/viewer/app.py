@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from atroposlib.errors import MissingExtraError
+from atroposlib.viewer.listening import require_free_port
 from atroposlib.viewer.screen import Screen
 from atroposlib.viewer.view_state import ROWS_PER_PAGE, BrowserTab, ViewState, filter_of
 from atroposlib.viewer.viewer import Viewer
@@ -64,8 +65,14 @@ def launch_app(
         host: address to listen on.
         port: port to listen on; None or 0 takes a free one.
         share: also open a public link through Gradio's servers.
+
+    Raises:
+        OSError: the address cannot be listened on; the message says why.
     """
     import gradio as gr
+
+    if port:
+        require_free_port(host, port)
 
     files = resources.files(__package__)
     script = files.joinpath("viewer.js").read_text(encoding="utf-8")

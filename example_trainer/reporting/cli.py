@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         metrics = metrics / "metrics.jsonl"
     report = arguments.output or metrics.with_name(REPORT_NAME)
     try:
-        num_steps = write_report(metrics, report, environment_path=arguments.environment)
+        num_steps = write_report(
+            metrics, report, environment_path=arguments.environment, needs_steps=True
+        )
     except (ConfigError, OSError) as error:
         print(f"atropos-report: error: {error}", file=sys.stderr)
         sys.exit(1)

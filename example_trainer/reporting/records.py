@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from example_trainer.reporting.series import Series
 
-__all__ = ["RunRecords", "read_records", "series_of"]
+__all__ = ["STEP_SIGN", "RunRecords", "read_records", "series_of"]
 
-_STEP_SIGN = "train/loss"
+STEP_SIGN = "train/loss"
+"""A record of an optimiser step has it, and no other record has."""
 
 
 class RunRecords(NamedTuple):
@@ -44,7 +45,7 @@ def read_records(lines: Iterable[str]) -> RunRecords:
         except (ValueError, KeyError, TypeError):
             num_unreadable += 1
             continue
-        if _STEP_SIGN not in record:
+        if STEP_SIGN not in record:
             continue
         if first is None or step <= first:
             by_step, first = {}, step

@@ -13,7 +13,7 @@ from atroposlib.utils.secret_masking import mask_secrets
 from example_trainer.checkpointing import write_file
 from example_trainer.reporting.findings import find
 from example_trainer.reporting.page import Fact, make_page
-from example_trainer.reporting.records import RunRecords, read_records, series_of
+from example_trainer.reporting.records import STEP_SIGN, RunRecords, read_records, series_of
 from example_trainer.reporting.series import Series, short_number
 
 __all__ = ["REPORT_NAME", "read_settings", "settings_path", "write_report", "write_settings"]
@@ -51,7 +51,11 @@ def write_settings(
 
 
 def write_report(
-    metrics_path: Path, report_path: Path, *, environment_path: Path | None = None
+    metrics_path: Path,
+    report_path: Path,
+    *,
+    environment_path: Path | None = None,
+    needs_steps: bool = False,
 ) -> int:
     """Write the report of the newest run in a metrics file.
 
@@ -59,14 +63,20 @@ def write_report(
         metrics_path: JSON Lines of the trainer; its settings lie beside it, if anywhere.
         report_path: the HTML file.
         environment_path: JSON Lines of an environment, for its accuracy.
+        needs_steps: refuse metrics without a step instead of writing a report of none.
 
     Returns:
         Number of steps in the report.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or holds no step although there must be some.
     """
     records = read_records(_lines(metrics_path))
+    if needs_steps and not records.steps:
+        raise ConfigError(
+            f"{metrics_path}: holds no metrics of a trainer (no line with step and {STEP_SIGN}); "
+            "metrics of an environment are given with --environment, beside those of its trainer"
+        )
     kept = read_settings(metrics_path)
     settings, changed = kept.get("settings", {}), kept.get("changed", {})
     accuracy = _accuracy(_lines(environment_path)) if environment_path else None

@@ -122,3 +122,15 @@ def test_flags_have_the_defaults_of_the_contract(module: Any, defaults: dict[str
         **defaults,
     }
     assert {name: args[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("module", [sft, dpo])
+@pytest.mark.parametrize("count", ["-3", "0", "x"])
+def test_no_records_cannot_be_asked_for(
+    module: Any, count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        module._parser().parse_args(["out.jsonl", "--num-seqs-to-save", count])
+
+    assert refused.value.code == 2
+    assert f"'{count}' is no whole number of 1 or more; --all" in capsys.readouterr().err

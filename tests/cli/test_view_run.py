@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from atroposlib.cli import view_run, view_run_multimodal
-from tests.viewer.groups import PIXEL
+from atroposlib.viewer.sources.jsonl import JsonlSource
+from atroposlib.viewer.token_reader import TokenReader
+from atroposlib.viewer.viewer import Viewer
+from tests.viewer.groups import PIXEL, byte_tokenizer
 
 DOORS = {
     "view_run": (view_run, "NousResearch/DeepHermes-3-Llama-3-8B-Preview"),
@@ -65,6 +71,65 @@ def test_what_cannot_be_shown_is_refused_in_a_line(arguments: list[str], said: s
     assert done.returncode != 0
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_port_in_use_is_said_with_the_flag_that_chooses_another(tmp_path: Path) -> None:
+    pytest.importorskip("gradio")
+    file = tmp_path / "groups.jsonl"
+    file.write_text("")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+
+        done = run("view_run", "--file", str(file), "--port", str(port))
+
+    assert done.returncode == 1
+    assert f"view-run: port {port} is in use; choose another with --port" in done.stderr
+    assert "GRADIO" not in done.stderr
+
+
+def test_address_of_another_machine_is_said_in_a_line() -> None:
+    pytest.importorskip("gradio")
+    from atroposlib.viewer.app import launch_app
+
+    with pytest.raises(OSError, match=r"^cannot listen on 192\.0\.2\.1, port 9001 \("):
+        launch_app(None, host="192.0.2.1", port=9001)
+
+
+def read(path: Path, load: Callable[[str], Any]) -> Viewer:
+    """A viewer of a file, with a tokenizer called bytes."""
+    path.write_text("")
+    return Viewer(JsonlSource(path), TokenReader("bytes", load))
+
+
+def test_tokenizer_and_service_that_are_not_there_are_warned_about(
+    tmp_path: Path, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: str) -> Any:
+        raise OSError("no such folder")
+
+    viewer = read(tmp_path / "groups.jsonl", fail)
+
+    view_run._warn("view-run", viewer, f"http://127.0.0.1:{free_port}")
+
+    viewer.close()
+    service, tokenizer = capsys.readouterr().err.splitlines()
+    assert service.startswith("view-run: warning: no groups can be seen yet: ")
+    assert f"127.0.0.1:{free_port}" in service
+    assert "view-run: warning: tokenizer bytes could not be loaded" in tokenizer
+    assert "--tokenizer (no such folder)" in tokenizer
+
+
+def test_nothing_is_said_when_all_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    viewer = read(tmp_path / "groups.jsonl", lambda _: byte_tokenizer())
+
+    view_run._warn("view-run", viewer, None)
+
+    viewer.close()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,8 @@ def test_payloads_ask_for_a_token_where_the_service_wants_one(
 
     assert refused.returncode == 2
     assert "set ATROPOS_API_TOKEN" in refused.stderr
-    assert taken.returncode == 0, taken.stderr
+    assert taken.returncode == 1, taken.stderr
+    assert "nothing was written: there are no groups" in taken.stderr
     assert secret not in refused.stderr + taken.stderr + taken.stdout
 
 

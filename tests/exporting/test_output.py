@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atroposlib.cli import sft
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.lines import encode_line
 from atroposlib.exporting.output import Output, open_output
@@ -208,3 +211,36 @@ def test_full_disk_ends_the_export_and_says_how_to_go_on(
     monkeypatch.undo()
     run_export(sft_request(path, groups_file, format="tokens", mode="resume"), tell=print)
     assert len(read_records(path)) == 40
+
+
+def export(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """Run `atropos-sft-gen` in this process; its exit status."""
+    monkeypatch.setattr(sys, "argv", ["atropos-sft-gen", *map(str, words)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    try:
+        sft.main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_export_that_leaves_no_records_exits_with_1_and_the_reason(
+    groups: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    low = write_groups(tmp_path / "low.jsonl", [{**groups[0], "scores": [-1.0] * 4}])
+    none = write_groups(tmp_path / "none.jsonl", [])
+    good = write_groups(tmp_path / "good.jsonl", groups[:1])
+    flags = (tmp_path / "out", "--format", "tokens", "--file")
+
+    assert export(monkeypatch, *flags, low) == 1
+    assert "nothing was written: no trajectory passed" in capsys.readouterr().err
+    assert export(monkeypatch, *flags, none) == 1
+    assert "nothing was written: there are no groups" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert export(monkeypatch, *flags, good) == 0
+    # There is nothing to add, and the output is as it should be.
+    assert export(monkeypatch, *flags, good, "--append-to-previous") == 0
+    assert export(monkeypatch, *flags, good, "--resume", "--num-seqs-to-save", 1) == 0

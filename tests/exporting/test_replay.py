@@ -165,6 +165,38 @@ def test_several_turns_are_played_as_they_were(score: Callable[..., Any], tokeni
     assert "line 1: 1: 0 to 3, 2: 0 to 5" in done.stdout
 
 
+def test_search_ends_when_items_repeat_and_nothing_scored_is_a_failure(
+    score: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    unasked = [make_group(tokenizer, f"Who is {i}?", ["me", "you"], [1.0, 0.0]) for i in range(2)]
+    seven_in_turn = SINGLE_TURN.replace(
+        "None if self.next > 50 else self.next - 1", "self.next % 7"
+    )
+
+    done = score(seven_in_turn, unasked, "--save", tmp_path / "new.jsonl")
+
+    assert done.returncode == 1
+    assert "the environment repeats its items: 7 different prompts in 107 items" in done.stderr
+    assert "items/s" in done.stderr  # progress
+    assert "2 groups not found" in done.stdout
+    assert "no group was scored" in done.stderr
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_items_that_come_late_are_still_looked_for(
+    score: Callable[..., Any], tokenizer: Any
+) -> None:
+    late = make_group(tokenizer, "What is 3 + 3?", ["The answer is 6", "no"], [0.0, 0.0])
+    every_prompt_often = SINGLE_TURN.replace(
+        "None if self.next > 50 else self.next - 1", "(self.next - 1) // 90"
+    )
+
+    done = score(every_prompt_often, [late], "--max-items", 300)
+
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 groups scored again" in done.stdout
+
+
 def test_script_without_the_environment_and_unknown_flags_are_said(
     score: Callable[..., Any], tokenizer: Any
 ) -> None:

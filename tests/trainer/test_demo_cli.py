@@ -63,6 +63,22 @@ def test_main_outside_a_clone_says_so(
     assert not (tmp_path / "out").exists()
 
 
+def test_main_model_that_is_not_there_is_said_in_a_line_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "no-model").mkdir()
+    output = tmp_path / "out"
+
+    for model in (tmp_path / "none", tmp_path / "no-model"):
+        assert run_main("--model", str(model), "--output", str(output)) == 1
+
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert f"atropos-demo: model '{model}' cannot be loaded: " in shown.err
+        assert len(shown.err.strip().splitlines()) == 1
+        assert not output.exists()
+
+
 def test_main_signal_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
 

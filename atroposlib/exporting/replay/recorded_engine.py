@@ -83,6 +83,11 @@ class RecordedModel:
         """Groups that were not played yet."""
         return len(self._groups) - len(self._done)
 
+    @property
+    def asked(self) -> tuple[int, ...] | None:
+        """The prompt that was asked for first since `listen`; None when none was."""
+        return self._asked
+
     def listen(self) -> None:
         """Answer nothing, only take note of the next prompt."""
         self._playing, self._asked = None, None

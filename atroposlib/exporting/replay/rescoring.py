@@ -25,6 +25,9 @@ from atroposlib.exporting.replay.recorded_engine import (
 __all__ = ["Rescored", "build_replayed", "recorded_group", "rescore", "rescoring_text"]
 
 _MOST_SHOWN = 20
+_ROUNDS_WITHOUT_NEWS = 4
+"""So often an environment that draws its items at random hardly leaves one out."""
+_LEAST_ITEMS_WITHOUT_NEWS = 100
 
 
 class Rescored(NamedTuple):
@@ -90,16 +93,22 @@ async def rescore(
     *,
     max_items: int,
     on_group: Callable[[Rescored], None] = lambda _: None,
+    on_item: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Rescored]:
     """Score all groups again whose prompts the environment still asks.
 
     Args:
         env: of `build_replayed`.
         model: of `build_replayed`.
-        max_items: items of the environment to look at, before the rest counts as not found.
+        max_items: items of the environment to look at, before the rest counts as not found. Fewer
+            are looked at when it hands the same ones round.
         on_group: called after each group.
+        on_item: called after each item.
+        tell: gets a line when the items repeat.
     """
     results: list[Rescored] = []
+    rounds = _Rounds()
     await settle(env.setup())
     try:
         for _ in range(max_items):
@@ -110,14 +119,40 @@ async def rescore(
                 break
             model.listen()
             await _collect(env, item)
+            has_news = rounds.has_news(model.asked)
             while (group := model.play_next()) is not None:
                 env.config.group_size = len(group.tokens)
                 results.append(_compare(group, *await _collect(env, item)))
                 on_group(results[-1])
+            on_item()
+            if not has_news:
+                tell(f"the environment repeats its items: {rounds.text()}")
+                break
     finally:
         await settle(env.close())
         await env.server.close()
     return results
+
+
+class _Rounds:
+    """Tells when an environment hands the same items round."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, ...] | None] = set()
+        self._num_items = 0
+        self._num_repeated = 0
+
+    def has_news(self, prompt: tuple[int, ...] | None) -> bool:
+        """Take note of the prompt of an item; False after several rounds without a new one."""
+        self._num_items += 1
+        self._num_repeated = self._num_repeated + 1 if prompt in self._seen else 0
+        self._seen.add(prompt)
+        limit = max(_LEAST_ITEMS_WITHOUT_NEWS, _ROUNDS_WITHOUT_NEWS * len(self._seen))
+        return self._num_repeated < limit
+
+    def text(self) -> str:
+        """Say what was seen."""
+        return f"{len(self._seen)} different prompts in {self._num_items} items"
 
 
 async def _collect(env: Any, item: Any) -> tuple[list[Any], str]:

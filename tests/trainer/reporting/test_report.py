@@ -171,6 +171,20 @@ def test_door_says_what_cannot_be_read(tmp_path, capsys):
     assert "no.jsonl: cannot be read (No such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("records", [[], [{"step": 1, "sums_0_train/percent_correct": 0.5}]])
+def test_door_refuses_metrics_without_a_step_of_a_trainer(tmp_path, capsys, records):
+    metrics = write_metrics(tmp_path, *records)
+
+    with pytest.raises(SystemExit) as ending:
+        main([str(metrics)])
+
+    assert ending.value.code == 1
+    said = capsys.readouterr().err
+    assert "metrics.jsonl: holds no metrics of a trainer" in said
+    assert "given with --environment" in said
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_door_loads_nothing_heavy():
     script = (
         "import example_trainer.reporting.cli, sys; "
