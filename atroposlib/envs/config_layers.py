@@ -234,12 +234,16 @@ def _unknown_keys(given: Iterable[Any], known: set[str], prefix: str) -> list[An
     """
     full_names = sorted(prefix + name for name in known)
     unknown = [key for key in given if key not in known]
+    hints = {key: near_name(f"{prefix}{key}", full_names) for key in unknown}
+    misspelt = [
+        f"{prefix}{key} in the YAML file: no such setting{hint}"
+        for key, hint in hints.items()
+        if hint
+    ]
+    if misspelt:
+        raise UsageError("\n".join(misspelt))
     for key in unknown:
-        name = f"{prefix}{key}"
-        hint = near_name(name, full_names)
-        if hint:
-            raise UsageError(f"{name} in the YAML file: no such setting{hint}")
-        logger.warning("%s in the YAML file is no setting of this environment", name)
+        logger.warning("%s%s in the YAML file is no setting of this environment", prefix, key)
     return unknown
 
 

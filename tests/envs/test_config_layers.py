@@ -160,6 +160,10 @@ def test_layer_settings_empty_sections_change_nothing(yaml: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [
+        (
+            {"env": {"grup_size": 1, "total_stps": 2}},
+            "did you mean env.group_size?\nenv.total_stps in the YAML file: no such setting",
+        ),
         ({"env": {"grup_size": 1}}, "env.grup_size in the YAML file: no such setting; did you"),
         ({"env": {"grup_size": 1}}, "did you mean env.group_size?"),
         ({"openai": {"base_ulr": "x"}}, "did you mean openai.base_url?"),
