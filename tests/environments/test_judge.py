@@ -23,6 +23,8 @@ CHAT = [{"role": "user", "content": "How are {you}?"}]
         ("A is kinder. \\boxed{A}", "A"),
         ("\\boxed{A}, no: \\boxed{B}", "B"),
         ("\\boxed{\\text{B}}", "B"),
+        ("\\boxed{ A }", "A"),
+        ("\\boxed{\\textbf{A}}", "A"),
         ("<think>\\boxed{A}</think>\\boxed{B}", "B"),
         ("<think>\\boxed{A}</think>I cannot tell.", None),
         ("<think>\\boxed{A}", None),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -188,6 +190,29 @@ def test_tables_keep_the_latest_rows_only() -> None:
 
     assert [row[0] for row in figures.take_tables()["train/normal_rollouts"]] == ["p3", "p4"]
     assert figures.take_tables() == {}
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        (1234567.0, "1234567"),
+        (3.14159265, "3.14159265"),
+        (-0.5, "-0.5"),
+        (1e-7, "0.0000001"),
+        (42, "42"),
+    ],
+)
+def test_number_of_an_evaluation_set_keeps_all_its_digits(
+    gold: float, text: str, tmp_path: Path
+) -> None:
+    row = {"question": "?", "final_answer": "1"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    rows = [{**row, "final_answer": answer, "subset": "own"} for answer in (gold, True)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    _, [problem] = load_problems(str(tmp_path), MATH_SETS)
+
+    assert problem.answer == f"\\boxed{{{text}}}"
 
 
 def test_sample_has_training_problems_and_subsets() -> None:

@@ -226,6 +226,18 @@ async def test_evaluate_writes_accuracy_and_one_record_per_item(
     await env.close()
 
 
+async def test_evaluation_item_that_leaves_no_room_is_wrong_and_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_env(ReasoningGymEnv, engine, monkeypatch, **SUMS, max_token_length=10)
+        await env.setup()
+        record = await env.evaluate_item(tasks.eval_items(env.config)[0])
+        await env.close()
+
+    assert (record["score"], record["finish_reason"]) == (0.0, "length")
+
+
 async def test_curriculum_survives_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

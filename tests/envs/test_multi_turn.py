@@ -10,7 +10,7 @@ import pytest
 
 from atroposlib.envs.conversation import Reply, Turn, visible_text
 from atroposlib.envs.multi_turn import Limits, group_of_rollouts, play
-from atroposlib.envs.turn_policies import ChatPolicy
+from atroposlib.envs.turn_policies import REPLY_MARK, ChatPolicy
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
 from tests.envs.conversations import ScriptedConversation, play_on, text_of
@@ -76,6 +76,17 @@ async def test_template_that_rewrites_history_does_not_break_the_sequence(
     assert text_of(sequence.tokens[first.start : first.end]) == f"{reply}</s>"
     assert text_of(sequence.tokens[second.start : second.end]) == "two</s>"
     assert text_of(sequence.tokens[first.end : second.start]) == "\n[user]go on</s>\n[assistant]"
+
+
+async def test_reply_with_the_mark_of_a_reply_does_not_break_the_sequence() -> None:
+    said = f"{REPLY_MARK}one"
+    conversation = ScriptedConversation([Reply("on"), Reply("on"), Reply(is_done=True)])
+    async with ScriptedEngine([PROBED, said, "two", "three"]) as engine:
+        rollout = await play_on(engine, conversation)
+
+    [sequence] = rollout.sequences
+    turns = "".join(f"\n[user]on</s>\n[assistant]{text}</s>" for text in ("two", "three"))
+    assert text_of(sequence.tokens) == f"<s>[user]begin</s>\n[assistant]{said}</s>{turns}"
 
 
 async def test_new_history_starts_a_sequence_and_keeps_the_old_one() -> None:
