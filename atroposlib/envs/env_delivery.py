@@ -24,6 +24,7 @@ from atroposlib.errors import GroupError, TrajectoryApiError
 from atroposlib.scored_data import GROUP_FIELDS, ScoredDataGroup
 from atroposlib.type_definitions import Item
 from atroposlib.utils.long_decode import decode_long
+from atroposlib.utils.milestones import is_milestone
 from atroposlib.utils.plain_json import to_plain
 from atroposlib.utils.side_thread import SideThread
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 UNUSABLE = ("malformed", "wrong_size", "not_encodable")
 """Reasons that lie in the environment's code."""
 NUM_DROPS_TOLD = 10
+"""Drops for one reason that are told each; later ones ever more rarely."""
 DEFAULTED_FIELDS = (
     "ref_logprobs",
     "overrides",
@@ -151,14 +153,24 @@ class DeliveringEnv(ReportingEnv):
         return True
 
     def _num_unusable_groups(self) -> int:
-        """Return how many groups were dropped so far because they are none."""
+        """Return how many groups were dropped so far because nobody could use them."""
         return sum(self.drop_counts[reason] for reason in UNUSABLE)
+
+    def _is_unusable(self, collected: Any, *, before: int) -> bool:
+        """Whether of what a rollout gave every group was dropped as unusable.
+
+        Args:
+            collected: a group, or a list of groups and Nones; it has been handled.
+            before: `_num_unusable_groups` before that.
+        """
+        groups = collected if isinstance(collected, list) else [collected]
+        num_groups = sum(group is not None for group in groups)
+        return 0 < num_groups <= self._num_unusable_groups() - before
 
     def _drop_group(self, admission: Admission, *, num_groups: int = 1) -> None:
         self.drop_counts[str(admission.reason)] += num_groups
         count = self.drop_counts[str(admission.reason)]
-        # Reasons may repeat with every group: each is told at first, then ever more rarely.
-        is_told = count < NUM_DROPS_TOLD or count == 10 ** (len(str(count)) - 1)
+        is_told = count < NUM_DROPS_TOLD or is_milestone(count, added=num_groups)
         logger.log(
             logging.WARNING if is_told else logging.DEBUG,
             "group dropped (%s): %s%s",

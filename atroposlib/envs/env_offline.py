@@ -99,7 +99,7 @@ class OfflineEnv(ServingEnv):
             )
             await settle(self.wandb_log({}))
             self.curr_step += 1
-            if self._num_unusable_groups() == num_unusable:
+            if not self._is_unusable(collected, before=num_unusable):
                 self._report_processed_groups(collected, duration_s=time.monotonic() - started_at)
         if not self._processed_scores and self._num_unusable_groups():
             raise NoDataError(

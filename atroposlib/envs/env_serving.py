@@ -276,7 +276,7 @@ class ServingEnv(RegisteredEnv):
                 self.handle_send_to_api(scored, record["item"]), "sending a group"
             )
             # A rollout that nobody can use has failed too, and holds back the next.
-            is_unusable = self._num_unusable_groups() > num_unusable
+            is_unusable = self._is_unusable(scored, before=num_unusable)
             self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
             self.rollout_scheduler.request_refresh()
         await settle(self.cleanup())

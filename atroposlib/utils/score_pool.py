@@ -16,6 +16,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
+from atroposlib.utils.milestones import is_milestone
 from atroposlib.utils.score_backends import (
     ProcessBackend,
     RayBackend,
@@ -134,9 +135,8 @@ class ScorePool:
         if default is _Absent.DEFAULT:
             raise error
         count = self.counts["timeouts"] + self.counts["crashes"]
-        is_told = count == 10 ** (len(str(count)) - 1)
         name = getattr(function, "__qualname__", repr(function))
-        level = logging.WARNING if is_told else logging.DEBUG
+        level = logging.WARNING if is_milestone(count) else logging.DEBUG
         told = "scoring given up: %s: %s; it counts as %.80r (%d so far)"
         logger.log(level, told, name, error, default, count)
         return default

@@ -56,6 +56,8 @@ def read_answer(completion: str) -> str:
 def is_equal(answer: str, solution: str) -> bool:
     """Compare two answers as numbers where both are, else as text without LaTeX and spaces."""
     one, other = _normalized(answer), _normalized(solution)
+    if bool(NAMED.match(one)) != bool(NAMED.match(other)):  # `x=5` answers 5, but not `y=5`
+        one, other = NAMED.sub("", one), NAMED.sub("", other)
     if not one:
         return False
     if NUMBER.fullmatch(one) and NUMBER.fullmatch(other):
@@ -71,5 +73,5 @@ def _normalized(text: str) -> str:
     text = MIXED.sub(lambda m: f"{m[1]}{int(m[2]) * int(m[4]) + int(m[3])}/{m[4]}", text)
     text = FRACTION.sub(r"\1/\2", text)
     text = re.sub(r"[\\{}$,\s]", "", FORMATTING.sub("", text))
-    text = NAMED.sub("", BASE.sub(r"\1", text.lower().rstrip(".")))
+    text = BASE.sub(r"\1", text.lower().rstrip("."))
     return re.sub(r"^(-?)\.(?=[0-9])", r"\g<1>0.", text.removeprefix("+"))

@@ -81,7 +81,9 @@ def _is_probability(answer: str, entry: Mapping[str, Any]) -> bool:
     if rational:
         golds.append(f"{rational['numerator']}/{rational['denominator']}")
     try:
-        value = float(Fraction(answer.replace(",", "")))
+        # By floats: as a fraction, 1e999999999 would be written out.
+        above, _, below = answer.replace(",", "").partition("/")
+        value = float(above) / float(below or 1)
         return any(math.isclose(value, float(Fraction(gold)), rel_tol=TOLERANCE) for gold in golds)
     except (ValueError, ZeroDivisionError, OverflowError):
         return False

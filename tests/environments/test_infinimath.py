@@ -68,6 +68,8 @@ def test_reward_of_a_completion(completion: str, reward: float) -> None:
         ("\\dfrac{3}{4}", "0.75", True),
         ("x = 3", "x=3", True),
         ("x = 5", "5", True),
+        ("5", "x=5", True),
+        ("y = 5", "x = 5", False),
         ("1\\frac{1}{2}", "3/2", True),
         ("1\\frac{1}{2}", "11/2", False),
         ("-2 \\tfrac{1}{3}", "-7/3", True),

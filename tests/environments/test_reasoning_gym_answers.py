@@ -46,6 +46,7 @@ def test_extract_answer(completion: str, answer: str | None) -> None:
         ("puzzle24", "(8*3) + 0*1*1"),
         ("coin_flip", "0"),
         ("coin_flip", "0.0"),
+        ("coin_flip", "1e-999999999"),
         ("coin_flip", "\u0660"),
         ("complex_arithmetic", "nan"),
         ("complex_arithmetic", "nan + nani"),

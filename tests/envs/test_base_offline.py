@@ -147,6 +147,23 @@ async def test_process_reports_only_the_groups_that_were_kept(
     assert "group 2 of 2" not in caplog.text
 
 
+class HalfWrongEnv(SmallEnv):
+    async def collect_trajectories(self, item: Any) -> Any:
+        good = {"tokens": [[65, 66]] * 2, "masks": [[-100, 66]] * 2, "scores": [0.0, 1.0]}
+        return [good, None, {**good, "masks": [[-100]] * 2}], []
+
+
+async def test_process_with_a_malformed_group_beside_a_good_one_keeps_the_good_one(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    env = make_env(HalfWrongEnv, data_path_to_save_groups="groups.jsonl")
+
+    await process(env, groups=2)
+
+    assert env.drop_counts == {"malformed": 2}
+    assert len(records(tmp_path / "groups.jsonl")) == 2
+
+
 class EmptyEnv(SmallEnv):
     async def collect_trajectories(self, item: Any) -> Any:
         return None, []
