@@ -154,8 +154,7 @@ class OptionTexts:
     """
 
     def __init__(self, options: Sequence[str]) -> None:
-        longest = sorted(enumerate(options), key=lambda pair: -len(pair[1].strip()))
-        texts = [(i, option.strip()) for i, option in longest]
+        texts = [(i, option.strip()) for i, option in enumerate(options)]
         texts = [(i, text) for i, text in texts if len(text) > 1 or text.isdigit()]
         self._exact = [(i, re.compile(rf"{re.escape(text)}{TEXT_END}")) for i, text in texts]
         folded = [text.lower() for _, text in texts]
@@ -166,11 +165,20 @@ class OptionTexts:
         ]
 
     def match(self, answer: str, start: int) -> tuple[int, int] | None:
-        """Return which option stands at a place, and where it ends; in any case if need be."""
-        for i, text in [*self._exact, *self._any_case]:
-            if found := text.match(answer, start):
-                return i, found.end()
-        return None
+        """Return which option stands at a place, and where it ends.
+
+        The longest counts, in any case, and of equally long ones that in its own case.
+        """
+        found = [
+            (place.end(), is_exact, i)
+            for is_exact, texts in ((True, self._exact), (False, self._any_case))
+            for i, text in texts
+            if (place := text.match(answer, start))
+        ]
+        if not found:
+            return None
+        end, _, option = max(found)
+        return option, end
 
 
 def score_answer(completion: str, question: Question) -> float:

@@ -83,6 +83,8 @@ def test_option_named_by_an_answer(answer: str, named: str) -> None:
         (("AABB", "AaBb", "aabb", "Aabb"), "aabb", "C"),
         (("AABB", "AaBb", "aabb", "Aabb"), "aABB", ""),
         (("Gold", "Iron", "Tin", "Lead"), "iron", "B"),
+        (("Cats", "cats and dogs", "dogs", "no"), "Cats and dogs", "B"),
+        (("Cats", "cats and dogs", "dogs", "no"), "cats", "A"),
         (("5", "6", "7", "8"), "6", "B"),
         (("5", "6", "7", "8"), "B", "B"),
         (("5", "6", "7", "8"), "60", ""),
