@@ -5,13 +5,13 @@ ARGS ?=
 # Every process of the demo and of the tests imports the same large packages: let the first cache them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast lint format types docs clean
+.PHONY: help demo test test-fast test-clients first-hour lint format types docs clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo:  ## Watch a small model get better through every real part (ARGS="--seed 1" passes flags)
-	@.ci/install.sh all,dev
+	@.ci/install.sh examples,trainer
 	@$(BIN)/atropos-demo $(ARGS)
 
 test: lint types  ## Lint, types and every test, the end-to-end test with a real engine included
@@ -20,6 +20,14 @@ test: lint types  ## Lint, types and every test, the end-to-end test with a real
 test-fast:  ## The tests that start no engine
 	@.ci/install.sh all,dev
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-clients:  ## Third-party agents and trainers, each installed for itself (docs/clients.md)
+	@.ci/install.sh all,dev
+	$(BIN)/python -m pytest tests/clients --run-clients $(ARGS)
+
+first-hour:  ## Run every code block of README and docs in a fresh clone, as a newcomer would
+	@.ci/install.sh all,dev
+	$(BIN)/python -m tests.first_hour $(ARGS)
 
 lint:  ## Formatting, lint, spelling and secrets, as in pre-commit
 	@.ci/install.sh all,dev
@@ -41,6 +49,7 @@ docs:  ## Rewrite the generated pages
 	@.ci/install.sh all,dev
 	$(BIN)/python -m atroposlib.envs.config_docs > CONFIG.md
 	@$(BIN)/python -m environments.card_table
+	$(BIN)/python -m tests.clients.table > docs/clients.md
 
 clean:  ## Remove what the targets made
 	rm -rf .venv demo_runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,7 +15,9 @@ __all__ = [
     "InferenceError",
     "MissingExtraError",
     "NoDataError",
+    "NoTextCompletionsError",
     "NoTokenIdsError",
+    "PromptError",
     "RunStoreError",
     "TrajectoryApiError",
     "UnknownRewardError",
@@ -40,6 +42,10 @@ class NoTokenIdsError(ConfigError, NotImplementedError):
 
 class NoDataError(AtroposError, RuntimeError):
     """An environment keeps giving no data; the message says what its log says of it."""
+
+
+class PromptError(AtroposError, ValueError):
+    """A conversation cannot be written as a prompt that holds all of it; names the message."""
 
 
 class GroupError(AtroposError, ValueError):
@@ -74,6 +80,10 @@ class EngineSetupError(ConfigError, InferenceError):
     """An inference server is not as it is configured; names what was tried and the remedy."""
 
 
+class NoTextCompletionsError(EngineSetupError):
+    """An inference server answers chats only, so a bare prompt cannot be continued there."""
+
+
 class RunStoreError(AtroposError, OSError):
     """The store of a run cannot be reached or refuses to write; nothing was acknowledged."""
 
@@ -98,6 +108,9 @@ class MissingExtraError(AtroposError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 
     def __init__(self, package: str, *, extra: str) -> None:
-        super().__init__(f"{package} is not installed; run: pip install 'atroposlib[{extra}]'")
+        super().__init__(
+            f"{package} is not installed; run in a clone of the repository: "
+            f"pip install '.[{extra}]'"
+        )
         self.package = package
         self.extra = extra

@@ -28,10 +28,12 @@ __all__ = [
     "GROUP_FIELDS",
     "IGNORE_INDEX",
     "MASKED_LOGPROB",
+    "PLACEHOLDER_TOKENS",
     "GroupField",
     "ScoredDataGroup",
     "ScoredDataItem",
     "check_group",
+    "has_placeholder_tokens",
     "merge_items",
     "num_sequences",
 ]
@@ -41,6 +43,10 @@ IGNORE_INDEX = -100
 
 MASKED_LOGPROB = 1.0
 """Placeholder logprob of a token the policy did not sample; impossible as a real logprob."""
+
+
+PLACEHOLDER_TOKENS = tuple(range(128))
+"""Tokens of a session that ATROPOS_ALLOW_DUMMY_MANAGED_SERVER opened: they stand for nothing."""
 
 
 class ScoredDataGroup(TypedDict, total=False):
@@ -77,6 +83,12 @@ class ScoredDataGroup(TypedDict, total=False):
     """[G][L][K] teacher's logprobs of those ids."""
     env_id: int | None
     """Registration id of the sender; set when the group is sent."""
+    reward_parts: list[dict[str, float]] | None
+    """[G] named parts of each reward, before they are weighted and summed."""
+    finish_reasons: list[str | None] | None
+    """[G] the engine's finish reason of each trajectory's last completion, e.g. `length`."""
+    tokenized_from_text: bool | None
+    """Whether the tokens were made from the server's text; None means an engine reported them."""
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -95,6 +107,9 @@ class ScoredDataItem(TypedDict, total=False):
     images: Any
     distill_token_ids: list[list[int]] | None
     distill_logprobs: list[list[float]] | None
+    reward_parts: dict[str, float] | None
+    finish_reasons: str | None
+    tokenized_from_text: bool | None
 
 
 class GroupField(NamedTuple):
@@ -108,6 +123,8 @@ class GroupField(NamedTuple):
     required: bool = False
     aligned: bool = False
     """Whether the lengths must equal those of `tokens`."""
+    is_note: bool = False
+    """Whether the key is left out where the field is absent; the other absent fields are null."""
 
     @property
     def per_trajectory(self) -> bool:
@@ -130,13 +147,26 @@ GROUP_FIELDS: tuple[GroupField, ...] = (
     GroupField("env_id", "json", "*"),
     GroupField("distill_token_ids", "int", "GLK"),
     GroupField("distill_logprobs", "float", "GLK"),
+    GroupField("reward_parts", "json", "G*", is_note=True),
+    GroupField("finish_reasons", "json", "G*", is_note=True),
+    GroupField("tokenized_from_text", "json", "*", is_note=True),
 )
-"""The fourteen fields of a group on the wire, in wire order."""
+"""The fields of a group on the wire, in wire order: fourteen that every delivered group has, then
+the notes, which it has only where the sender wrote them."""
 
 
 def num_sequences(group: Mapping[str, Any]) -> int:
     """Return G, the number of trajectories in a group."""
     return len(group["tokens"])
+
+
+def has_placeholder_tokens(tokens: Sequence[int]) -> bool:
+    """Whether a trajectory holds the placeholders of ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.
+
+    Args:
+        tokens: [L] ids of one trajectory.
+    """
+    return len(tokens) == len(PLACEHOLDER_TOKENS) and tuple(tokens) == PLACEHOLDER_TOKENS
 
 
 def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, list[str]]:
@@ -165,9 +195,12 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
             missing = next(i for i, item in enumerate(items) if item.get(field.name) is None)
             raise GroupError(f"item {missing} of {len(items)} has no {field.name!r}")
         if not present:
-            group[field.name] = None
+            if not field.is_note:
+                group[field.name] = None
         elif field.name in ("group_overrides", "generation_params"):
             group[field.name] = {k: v for mapping in present for k, v in mapping.items()}
+        elif field.name == "tokenized_from_text":
+            group[field.name] = any(present)
         elif len(present) == len(items):
             group[field.name] = present
         else:

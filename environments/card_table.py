@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
 
 __all__ = ["card_table", "find_cards", "page_with_table"]
 

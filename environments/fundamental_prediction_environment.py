@@ -22,11 +22,14 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.single_turn import Trajectory
 from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
-from environments.shared.card import EnvironmentCard
-from environments.shared.deep_hermes import deep_hermes_settings
-from environments.shared.hub_items import HubItems, HubItemsConfig
-from environments.shared.rollout_columns import RolloutColumns
-from environments.shared.thinking import ThinkingEnv, answer_after_thinking
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
+from atroposlib.tasks.single_turn_parts import (
+    RolloutColumns,
+    ThinkingEnv,
+    answer_after_thinking,
+    deep_hermes_settings,
+)
 
 __all__ = [
     "FundamentalPredictionEnv",

@@ -28,11 +28,11 @@ from atroposlib.envs.single_turn import (
     completion_budget,
     sample_trajectories,
 )
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
 from atroposlib.utils.awaiting import all_results
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
-from environments.shared.card import EnvironmentCard
-from environments.shared.hub_items import HubItems, HubItemsConfig
 
 __all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer", "group_scores"]
 

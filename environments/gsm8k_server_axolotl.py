@@ -7,10 +7,19 @@ Problems, prompts and scores are those of `gsm8k_server.py`; the model and its s
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from atroposlib.envs.base import APIServerConfig
-from environments import gsm8k_server
-from environments.gsm8k_server import GSM8kEnvConfig
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.siblings import sibling_imports
+
+if TYPE_CHECKING or __package__:
+    from environments import gsm8k_server
+    from environments.gsm8k_server import GSM8kEnvConfig
+else:
+    with sibling_imports(__file__):
+        import gsm8k_server
+        from gsm8k_server import GSM8kEnvConfig
 
 __all__ = ["GSM8kEnv", "GSM8kEnvConfig"]
 

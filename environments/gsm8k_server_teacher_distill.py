@@ -11,7 +11,7 @@ the policy, and only `serve` asks it:
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -20,8 +20,14 @@ from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
     TeacherDistillationEnv,
 )
-from environments.gsm8k_server import MODEL, GSM8kEnv, GSM8kEnvConfig
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.siblings import sibling_imports
+
+if TYPE_CHECKING or __package__:
+    from environments.gsm8k_server import MODEL, GSM8kEnv, GSM8kEnvConfig
+else:
+    with sibling_imports(__file__):
+        from gsm8k_server import MODEL, GSM8kEnv, GSM8kEnvConfig
 
 __all__ = ["GSM8kTeacherDistillConfig", "GSM8kTeacherDistillEnv"]
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -26,25 +27,26 @@ from atroposlib.envs.single_turn import (
     completion_budget,
     sample_trajectories,
 )
-from atroposlib.utils.awaiting import all_results
-from atroposlib.utils.math_check import answer_text
-from environments.math_environment.config import MathConfig
-from environments.math_environment.items import KeptGroup, KeptGroups, MathItem
-from environments.math_environment.problems import MATH_SETS, MathProblem
-from environments.math_environment.prompts import (
-    judge_messages,
-    preference_messages,
-    retry_messages,
-    solve_messages,
-)
-from environments.math_environment.rules import (
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.math_problems import (
+    MATH_SETS,
+    KeptGroup,
+    KeptGroups,
+    MathConfig,
+    MathItem,
+    MathProblem,
+    SolvingEnv,
     boxed_word,
+    judge_messages,
     lead_of_first,
     least_similar_pair,
+    preference_messages,
+    retry_messages,
     score,
+    solve_messages,
 )
-from environments.math_environment.solving_env import SolvingEnv
-from environments.shared.card import EnvironmentCard
+from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.math_check import answer_text
 
 __all__ = ["MathEnv", "RSConfig"]
 
@@ -72,6 +74,9 @@ Messages = Sequence[Mapping[str, Any]]
 Rollout = tuple[ScoredDataGroup | None, list[MathItem]]
 
 
+SAMPLE = Path(__file__).with_name("data") / "math_sample"
+
+
 class RSConfig(MathConfig):
     """How often solutions are judged."""
 
@@ -89,6 +94,7 @@ class MathEnv(SolvingEnv):
 
     env_config_cls = RSConfig
     config: RSConfig
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
     eval_sets = MATH_SETS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -15,20 +15,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ScoredDataGroup
-from atroposlib.envs.single_turn import Trajectory, build_group
-from environments.math_environment.config import MathConfig
-from environments.math_environment.figures import subset_counts
-from environments.math_environment.items import MathItem
-from environments.math_environment.problems import ZERO_SETS, MathProblem
-from environments.math_environment.prompts import ZERO_STOPS, zero_prompt
-from environments.math_environment.rules import score, zero_answer, zero_reply
-from environments.math_environment.solving_env import SolvingEnv
-from environments.shared.card import EnvironmentCard
+from atroposlib.envs.single_turn import Trajectory, build_group, complete
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.math_problems import (
+    ZERO_SETS,
+    ZERO_STOPS,
+    MathConfig,
+    MathItem,
+    MathProblem,
+    SolvingEnv,
+    score,
+    subset_counts,
+    zero_answer,
+    zero_prompt,
+    zero_reply,
+)
 
 __all__ = ["MathEnv", "RSConfig", "curriculum_length"]
 
@@ -43,10 +50,13 @@ CARD = EnvironmentCard(
 )
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
-SAMPLING = {"temperature": 1.0, "top_p": 1.0}
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 THINK_START = "<think>"
 """End of the prompt; in the chats of groups it stands before the continuation."""
 RESERVED_TOKENS = 2
+
+
+SAMPLE = Path(__file__).with_name("data") / "math_sample"
 
 
 class RSConfig(MathConfig):
@@ -78,6 +88,7 @@ class MathEnv(SolvingEnv):
 
     env_config_cls = RSConfig
     config: RSConfig
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
     eval_sets = ZERO_SETS
 
     @classmethod
@@ -117,7 +128,7 @@ class MathEnv(SolvingEnv):
             return None, []
         self.figures.note("train/curr_token_length", budget)
         trajectories = await self._sample(prompt, budget)
-        replies = [trajectory.completion[len(THINK_START) :] for trajectory in trajectories]
+        replies = [t.completion.removeprefix(THINK_START) for t in trajectories]
         is_cut = [trajectory.is_truncated for trajectory in trajectories]
         correct = await self._are_correct(replies, is_cut, item.answer)
         if correct is None:
@@ -136,27 +147,29 @@ class MathEnv(SolvingEnv):
         """Wait for the likeliest continuation of a test problem."""
         prompt = zero_prompt(problem.question)
         limit = self.config.max_token_length - self._num_tokens(prompt) - RESERVED_TOKENS
-        reply = await self.server.completion(
-            prompt=prompt,
+        [reply] = await complete(
+            self.server,
+            prompt,
+            prefill=THINK_START,
             n=1,
             max_tokens=max(1, limit),
             temperature=0.0,
             stop=list(ZERO_STOPS),
             split="eval",
         )
-        [choice] = reply.choices
-        is_cut = choice.finish_reason == "length"
-        correct = await self._are_correct([choice.text], [is_cut], problem.answer)
+        is_cut = reply.finish_reason == "length"
+        said = reply.completion.removeprefix(THINK_START)
+        correct = await self._are_correct([said], [is_cut], problem.answer)
         is_correct = bool(correct and correct[0])
         return is_correct, {
             "messages": [
                 {"role": "user", "content": problem.question},
-                {"role": "assistant", "content": THINK_START + choice.text},
+                {"role": "assistant", "content": reply.completion},
             ],
             "gold_answer": problem.answer,
             "subset": problem.subset,
             "score": int(is_correct),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reply.finish_reason,
         }
 
     async def log_evaluation(
@@ -177,8 +190,10 @@ class MathEnv(SolvingEnv):
 
     async def _sample(self, prompt: str, budget: int) -> list[Trajectory]:
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            answer = await managed.completion(
-                prompt=prompt,
+            replies = await complete(
+                managed,
+                prompt,
+                prefill=THINK_START,
                 n=self.config.group_size,
                 max_tokens=budget,
                 stop=list(ZERO_STOPS),
@@ -187,13 +202,13 @@ class MathEnv(SolvingEnv):
             nodes = managed.get_state()["nodes"]
         return [
             Trajectory(
-                completion=THINK_START + choice.text,
-                finish_reason=choice.finish_reason or "stop",
+                completion=reply.completion,
+                finish_reason=reply.finish_reason,
                 tokens=node.tokens,
                 masks=node.masked_tokens,
                 inference_logprobs=node.logprobs,
             )
-            for choice, node in zip(answer.choices, nodes, strict=True)
+            for reply, node in zip(replies, nodes, strict=True)
         ]
 
     async def _are_correct(

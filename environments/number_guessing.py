@@ -29,7 +29,7 @@ from atroposlib.envs.multi_turn_env import (
     Reply,
     Turn,
 )
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
 
 __all__ = ["GuessingGame", "NumberGuessingEnv", "NumberGuessingEnvConfig"]
 

@@ -26,13 +26,12 @@ from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.single_turn import Trajectory, build_group, sample_trajectories
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import NoDataError
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.hub_items import HubItems, HubItemsConfig, hub_dataset
+from atroposlib.tasks.judge import Case, Votes, ask_judge, quoted_answers
+from atroposlib.tasks.single_turn_parts import deep_hermes_settings
 from atroposlib.utils.awaiting import all_results
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
-from environments.shared.card import EnvironmentCard
-from environments.shared.deep_hermes import deep_hermes_settings
-from environments.shared.hub import hub_dataset
-from environments.shared.hub_items import HubItems, HubItemsConfig
-from environments.shared.judge import Case, Votes, ask_judge, quoted_answers
 
 __all__ = ["Chat", "RLAIFConfig", "RLAIFEnv", "pair_scores", "read_chat"]
 

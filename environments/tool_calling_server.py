@@ -22,13 +22,11 @@ from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.single_turn import Trajectory
 from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
 from atroposlib.errors import ConfigError
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
+from atroposlib.tasks.single_turn_parts import DEEP_THINKING, PercentCorrect, RolloutColumns
+from atroposlib.tasks.tool_calls import calls_match, read_calls
 from atroposlib.utils.length_penalty import length_factor
-from environments.shared.card import EnvironmentCard
-from environments.shared.hub_items import HubItems, HubItemsConfig
-from environments.shared.percent_correct import PercentCorrect
-from environments.shared.rollout_columns import RolloutColumns
-from environments.shared.thinking import DEEP_THINKING
-from environments.shared.tool_calls import calls_match, read_calls
 
 __all__ = ["Request", "SingleToolCallingEnv", "SingleToolCallingEnvConfig", "request_of", "score"]
 

@@ -19,13 +19,15 @@ from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.multi_turn import Rollout
-from environments.shared.card import EnvironmentCard
-from environments.shared.tool_dialogue_config import ToolDialogueConfig, shortened_scores
-from environments.shared.tool_dialogue_env import (
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.tool_dialogues import (
     MODEL,
+    DialogueConversation,
+    ToolDialogueConfig,
     ToolDialogueEnv,
+    TurnCheck,
+    shortened_scores,
 )
-from environments.shared.tool_dialogues import DialogueConversation, TurnCheck
 
 __all__ = ["MultiTurnEnvConfig", "MultiTurnToolCallingEnv", "score", "score_refusal"]
 

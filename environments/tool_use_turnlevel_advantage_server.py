@@ -23,15 +23,18 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, Item, ScoredDataGroup
 from atroposlib.envs.multi_turn import Rollout
 from atroposlib.envs.turn_rewards import token_advantages
-from atroposlib.utils.local_records import read_splits
-from environments.shared.card import EnvironmentCard
-from environments.shared.tool_dialogue_config import ToolDialogueConfig, shortened_scores
-from environments.shared.tool_dialogue_env import (
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.tool_dialogues import (
     MODEL,
+    DialogueConversation,
+    Scenario,
+    ToolDialogueConfig,
     ToolDialogueEnv,
+    TurnCheck,
     conversation_of,
+    shortened_scores,
 )
-from environments.shared.tool_dialogues import DialogueConversation, Scenario, TurnCheck
+from atroposlib.utils.local_records import read_splits
 
 __all__ = [
     "BaseMTGRPOEnv",

@@ -20,7 +20,7 @@ from pydantic import Field
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Turn
 from atroposlib.envs.tool_conversation import ToolConversation
 from atroposlib.envs.tools import ToolResult
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
 
 __all__ = ["Problem", "SumConversation", "WordSumsEnv", "WordSumsEnvConfig"]
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from atroposlib.api.client import LeasedBatch, TrainerClient
 from atroposlib.errors import TrajectoryApiError
+from atroposlib.utils.secret_masking import without_secrets
 from example_trainer.config import TrainingConfig
 
 __all__ = [
@@ -30,6 +31,8 @@ _LONGEST_POLL_S = 1.0
 _LONGEST_RETRY_S = 10.0
 _SECONDS_BETWEEN_NOTES = 30.0
 _LET_GO = (404, 409)
+_ENVIRONMENT_CHECKPOINT_STEPS = 3
+"""Steps between checkpoints of the environments, which are small, where ours go by minutes."""
 
 Result = TypeVar("Result")
 
@@ -43,8 +46,11 @@ class BatchClient(Protocol):
     def batch(self, *, lease_s: float, wait_s: float) -> LeasedBatch | None:
         """Take the next batch, waiting so long for one; None when there is none yet."""
 
-    def ack(self, batch_id: str | None) -> None:
-        """Acknowledge a leased batch."""
+    def ack(self, batch_id: str | None, *, steps_done: int | None = None) -> None:
+        """Acknowledge a leased batch, of a trainer that has done so many steps."""
+
+    def status(self) -> dict[str, Any]:
+        """Return the step of the service, `current_step`, and what it tells besides."""
 
     def set_policy_version(self, version: int) -> bool:
         """Report which weights the engine serves; False when the service does not ask for it."""
@@ -62,13 +68,16 @@ def open_client(url: str) -> TrainerClient:
 
 def registration_of(config: TrainingConfig, *, starting_step: int = 0) -> dict[str, Any]:
     """Return the body of `POST /register` for a run that has done `starting_step` steps."""
+    interval = config.checkpoint_interval
+    if interval is None:
+        interval = _ENVIRONMENT_CHECKPOINT_STEPS
     return {
         "wandb_group": config.wandb_group or "",
         "wandb_project": config.wandb_project or "",
         "batch_size": config.sequences_per_step,
         "max_token_len": config.seq_len,
         "checkpoint_dir": config.save_path,
-        "save_checkpoint_interval": config.checkpoint_interval or config.training_steps,
+        "save_checkpoint_interval": interval or config.training_steps,
         "starting_step": starting_step,
         "num_steps": config.training_steps,
     }
@@ -101,6 +110,7 @@ class TrajectoryFeed:
         self._clock = clock
         self._policy_version: int | None = None
         self._is_policy_told = True
+        self._is_registered = False
 
     def connect(self) -> None:
         """Wait until the service answers, saying so.
@@ -113,14 +123,25 @@ class TrajectoryFeed:
         def note(waited_s: float) -> None:
             nonlocal next_note_s
             if waited_s >= next_note_s:
-                logger.info("waiting for the service at %s (run-api)", self._config.atropos_url)
+                logger.info(
+                    "waiting for the service at %s (run-api)",
+                    without_secrets(self._config.atropos_url),
+                )
                 next_note_s = waited_s + _SECONDS_BETWEEN_NOTES
 
         self._client.wait_until_up(self._config.service_timeout_s, on_wait=note)
 
     def register(self, step: int) -> None:
-        """Tell the service about this run, `step` optimiser steps into it."""
-        self._client.register(**registration_of(self._config, starting_step=step))
+        """Tell the service about this run, `step` optimiser steps into it.
+
+        Under `replace_run` the first call takes over a run with other settings; a service that
+        forgot this one later is not asked to, for it may serve somebody else by then.
+        """
+        body = registration_of(self._config, starting_step=step)
+        if self._config.replace_run and not self._is_registered:
+            body["replace"] = True
+        self._client.register(**body)
+        self._is_registered = True
 
     def report_policy(self, version: int) -> None:
         """Tell the service which weights the engine serves now; one that is away is told later.
@@ -168,30 +189,44 @@ class TrajectoryFeed:
             if batch is not None and batch.groups:
                 return batch
             if self._clock() >= next_note_s:
-                logger.info("step %d: no full batch yet; are environments running?", step + 1)
+                logger.info("step %d: no full batch yet; %s", step + 1, self._why_no_batch(step))
                 next_note_s = self._clock() + _SECONDS_BETWEEN_NOTES
             if self._clock() - asked_at < _LONG_POLL_S / 2:
                 self._sleep(poll_s)
                 poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
-    def acknowledge(self, batch_id: str | None) -> None:
-        """Tell the service that a batch is trained; may be repeated.
+    def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
+        """Tell the service that a batch is trained, or refused; may be repeated.
 
         A service that has let the batch go meanwhile is told nothing: that it is trained stands in
         the checkpoints, and a batch that comes twice is recognised.
 
         Args:
             batch_id: Its hand-out token; None, from a service without leases, is passed over.
+            steps_done: Optimizer steps done; a service that has counted as many counts no other.
 
         Raises:
             TrajectoryApiError: the service stayed away for `service_timeout_s`.
         """
         try:
-            self._outlasting(lambda: self._client.ack(batch_id))
+            self._outlasting(lambda: self._client.ack(batch_id, steps_done=steps_done))
         except TrajectoryApiError as error:
             if error.status not in _LET_GO:
                 raise
-            logger.warning("batch %s is trained, its lease was over: %s", batch_id, error)
+            logger.warning("batch %s is done, its lease was over: %s", batch_id, error)
+
+    def _why_no_batch(self, step: int) -> str:
+        """Say what to look at; older services count refused batches as steps."""
+        try:
+            service_step = int(self._client.status()["current_step"])
+        except TrajectoryApiError:
+            service_step = step
+        if service_step <= step:
+            return "are environments running?"
+        return (
+            f"the service counts {service_step} steps, this trainer has done {step}: environments "
+            "may have ended too early, start them again with --env.end_with_trainer false"
+        )
 
     def _take(self, step: int) -> LeasedBatch | None:
         """Ask once; outlast an outage."""
@@ -222,13 +257,13 @@ class TrajectoryFeed:
                     gone_since = now
                     logger.warning(
                         "the service at %s is away, trying again: %s",
-                        self._config.atropos_url,
+                        without_secrets(self._config.atropos_url),
                         error,
                     )
                 if now - gone_since >= self._config.service_timeout_s:
                     raise TrajectoryApiError(
-                        f"the service at {self._config.atropos_url} stayed away for "
-                        f"{self._config.service_timeout_s:g} s: {error}",
+                        f"the service at {without_secrets(self._config.atropos_url)} stayed away "
+                        f"for {self._config.service_timeout_s:g} s: {error}",
                         status=error.status,
                     ) from error
                 self._sleep(error.retry_after_s or retry_s)

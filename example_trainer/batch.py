@@ -5,12 +5,14 @@ groups [N] --rows--> rows [L] --microbatch--> micro-batches, padded or packed
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX
 from example_trainer.losses.distillation import PADDED_TEACHER_ID
 from example_trainer.losses.reductions import BatchTotals
@@ -59,6 +61,10 @@ class BatchSummary:
     padding_fraction: float
     unknown_fields: frozenset[str] = frozenset()
     """Fields of groups that nothing here reads."""
+    bad_groups: Mapping[int, str] = field(default_factory=dict)
+    """Why groups were left out, by their index in what was delivered."""
+    num_refused_before: int = 0
+    """Groups of batches that were refused whole since the step before."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Batch:
     totals: BatchTotals
     """Counts over the whole batch, the denominators of the loss."""
     summary: BatchSummary
+    needs_reference: bool = False
+    """Whether the trainer has to score the reference, for some of the rows."""
 
 
 def build_batch(
@@ -79,51 +87,87 @@ def build_batch(
     pad_multiple: int = PAD_MULTIPLE,
     packs: bool = False,
     max_tokens: int | None = None,
+    num_ranks: int = 1,
+    skips_bad_groups: bool = False,
 ) -> Batch:
     """Build the tensors of one optimiser step.
 
-    Padded micro-batches take sequences in order, the last may have fewer. Packed ones are as many,
-    or more where `max_tokens` asks for it, and each has about as many tokens as the others.
+    Padded micro-batches take sequences in order, the last may have fewer. Packed ones have about
+    the same number of tokens each. Without `max_tokens` their number follows from
+    `microbatch_size`; with it, it is the smallest that keeps that limit.
 
     Args:
         groups: [N] groups as the service delivers them.
         rules: How groups become rows.
-        microbatch_size: Sequences per forward pass; packed: on average.
+        microbatch_size: Sequences per forward pass where `max_tokens` is None; packed: on average.
         pad_multiple: The columns of padded rows are a multiple of this.
         packs: Whether the sequences of a forward pass share a row.
-        max_tokens: Tokens of a packed row at most, where no sequence is longer; None: no limit.
+        max_tokens: Maximum tokens of a forward pass, padding included, where no sequence is longer;
+            None: no limit.
+        num_ranks: Ranks that share the passes; with `max_tokens` each gets at least one.
+        skips_bad_groups: Leave out groups that cannot be trained; the summary says why.
 
     Raises:
-        GroupError: a group is malformed or cannot be honoured; the message names the path.
+        GroupError: a group is malformed or cannot be honoured, or each one is where those are left
+            out; the message names the path.
     """
-    rows_by_group = [
-        rows_from_group(group, rules, name=f"group {i}") for i, group in enumerate(groups)
-    ]
+    delivered, groups, rows_by_group = groups, [], []
+    bad_groups: dict[int, str] = {}
+    for i, group in enumerate(delivered):
+        try:
+            rows_by_group.append(rows_from_group(group, rules, name=f"group {i}"))
+            groups.append(group)
+        except GroupError as error:
+            bad_groups[i] = str(error)
+            if not skips_bad_groups or len(bad_groups) == len(delivered):
+                raise
     rows = [row for members in rows_by_group for row in members]
     if packs:
-        count = -(-len(rows) // microbatch_size)
-        microbatches = _packed(rows, num_microbatches=count, max_tokens=max_tokens)
+        bins = plan_microbatches(
+            [max(0, len(row.tokens) - 1) for row in rows],
+            num_microbatches=1 if max_tokens else -(-len(rows) // microbatch_size),
+            max_tokens=max_tokens,
+            multiple_of=num_ranks if max_tokens else 1,
+        )
+        microbatches = [make_packed_microbatch([rows[i] for i in indices]) for indices in bins]
     else:
+        ends = _padded_ends(
+            rows, microbatch_size, pad_multiple, max_tokens=max_tokens, num_ranks=num_ranks
+        )
         microbatches = [
-            make_microbatch(rows[start : start + microbatch_size], pad_multiple=pad_multiple)
-            for start in range(0, len(rows), microbatch_size)
+            make_microbatch(rows[start:end], pad_multiple=pad_multiple)
+            for start, end in itertools.pairwise([0, *ends])
         ]
     return Batch(
         microbatches=microbatches,
+        needs_reference=rules.scores_reference
+        and any(row.ref_logprobs is None and not row.is_sft for row in rows),
         totals=_count(rows),
-        summary=_summarise(groups, rows_by_group, microbatches),
+        summary=replace(_summarise(groups, rows_by_group, microbatches), bad_groups=bad_groups),
     )
 
 
-def _packed(
-    rows: Sequence[Row], *, num_microbatches: int, max_tokens: int | None
-) -> list[Microbatch]:
-    bins = plan_microbatches(
-        [max(0, len(row.tokens) - 1) for row in rows],
-        num_microbatches=num_microbatches,
-        max_tokens=max_tokens,
-    )
-    return [make_packed_microbatch([rows[i] for i in indices]) for indices in bins]
+def _padded_ends(
+    rows: Sequence[Row],
+    microbatch_size: int,
+    pad_multiple: int,
+    *,
+    max_tokens: int | None,
+    num_ranks: int,
+) -> list[int]:
+    """Return behind which row each padded micro-batch ends."""
+    if max_tokens is None:
+        return [*range(microbatch_size, len(rows), microbatch_size), len(rows)]
+    most_rows = max(1, len(rows) // num_ranks)
+    ends: list[int] = []
+    start = longest = 0
+    for i, row in enumerate(rows):
+        longest = max(longest, len(row.tokens))
+        cells = (i + 1 - start) * padded_length(longest, multiple=pad_multiple)
+        if i > start and (cells > max_tokens or i - start >= most_rows):
+            ends.append(i)
+            start, longest = i, len(row.tokens)
+    return [*ends, len(rows)]
 
 
 def _count(rows: Sequence[Row]) -> BatchTotals:

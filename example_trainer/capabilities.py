@@ -40,28 +40,33 @@ class Capabilities:
     """Whether several sequences may share a row."""
     whole_logits: bool
     """Whether its logits are more than its output layer on its hidden states."""
+    obstacle: str | None = None
+    """Why sequences are padded although packing was not switched off; None where they are not."""
 
 
-def probe(model: Any, *, packing: Literal["auto", "on", "off"]) -> Capabilities:
+def probe(
+    model: Any,
+    *,
+    packing: Literal["auto", "on", "off"],
+    autocast: contextlib.AbstractContextManager[Any] | None = None,
+) -> Capabilities:
     """Try the model on two short sequences.
 
     Args:
         model: A transformers causal language model; its mode and gradients are left as they are.
         packing: `on` insists, `off` does not even try.
+        autocast: What its forward passes will be made in: kernels that take bfloat16 only refuse
+            float32 weights outside of it. None: nothing.
 
     Raises:
         ConfigError: packing is `on` and the model mixes up or misplaces packed sequences.
     """
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model), torch.no_grad(), autocast or contextlib.nullcontext():
         obstacle = None if packing == "off" else _obstacle_to_packing(model)
         whole_logits = not _is_linear_head(model)
-    if obstacle is not None:
-        if packing == "on":
-            raise ConfigError(f"packing=on: {obstacle}; train this model with --packing off")
-        logger.info("sequences are padded, not packed: %s", obstacle)
-    if whole_logits:
-        logger.info("the model's logits are more than its output layer: they are computed whole")
-    return Capabilities(packing != "off" and obstacle is None, whole_logits)
+    if obstacle is not None and packing == "on":
+        raise ConfigError(f"packing=on: {obstacle}; train this model with --packing off")
+    return Capabilities(packing != "off" and obstacle is None, whole_logits, obstacle)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
 """Checkpoints: a model directory anything can load, plus what a killed run needs to go on.
 
-    step_<n>/ config.json, model.safetensors, tokenizer ...      loadable by transformers and vLLM
-              trainer_state.safetensors, trainer_state.json      optimiser, random state, step,
-                                                                 and which batches are trained
+    step_<n>/ config.json, model.safetensors, tokenizer ...    loadable by transformers and vLLM
+              trainer/ trainer_state.safetensors, .json        optimizer, random state, step,
+                                                               and which batches are trained
+
+The trainer's state has a folder of its own because engines load every `*.safetensors` file they
+find next to the weights. Earlier versions wrote it there: such checkpoints can be resumed from, and
+`move_training_state` brings them to the present layout.
 
 A directory appears complete or not at all: it is written beside its place and renamed.
 """
@@ -27,6 +31,7 @@ __all__ = [
     "load_feed_state",
     "load_step_metrics",
     "load_training_state",
+    "move_training_state",
     "random_states",
     "replace_directory",
     "save_checkpoint",
@@ -34,6 +39,7 @@ __all__ = [
     "write_file",
 ]
 
+_STATE_FOLDER = "trainer"
 _STATE = "trainer_state.json"
 _TENSORS = "trainer_state.safetensors"
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
@@ -141,14 +147,25 @@ def save_training_state(
 ) -> None:
     """Write all but the model, without pickling.
 
-    Optimiser, the random generators of Python, numpy and torch, the step and its metrics, what the
+    Optimizer, the random generators of Python, numpy and torch, the step and its metrics, what the
     feed wants to know again. The learning rate needs no state of its own: it is a function of the
     step.
+
+    Args:
+        directory: Of the checkpoint; the state goes into its folder `trainer`.
+        optimizer: Whose state is written.
+        step: Optimizer steps done.
+        feed_state: See `save_checkpoint`, as for the others.
+        optimizer_state: Of the whole model.
+        states_by_rank: Random states.
+        step_metrics: Of the last step.
     """
     import numpy as np
     import torch
     from safetensors.torch import save_file
 
+    folder = directory / _STATE_FOLDER
+    folder.mkdir(exist_ok=True)
     state = optimizer.state_dict() if optimizer_state is None else optimizer_state
     tensors: dict[str, Any] = {}
     for rank, states in enumerate(states_by_rank or [random_states()]):
@@ -160,7 +177,7 @@ def save_training_state(
                 tensors[f"state.{index}.{name}"] = value.detach().contiguous().cpu()
             else:
                 plain.setdefault(str(index), {})[name] = value
-    save_file(tensors, directory / _TENSORS)
+    save_file(tensors, folder / _TENSORS)
     record = {
         "step": step,
         "optimizer": type(optimizer).__name__,
@@ -171,7 +188,7 @@ def save_training_state(
         "feed": feed_state or {},
         "metrics": dict(step_metrics or {}),
     }
-    (directory / _STATE).write_text(json.dumps(record), encoding="utf-8")
+    (folder / _STATE).write_text(json.dumps(record), encoding="utf-8")
 
 
 def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> int:
@@ -194,13 +211,13 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
 
     from example_trainer.sharded_state import load_optimizer_state
 
-    record = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+    record = _read_record(directory)
     if record["optimizer"] != type(optimizer).__name__:
         raise ConfigError(
             f"{directory} was written by {record['optimizer']}, this run uses "
             f"{type(optimizer).__name__}; choose the same optimizer or start without --resume"
         )
-    tensors = load_file(directory / _TENSORS)
+    tensors = load_file(_state_file(directory, _TENSORS))
     slots: dict[int, dict[str, Any]] = {
         int(index): dict(values) for index, values in record["plain_state"].items()
     }
@@ -219,20 +236,56 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
     return int(record["step"])
 
 
+def move_training_state(checkpoint: Path) -> bool:
+    """Bring a checkpoint of the earlier layout to the present one; returns whether it was one.
+
+    Engines fail on the earlier layout. Each file is moved by renaming, and is found in either
+    place, so that the checkpoint can be resumed from at every moment.
+    """
+    # The record last: a checkpoint counts as resumable by it.
+    present = [name for name in (_TENSORS, _STATE) if (checkpoint / name).is_file()]
+    for name in present:
+        folder = checkpoint / _STATE_FOLDER
+        folder.mkdir(exist_ok=True)
+        (checkpoint / name).rename(folder / name)
+        _flush_to_disk(folder)
+    if present:
+        _flush_to_disk(checkpoint)
+    return bool(present)
+
+
+def _state_file(checkpoint: Path, name: str) -> Path:
+    """Return where a file of the trainer's state is, in the present layout or the earlier one."""
+    path = checkpoint / _STATE_FOLDER / name
+    return path if path.is_file() else checkpoint / name
+
+
+def _read_record(checkpoint: Path) -> dict[str, Any]:
+    path = _state_file(checkpoint, _STATE)
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the trainer's state in {path} cannot be read: {error}; delete {checkpoint} to resume "
+            "from the checkpoint before it"
+        ) from error
+    return record
+
+
 def _state_name(generator: str, rank: int) -> str:
     return f"rng.{generator}.{rank}" if rank else f"rng.{generator}"
 
 
 def load_feed_state(directory: Path) -> dict[str, Any]:
     """Return the `feed_state` a checkpoint was saved with, empty without one."""
-    record = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+    record = _read_record(directory)
     state: dict[str, Any] = record.get("feed", {})
     return state
 
 
 def load_step_metrics(directory: Path) -> dict[str, float]:
     """Return the metrics of a checkpoint's last step, empty where it has none."""
-    record = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+    record = _read_record(directory)
     metrics: dict[str, float] = record.get("metrics", {})
     return metrics
 
@@ -252,8 +305,9 @@ def find_latest_checkpoint(*places: str | Path, run_id: str | None = None) -> Pa
 
 def drop_old_checkpoints(save_path: str | Path, *, keep: int, run_id: str | None = None) -> None:
     """Delete all but the newest `keep` resumable checkpoints of a run."""
-    for leftover in Path(save_path).glob(".step_*.old"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for pattern in (".step_*.old", ".step_*.new"):  # what a killed save left
+        for leftover in Path(save_path).glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
     checkpoints = _resumable_checkpoints(save_path, run_id)
     for step in sorted(checkpoints)[:-keep]:
         _drop(checkpoints[step])
@@ -279,7 +333,7 @@ def _resumable_checkpoints(save_path: str | Path, run_id: str | None) -> dict[in
     root = Path(save_path)
     for path in root.iterdir() if root.is_dir() else ():
         match = _STEP_DIRECTORY.fullmatch(path.name)
-        if not match or not (path / _STATE).is_file():
+        if not match or not _state_file(path, _STATE).is_file():
             continue
         if run_id is None or load_feed_state(path).get("run_id", run_id) == run_id:
             steps[int(match.group(1))] = path

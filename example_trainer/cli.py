@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from atroposlib.utils.command_parser import CommandParser
 from example_trainer import config as fields
 from example_trainer.config import TrainingConfig, default_device
 
@@ -47,37 +46,17 @@ _DEST_BY_FIELD = {"vllm_gpu_memory_utilization": "gpu_memory_utilization"}
 _FIELDS_WITHOUT_FLAG = {"single_copy"}
 
 
-class TrainerParser(argparse.ArgumentParser):
-    """A parser whose complaint about an unknown flag names the nearest known one."""
+OFTEN_NEEDED = (
+    *("training_steps", "lr", "batch_size", "gradient_accumulation_steps", "seq_len", "seed"),
+    *("algorithm", "kl_coef", "weight_bridge_mode", "vllm_port", "gpu_memory_utilization"),
+    *("atropos_url", "save_path", "checkpoint_interval", "resume", "use_wandb", "wandb_project"),
+    *("device", "train_dtype", "microbatch_tokens", "lora_r", "quiet"),
+)
+"""Fields that `--help` shows, where a parser has them; `--help all` shows every flag."""
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        """Parse like argparse; on an unknown flag suggest the near name and exit with 2."""
-        given = list(sys.argv[1:] if args is None else args)
-        # Before argparse looks: a mistyped required flag should not be reported as missing.
-        unknown = [argument for argument in given if self._is_unknown_flag(argument)]
-        if unknown:
-            self.error("; ".join(self._explain(argument) for argument in unknown))
-        parsed, rest = self.parse_known_args(given, namespace)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return parsed
 
-    def error(self, message: str) -> NoReturn:
-        """Print one line instead of the whole usage, exit with 2."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    def _is_unknown_flag(self, argument: str) -> bool:
-        flag = argument.split("=", 1)[0]
-        is_flag = flag.startswith("--") and len(flag) > 2 and " " not in flag
-        return is_flag and flag not in self._option_string_actions
-
-    def _explain(self, argument: str) -> str:
-        flag = argument.split("=", 1)[0]
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        hint = f", did you mean {near[0]}?" if near else ""
-        return f"unrecognized argument {argument}{hint}"
+class TrainerParser(CommandParser):
+    """The parser of the trainer's commands."""
 
 
 def parse_layer_indices(text: str) -> list[int] | None:
@@ -205,6 +184,7 @@ def create_base_parser(description: str) -> TrainerParser:
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
+        often=OFTEN_NEEDED,
     )
 
 

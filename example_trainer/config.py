@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from atroposlib.errors import ConfigError
+from atroposlib.utils.model_paths import missing_folder
 from example_trainer.engine_fields import LoraFields, ModeFields, VllmFields
 from example_trainer.loss_fields import ExtraLossFields, GrpoFields
 
@@ -25,9 +27,12 @@ __all__ = [
     "TrainingConfig",
     "VllmFields",
     "default_device",
+    "require_model_folder",
+    "require_reference",
+    "unloadable",
 ]
 
-BUILT_MODES = ("none", "in_place", "lora_only", "lora_restart", "off")
+BUILT_MODES = ("auto", "none", "in_place", "lora_only", "lora_restart", "off")
 """Weight bridge modes this version has; the others of the contract refuse at start."""
 
 
@@ -48,19 +53,28 @@ class ModelFields(BaseModel):
     )
     train_dtype: Literal["auto", "bfloat16", "float32", "mixed"] = Field(
         default="auto",
-        description="Element type of the trained weights; auto: bfloat16 on CUDA, float32 on CPU. "
-        "mixed keeps float32 weights for the optimiser and runs the model in bfloat16, as "
-        "float32 on CUDA does too.",
+        description="Element type of the trained weights; auto: mixed on CUDA, float32 on CPU. "
+        "mixed keeps float32 weights and optimizer states and runs the model in bfloat16, as "
+        "float32 on CUDA does too. bfloat16 takes half the memory; AdamW then rounds "
+        "stochastically, which keeps small updates on average and adds noise.",
     )
 
 
 class TrainingFields(BaseModel):
     """How long, how large and with which optimiser."""
 
-    lr: float = Field(default=1e-5, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    lr: float = Field(
+        default=1e-5,
+        gt=0,
+        allow_inf_nan=False,
+        description="Peak learning rate. The default is that of earlier versions; atropos-train "
+        "takes 1e-6, which is usual where all weights of a model are trained for long.",
+    )
     training_steps: int = Field(default=10, ge=1, description="Optimiser steps of the whole run.")
     batch_size: int = Field(
-        default=2, ge=1, description="Sequences per forward pass (micro-batch)."
+        default=2,
+        ge=1,
+        description="Sequences per forward pass (micro-batch), unless microbatch_tokens is given.",
     )
     seq_len: int = Field(
         default=2048, ge=2, description="Longest trained sequence in tokens; cut there."
@@ -68,7 +82,7 @@ class TrainingFields(BaseModel):
     gradient_accumulation_steps: int = Field(
         default=32,
         ge=1,
-        description="Micro-batches per optimiser step; times batch_size is the batch.",
+        description="Times batch_size: the sequences of an optimiser step.",
     )
     pad_multiple: int = Field(
         default=64,
@@ -78,15 +92,16 @@ class TrainingFields(BaseModel):
     )
     packing: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Let sequences share a row instead of padding each: as many forward passes, "
-        "each with as many tokens as the others. auto: where a trial on the model shows that "
+        description="Let sequences share a row instead of padding each; forward passes get about "
+        "the same number of tokens each. auto: where a trial on the model shows that "
         "packed sequences do not see each other; on: insist on it.",
     )
     microbatch_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of a packed forward pass at most, unless one sequence is longer; more "
-        "passes are made for it. none: as many passes as batch_size gives.",
+        description="Maximum tokens of a forward pass, padding included, unless one sequence is "
+        "longer. It alone decides the number of passes; a step still has batch_size x "
+        "gradient_accumulation_steps sequences. none: batch_size sequences per pass.",
     )
     logprob_chunk_tokens: int | None = Field(
         default=None,
@@ -95,9 +110,21 @@ class TrainingFields(BaseModel):
         "memory.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear learning-rate warm-up.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="Learning rate after the warm-up: constant, or falling from lr to min_lr over "
+        "the steps of the run, along a line or half a cosine.",
+    )
+    min_lr: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Learning rate that lr_schedule falls to.",
+    )
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
         default="adamw_8bit",
-        description="adamw_8bit falls back to adamw where bitsandbytes is missing.",
+        description="adamw_8bit falls back to adamw where bitsandbytes or a GPU is missing, and "
+        "with sharded weights; adamw is fused on CUDA.",
     )
     adafactor_scale_parameter: bool = Field(
         default=False, description="Adafactor's scale_parameter."
@@ -116,13 +143,23 @@ class TrainingFields(BaseModel):
     save_path: str = Field(
         default="trained_model_checkpoints", description="Directory of checkpoints."
     )
-    checkpoint_interval: int = Field(
-        default=3, ge=0, description="Steps between resumable checkpoints; 0: only the final model."
+    checkpoint_interval: int | None = Field(
+        default=None,
+        ge=0,
+        description="Steps between resumable checkpoints; 0: only the final model; none: one every "
+        "checkpoint_minutes.",
+    )
+    checkpoint_minutes: float = Field(
+        default=20.0,
+        gt=0,
+        le=10080,
+        description="Minutes between resumable checkpoints; not used with checkpoint_interval.",
     )
     keep_checkpoints: int | None = Field(
-        default=None,
+        default=2,
         ge=1,
-        description="Resumable checkpoints of this run to keep, the newest; none: all.",
+        description="Resumable checkpoints of this run to keep, the newest, and as many of the "
+        "adapters a LoRA mode publishes; none: all. While one is written there is one more.",
     )
     resume: bool = Field(
         default=False,
@@ -139,6 +176,11 @@ class AtroposFields(BaseModel):
         default=600.0,
         gt=0,
         description="Seconds to wait for an unreachable service before giving up.",
+    )
+    replace_run: bool = Field(
+        default=False,
+        description="Take over a run of the service whose settings differ, such as its batch size; "
+        "its queued groups stay. Without it the service refuses (409).",
     )
     lease_s: float = Field(
         default=600.0,
@@ -222,6 +264,42 @@ class TrainingConfig(
         return self.world_size > 1 and self.parallel_mode == "fsdp"
 
     @property
+    def resolved_train_dtype(self) -> Literal["bfloat16", "float32", "mixed"]:
+        """`train_dtype` with nothing left to `auto`."""
+        if self.train_dtype == "auto":
+            return "mixed" if self.device.startswith("cuda") else "float32"
+        return self.train_dtype
+
+    @property
+    def loaded_dtype(self) -> Literal["bfloat16", "float32"]:
+        """Element type of the weights as they are loaded.
+
+        Under LoRA on CUDA the frozen weights of mixed precision are bfloat16: the optimizer never
+        touches them. The adapters are float32; sharded, they must have the type of the others.
+        """
+        dtype = self.resolved_train_dtype
+        if dtype != "mixed":
+            return dtype
+        freezes = self.uses_lora and not self.is_sharded and self.device.startswith("cuda")
+        return "bfloat16" if freezes else "float32"
+
+    @property
+    def reference_source(self) -> Literal["none", "groups", "model", "base"]:
+        """Where the KL penalty's reference logprobs come from when groups carry none."""
+        if not self.kl_coef:
+            return "none"
+        if self.reference_model not in (None, "groups"):
+            return "model"
+        return "base" if self.uses_lora and self.reference_model is None else "groups"
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forward passes run in bfloat16 whatever the weights are."""
+        on_gpu = self.device.startswith("cuda")
+        dtype = self.resolved_train_dtype
+        return dtype == "mixed" or (on_gpu and dtype == "float32")
+
+    @property
     def uses_lora(self) -> bool:
         """Whether adapters are trained instead of the model's own weights."""
         return self.weight_bridge_mode in ("lora_only", "lora_restart")
@@ -276,10 +354,12 @@ class TrainingConfig(
             raise ValueError(
                 "policy_coef, kl_coef, sft_coef and distill_coef are all 0: nothing is trained"
             )
-        if self.engine_urls and self.weight_bridge_mode not in ("in_place", "off"):
+        if self.engine_urls and self.weight_bridge_mode not in ("auto", "in_place", "off"):
             raise ValueError("engine_urls are updated by weight_bridge_mode=in_place alone")
-        if self.engine == "sglang" and self.weight_bridge_mode not in ("in_place", "off"):
+        if self.engine == "sglang" and self.weight_bridge_mode not in ("auto", "in_place", "off"):
             raise ValueError("engine=sglang is updated by weight_bridge_mode=in_place alone")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr:g} must not be above lr={self.lr:g}")
         if self.is_sharded and self.optimizer == "adafactor":
             raise ValueError("adafactor cannot be sharded: use adamw, or parallel_mode=data")
         limit = self.overlong_max_tokens
@@ -291,3 +371,49 @@ class TrainingConfig(
                 f"overlong_max_tokens={limit}"
             )
         return self
+
+
+def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigError:
+    """Return the error of a model that cannot be loaded, in one line.
+
+    Args:
+        name: of the model.
+        error: What loading it raised; libraries write paragraphs, the first line says most.
+        part: What cannot be loaded.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = lines[0].rstrip(" .:").removesuffix(" from one of")
+    return ConfigError(
+        f"{part} {name!r} cannot be loaded: {reason}; --model takes the folder of "
+        "a model with its tokenizer, or its name on the Hugging Face hub"
+    )
+
+
+def require_model_folder(name: str) -> None:
+    """Refuse a path where there is no folder, before anything is imported that takes its time.
+
+    Args:
+        name: of a model; names on the hub are left to whoever loads it.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    reason = missing_folder(name)
+    if reason is not None:
+        raise unloadable(name, ConfigError(reason))
+
+
+def require_reference(config: TrainingConfig) -> None:
+    """Refuse a KL penalty without anything to compare with, and a reference without a penalty.
+
+    Raises:
+        ConfigError: names what to set.
+    """
+    if config.kl_coef and config.reference_model is None and not config.uses_lora:
+        raise ConfigError(
+            f"kl_coef={config.kl_coef:g} needs a reference: --reference-model NAME_OR_PATH, for "
+            f"example {config.model_name}, or --reference-model groups where environments send "
+            "ref_logprobs"
+        )
+    if config.reference_model is not None and not config.kl_coef:
+        raise ConfigError("reference_model has no use without a KL penalty: set --kl-coef")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import ValidationError
 
 from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
+from atroposlib.utils.command_parser import exit_code_of
 from example_trainer.cli import describe_errors
-from example_trainer.config import TrainingConfig
+from example_trainer.config import TrainingConfig, require_model_folder, require_reference
 from example_trainer.extras import require_extra
 from example_trainer.weight_sync import require_built_mode
 
@@ -30,17 +31,19 @@ logger = logging.getLogger("example_trainer")
 def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], TrainingConfig]) -> None:
     """Make the config and train.
 
-    Exits with 2 when the settings are wrong, with 1 and the cause when training fails or torch is
-    missing, with 128 + n after signal n. SIGINT and SIGTERM unwind the run, so every child ends
-    first.
+    Exits with 2 when the settings can never work or torch is missing, with 1 and the cause when
+    training fails, with 128 + n after signal n. SIGINT and SIGTERM unwind the run, so every child
+    ends first.
     """
     try:
         with require_extra("trainer"):
             config = make_config()
             import torch  # noqa: F401 - told here when missing, not in the middle of the start
         require_built_mode(config)
+        require_reference(config)
+        require_model_folder(config.model_name)
     except MissingExtraError as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
+        parser.exit(2, f"{parser.prog}: {error}\n")
     except ValidationError as error:
         parser.error(describe_errors(error))
     except ConfigError as error:
@@ -66,7 +69,7 @@ def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], Training
         sys.exit(128 + signal.SIGINT)
     except AtroposError as error:
         logger.error("%s", error)
-        sys.exit(1)
+        sys.exit(exit_code_of(error))
     except Exception:
         logger.exception("training failed")
         sys.exit(1)

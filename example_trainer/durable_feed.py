@@ -67,9 +67,9 @@ class DurableFeed:
         self._marks = [BatchMark(*mark) for mark in (state or {}).get("trained", ())]
         self._batch_id: str | None = (state or {}).get("batch_id")
 
-    def settle(self) -> None:
-        """Acknowledge what the checkpoint holds; it may have been killed before it could."""
-        self._feed.acknowledge(self._batch_id)
+    def settle(self, steps_done: int) -> None:
+        """Acknowledge what the checkpoint of so many steps holds, in case it was killed before."""
+        self._feed.acknowledge(self._batch_id, steps_done=steps_done)
 
     def next_batch(self, step: int) -> LeasedBatch:
         """Return the batch of the optimiser step that follows `step` finished ones.
@@ -94,19 +94,22 @@ class DurableFeed:
             if BatchMark.of(batch) not in self._marks:
                 return batch
             logger.warning("batch %s was trained before; passing over it", batch.batch_id)
-            self._feed.acknowledge(batch.batch_id)
+            self._feed.acknowledge(batch.batch_id, steps_done=step)
 
     def refuse(self, step: int, batch_id: str | None) -> None:
-        """Set the batch of the step after `step` aside: it cannot be trained as things are set."""
+        """Set the batch of the step after `step` aside: it cannot be trained as things are set.
+
+        The service is told that it makes no step: environments stay until the last one is done.
+        """
         path = self._journal.set_aside(step + 1)
-        self._feed.acknowledge(batch_id)
+        self._feed.acknowledge(batch_id, steps_done=step)
         logger.error(
             "batch %s is refused and kept as %s; --resume goes on without it", batch_id, path
         )
 
-    def acknowledge(self, batch_id: str | None) -> None:
+    def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
         """Tell the service that a batch is trained, and its weights published."""
-        self._feed.acknowledge(batch_id)
+        self._feed.acknowledge(batch_id, steps_done=steps_done)
 
     def report_policy(self, version: int) -> None:
         """Tell the service which weights the engine serves now."""

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 
 from atroposlib.errors import InferenceError
+from atroposlib.utils.inert_text import inert_block
+from atroposlib.utils.secret_masking import hide_secrets_of_requests, without_secrets
 
 __all__ = ["EngineConnection"]
 
@@ -24,7 +26,13 @@ class EngineConnection:
     def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
         self.base_url = base_url
         # The engine is a neighbour: proxy settings of the environment do not concern it.
+        hide_secrets_of_requests()
         self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
+
+    @property
+    def shown_url(self) -> str:
+        """The address for messages, without user and password."""
+        return without_secrets(self.base_url)
 
     def close(self) -> None:
         """Close the connection; the engine runs on."""
@@ -44,7 +52,7 @@ class EngineConnection:
         try:
             return self._http.request(method, path, **options)
         except httpx.HTTPError as error:
-            raise InferenceError(f"{method} {self.base_url}{path} failed: {error!r}") from error
+            raise InferenceError(f"{method} {self.shown_url}{path} failed: {error!r}") from error
 
     def post(self, path: str, **options: Any) -> httpx.Response:
         """Return the answer to a POST; arguments as for `send`.
@@ -55,7 +63,7 @@ class EngineConnection:
         answer = self.send("POST", path, **options)
         if answer.status_code != 200:
             raise InferenceError(
-                f"POST {self.base_url}{path} answered {answer.status_code}: "
-                f"{answer.text[:_MAX_QUOTED_CHARS]}"
+                f"POST {self.shown_url}{path} answered {answer.status_code}: "
+                f"{inert_block(answer.text[:_MAX_QUOTED_CHARS])}"
             )
         return answer

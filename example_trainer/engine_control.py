@@ -10,9 +10,13 @@ from typing import Any
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.engine_connection import EngineConnection
 
-__all__ = ["EngineControl"]
+__all__ = ["EngineControl", "NoInPlaceUpdatesError"]
 
 logger = logging.getLogger(__name__)
+
+
+class NoInPlaceUpdatesError(ConfigError):
+    """The engine cannot reload its weights while it runs."""
 
 
 class EngineControl:
@@ -34,15 +38,16 @@ class EngineControl:
         """Check that the engine can reload its weights while it runs.
 
         Raises:
-            ConfigError: it does not offer that; names what to do.
+            NoInPlaceUpdatesError: it does not offer that; names what to do.
         """
         # Without a method the route refuses with 400 and changes nothing; 404 means no route.
         status = self._engine.send("POST", "/collective_rpc", json={}).status_code
         if status != 400:
-            raise ConfigError(
-                f"the engine at {self._engine.base_url} offers no in-place weight updates (POST "
+            raise NoInPlaceUpdatesError(
+                f"the engine at {self._engine.shown_url} offers no in-place weight updates (POST "
                 f"/collective_rpc answered {status}); start vLLM with VLLM_SERVER_DEV_MODE=1 in "
-                "its environment, or use --weight-bridge-mode none to restart it instead"
+                "its environment, or stop it and let the trainer launch its own "
+                "(--weight-bridge-mode auto, or none to restart it for each update)"
             )
 
     def returns_processed_logprobs(self) -> bool:
@@ -104,7 +109,7 @@ class EngineControl:
         reset = self._engine.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if reset.content and reset.json().get("success") is False:
             raise InferenceError(
-                f"the engine at {self._engine.base_url} kept its prefix cache after the weights "
+                f"the engine at {self._engine.shown_url} kept its prefix cache after the weights "
                 "changed; use --sync-pause-mode wait"
             )
 
@@ -113,6 +118,6 @@ class EngineControl:
             self._engine.post("/resume")
         except InferenceError:
             logger.exception(
-                "the engine may still be paused: POST %s/resume", self._engine.base_url
+                "the engine may still be paused: POST %s/resume", self._engine.shown_url
             )
             raise

@@ -63,10 +63,11 @@ class ModeFields(BaseModel):
     """How new weights reach the engine."""
 
     weight_bridge_mode: Literal[
-        "shared_vllm", "lora_only", "lora_restart", "none", "in_place", "off"
+        "auto", "shared_vllm", "lora_only", "lora_restart", "none", "in_place", "off"
     ] = Field(
-        default="none",
-        description="none: restart an engine the trainer owns; in_place: the engine reloads "
+        default="auto",
+        description="auto: in_place where the engine can do it, else none; the log says which. "
+        "none: restart an engine the trainer owns; in_place: the engine reloads "
         "weights while it runs (the engine at vllm_port, else one is launched); lora_only: LoRA "
         "adapters are swapped in the running engine at vllm_port; lora_restart: an engine the "
         "trainer owns restarts on them; off: no engine, for groups that are there already.",
@@ -84,7 +85,7 @@ class LoraFields(BaseModel):
 
     lora_r: int = Field(default=16, ge=1, description="Rank.")
     lora_alpha: int = Field(default=32, ge=1, description="Scale.")
-    lora_dropout: float = Field(default=0.05, ge=0, lt=1, description="Dropout on adapter inputs.")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on adapter inputs.")
     lora_target_modules: list[str] | None = Field(
         default=None, description="Module names that get adapters; none: q_proj and v_proj."
     )

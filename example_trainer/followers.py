@@ -25,7 +25,7 @@ class FollowerFeed:
     def refuse(self, step: int, batch_id: str | None) -> None:
         """Rank 0 does that."""
 
-    def acknowledge(self, batch_id: str | None) -> None:
+    def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
         """Rank 0 does that."""
 
     def report_policy(self, version: int) -> None:
@@ -51,8 +51,8 @@ class FollowerSync:
     """
 
     def __init__(self, leader: WeightSync) -> None:
+        self.mode = leader.mode
         self.publishes_final = leader.publishes_final
-        self.needs_checkpoint = leader.needs_checkpoint
 
     def check_before_load(self) -> None:
         """Rank 0 does that."""

@@ -16,10 +16,10 @@ class GroupFeed(Protocol):
         """Wait for the batch of the optimiser step that follows `step` finished ones."""
 
     def refuse(self, step: int, batch_id: str | None) -> None:
-        """Take that batch back: it cannot be honoured."""
+        """Take that batch back: it cannot be honoured, and is no step."""
 
-    def acknowledge(self, batch_id: str | None) -> None:
-        """Tell whoever sent the batch that it is trained."""
+    def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
+        """Tell whoever sent the batch that it is trained, as the last of `steps_done` steps."""
 
     def report_policy(self, version: int) -> None:
         """Take note that the engine serves the weights of so many optimiser steps."""

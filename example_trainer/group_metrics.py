@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from example_trainer.row_fields import reaches_max_tokens
+from example_trainer.row_fields import is_cut_by_engine
 
 __all__ = ["group_metrics"]
 
@@ -17,7 +17,8 @@ def group_metrics(
 
     `train/staleness_mean` and `train/staleness_max` are optimiser steps between the weights that
     sampled a group and those that are trained; left out where no group tells its
-    `policy_version`. `train/staleness_unknown_fraction` is the share of trajectories that do not.
+    `policy_version`, or only one that this trainer has not reached.
+    `train/staleness_unknown_fraction` is the share of those trajectories.
     `train/truncation_rate` is the share that the engine's limit or `seq_len` cut.
 
     Args:
@@ -30,12 +31,12 @@ def group_metrics(
     ages = [
         (step - version, size)
         for version, size in zip(versions, sizes, strict=True)
-        if version is not None
+        if version is not None and version <= step
     ]
     known = sum(size for _, size in ages)
     total = max(1, sum(sizes))
     num_cut = sum(
-        len(tokens) > seq_len or reaches_max_tokens(group, i)
+        len(tokens) > seq_len or is_cut_by_engine(group, i)
         for group in groups
         for i, tokens in enumerate(group["tokens"])
     )

@@ -49,7 +49,7 @@ def first_example() -> TrainingConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the flags say; exits 0 when done, 2 on wrong flags, 1 on failure."""
+    """Train as the flags say; exits 0 when done, 2 on wrong settings, 1 on failure."""
     parser = create_full_parser()
 
     def make_config() -> TrainingConfig:

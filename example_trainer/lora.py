@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError, MissingExtraError
 from example_trainer.config import TrainingConfig
 
-__all__ = ["add_adapters", "engine_rank", "is_adapter"]
+__all__ = ["add_adapters", "engine_rank", "is_adapter", "without_adapters"]
 
 _TARGET_MODULES = ["q_proj", "v_proj"]
 _ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -74,7 +76,40 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
             model.add_adapter(settings)
         except ValueError as error:
             raise ConfigError(f"lora_target_modules: {error}") from error
+    _require_plain_output_layer(model)
     if not config.is_sharded:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+
+def _require_plain_output_layer(model: Any) -> None:
+    """Refuse adapters on the output layer, whose weights alone the loss would read.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise ConfigError(
+            "lora_target_modules: adapters on the output layer (lm_head) are not supported, its "
+            "logprobs are computed from its weights alone; name layers inside the blocks, such as "
+            "q_proj v_proj"
+        )
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Let a model answer as without its adapters, which stay trainable."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    # The public switch also turns gradients off and on, which sharded weights do not take.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -89,7 +89,9 @@ def make_loss(config: TrainingConfig) -> TrainingLoss:
         reduction=choice.reduction,
         horizon=config.loss_horizon or config.seq_len,
         policy_coef=config.policy_coef,
-        kl=KlPenalty(config.kl_coef, config.kl_estimator) if config.kl_coef else None,
+        kl=KlPenalty(config.kl_coef, config.kl_estimator, is_unbiased=config.kl_unbiased)
+        if config.kl_coef
+        else None,
         sft=SupervisedLoss(config.sft_coef),
         distillation=Distillation(
             config.distill_coef, config.distill_loss, config.distill_temperature

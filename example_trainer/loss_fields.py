@@ -107,17 +107,30 @@ class GrpoFields(BaseModel):
     )
     truncated_completions: Literal["train", "mask"] = Field(
         default="train",
-        description="What to do with a trajectory that seq_len cuts or whose last completion "
-        "has generation_params.max_tokens tokens: train on it, or mask it (overlong filtering).",
+        description="What to do with a trajectory that seq_len cuts or whose last completion the "
+        "engine cut (finish_reasons of the group, else a completion of "
+        "generation_params.max_tokens tokens): train on it, or mask it (overlong filtering).",
     )
     logprobs_mode: Literal["auto", "raw", "processed"] = Field(
         default="auto",
-        description="Whether the engine's logprobs are after temperature scaling (processed); "
-        "only then are logits divided by the temperature. auto: ask the engine, else raw.",
+        description="Whether the engine's logprobs are after temperature scaling (processed) or "
+        "before (raw). The trainer's logits are divided by the temperature in either case; raw "
+        "logprobs are moved by what that changes. auto: processed for an engine launched here, "
+        "else what the engine says, else raw.",
     )
     unsupported_fields: Literal["refuse", "ignore"] = Field(
         default="refuse",
         description="What to do with a group field or override the loss cannot honour.",
+    )
+    on_bad_group: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="What to do with a group that is malformed or refused: skip leaves it out of "
+        "its batch, counts it (train/bad_groups) and goes on; stop ends the run with the reason.",
+    )
+    allow_tokenized_from_text: bool = Field(
+        default=False,
+        description="Train the policy loss on groups whose tokens were made from the text of a "
+        "server without token ids; they have no logprobs and may not be what the model sampled.",
     )
 
     @property
@@ -149,7 +162,19 @@ class ExtraLossFields(BaseModel):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Weight of the KL penalty to the groups' ref_logprobs; 0: none.",
+        description="Weight of the KL penalty to a reference model; 0: none.",
+    )
+    reference_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub name or directory of the frozen model of the KL penalty, scored in the "
+        "trainer where groups carry no ref_logprobs; groups: every group carries them. none: under "
+        "LoRA the model without its adapters, else kl_coef is refused.",
+    )
+    kl_unbiased: bool = Field(
+        default=False,
+        description="Multiply the KL estimate by the policy's ratio, which makes the gradient of "
+        "k1 and k3 that of KL(policy || reference); TRL's use_bias_correction_kl.",
     )
     kl_estimator: KlEstimator = Field(
         default="k3",

@@ -7,6 +7,7 @@
 | optimiser | trained parameters x bytes of state (`STATE_BYTES`), likewise |
 | gathered | sharded only: what lies outside the blocks, and two blocks, whole |
 | activations | tokens of the largest pass x what is kept for the backward pass per token |
+| casts | autocast only: parameters x 2, the bfloat16 copies the forward pass keeps |
 | logits | three float32 copies of one chunk x vocabulary, and the output layer's gradient |
 
 Activations are an estimate: what a layer keeps depends on the kernels it runs. The kept tensors of
@@ -41,7 +42,9 @@ class ModelSizes(NamedTuple):
     intermediate: int
     vocabulary: int
     weight_bytes: int
-    """Bytes of one parameter."""
+    """Bytes of one parameter, on average."""
+    trained_bytes: int | None = None
+    """Bytes of one trained parameter; None: as of the others."""
 
 
 class StepSetup(NamedTuple):
@@ -69,6 +72,7 @@ class MemoryPlan(NamedTuple):
     gathered: float
     activations: float
     logits: float
+    casts: float = 0.0
 
     @property
     def total(self) -> float:
@@ -85,9 +89,10 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(model: ModelSizes, setup: StepSetup) -> MemoryPlan:
     """Work out what a step takes."""
+    trained_bytes = model.trained_bytes or model.weight_bytes
     per_parameter = STATE_BYTES[setup.optimizer]
     if setup.optimizer == "adamw":
-        per_parameter *= model.weight_bytes
+        per_parameter *= trained_bytes
     shards = setup.shards
     gathered = 0.0
     if shards > 1:
@@ -97,11 +102,12 @@ def plan_memory(model: ModelSizes, setup: StepSetup) -> MemoryPlan:
     logits = _LOGIT_COPIES * 4 * chunk * model.vocabulary
     return MemoryPlan(
         weights=model.num_parameters * model.weight_bytes / shards,
-        gradients=model.num_trained * model.weight_bytes / shards,
+        gradients=model.num_trained * trained_bytes / shards,
         optimizer=model.num_trained * per_parameter / shards,
         gathered=gathered,
         activations=setup.pass_tokens * _activation_bytes_per_token(model, setup),
         logits=logits + 4 * model.vocabulary * model.hidden,
+        casts=2.0 * model.num_parameters if setup.activation_bytes < model.weight_bytes else 0.0,
     )
 
 

@@ -18,6 +18,7 @@ from example_trainer.reporting.writing import REPORT_NAME, write_report, write_s
 __all__ = [
     "StepTimes",
     "batch_metrics",
+    "metrics_path_of",
     "open_run_log",
     "part_counts",
     "step_line",
@@ -81,7 +82,7 @@ def open_run_log(
         steps_done: Steps of it that stand; those after them will be logged again.
         last_metrics: Of the last of them; logged when the run was killed before it did.
     """
-    path = _metrics_path(config)
+    path = metrics_path_of(config)
     lacks_last = claim_metrics_file(path, run_id=run_id, steps_done=steps_done)
     settings = config.model_dump(mode="json")
     changed = {name: settings[name] for name in config.model_dump(exclude_defaults=True)}
@@ -104,7 +105,7 @@ def open_run_log(
 
 def write_run_report(config: TrainingConfig) -> None:
     """Write the report of a run beside its metrics; a run does not fail because of it."""
-    path = _metrics_path(config)
+    path = metrics_path_of(config)
     if not path.is_file():
         return
     report = path.with_name(REPORT_NAME)
@@ -116,7 +117,8 @@ def write_run_report(config: TrainingConfig) -> None:
         logger.info("report of %d steps: %s", num_steps, report)
 
 
-def _metrics_path(config: TrainingConfig) -> Path:
+def metrics_path_of(config: TrainingConfig) -> Path:
+    """Return the JSONL file of a run's metrics."""
     return Path(config.metrics_path or Path(config.save_path) / "metrics.jsonl")
 
 
@@ -128,6 +130,7 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
         "train/advantage_mean": summary.advantage_mean,
         "train/advantage_std": summary.advantage_std,
         "train/num_groups": summary.num_groups,
+        "train/bad_groups": len(summary.bad_groups) + summary.num_refused_before,
         "train/zero_advantage_groups_fraction": summary.num_silent_groups
         / max(1, summary.num_groups),
         "train/truncated_rows": summary.num_truncated_rows,
@@ -158,6 +161,8 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     if "grpo/mean_ratio" in metrics:
         parts.append(f"ratio {metrics['grpo/mean_ratio']:.3f}")
         parts.append(f"outside clip {metrics['grpo/clipped_fraction']:.1%}")
+    if metrics.get("train/bad_groups"):
+        parts.append(f"bad groups {metrics['train/bad_groups']:.0f}")
     parts.append(f"{metrics['train/tokens_per_s']:,.0f} tok/s")
     parts.append(
         f"fetch {metrics['train/data_fetch_time']:.2f} s, "

@@ -72,6 +72,13 @@ class Microbatch:
             return self.temperatures_S[self.sequence_ids_BT]
         return self.temperatures_S[:, None].expand(self.tokens_BT.shape)
 
+    def with_reference(self, reference_BT: torch.Tensor) -> Microbatch:
+        """Return the same micro-batch with these reference logprobs where the groups gave none."""
+        given_BT = self.ref_logprobs_BT
+        if given_BT is not None:
+            reference_BT = torch.where(given_BT == MASKED_LOGPROB, reference_BT, given_BT)
+        return replace(self, ref_logprobs_BT=reference_BT)
+
     def to(self, device: str) -> Microbatch:
         """Return the same micro-batch on another device."""
         moved = {

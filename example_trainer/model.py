@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import re
@@ -9,10 +10,18 @@ from collections.abc import Collection
 from typing import Any
 
 from atroposlib.errors import ConfigError, MissingExtraError
-from example_trainer.config import TrainingConfig
+from example_trainer.config import TrainingConfig, unloadable
 from example_trainer.lora import add_adapters
 
-__all__ = ["freeze_other_layers", "load_model_and_tokenizer"]
+__all__ = [
+    "attention_kinds",
+    "attention_note",
+    "autocast",
+    "flash_attention_obstacle",
+    "freeze_other_layers",
+    "load_frozen_model",
+    "load_model_and_tokenizer",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +47,7 @@ def load_model_and_tokenizer(
         raise ConfigError("single_copy needs weight_bridge_mode=shared_vllm, not built yet")
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingExtraError("torch", extra="trainer") from error
     _require_device(config.device, torch)
@@ -46,17 +55,13 @@ def load_model_and_tokenizer(
     name = config.model_name if config.uses_lora else source or config.model_name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=_weights_dtype(config, torch),
-            attn_implementation=_attention(config),
-        )
-    except OSError as error:
-        raise ConfigError(f"model {name!r} cannot be loaded: {error}") from error
-    model.config.use_cache = False
-    if config.packing != "off" and model.config._attn_implementation == "sdpa":
-        _use_packed_attention(model)
-    model.to(config.device)
+    except (OSError, ValueError, KeyError) as error:
+        raise unloadable(name, error, part="the tokenizer of model") from error
+    try:
+        model = _load(name, dtype=getattr(torch, config.loaded_dtype), device=config.device)
+    except (OSError, ValueError, KeyError) as error:  # KeyError: an unknown architecture
+        raise unloadable(name, error) from error
+    _make_ready(model, config)
     _tell_idle_layers(config)
     if config.uses_lora:
         add_adapters(model, config, source=source)
@@ -70,6 +75,49 @@ def load_model_and_tokenizer(
         for parameter_name, parameter in model.named_parameters():
             logger.info("%s %s %s", parameter_name, tuple(parameter.shape), parameter.dtype)
     return model, tokenizer
+
+
+def load_frozen_model(name: str, config: TrainingConfig) -> Any:
+    """Load a model that is asked and never trained; bfloat16 on CUDA, float32 on a CPU.
+
+    Args:
+        name: Hub name or directory.
+        config: Settings; `device` and `packing` apply.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    import torch
+
+    on_gpu = config.device.startswith("cuda")
+    try:
+        model = _load(name, dtype=torch.bfloat16 if on_gpu else torch.float32, device=config.device)
+    except OSError as error:
+        raise ConfigError(f"reference_model {name!r} cannot be loaded: {error}") from error
+    _make_ready(model, config)
+    return model.requires_grad_(False).eval()
+
+
+def _load(name: str, *, dtype: Any, device: str) -> Any:
+    """Load a model with the fastest attention that it has and the device runs."""
+    from transformers import AutoModelForCausalLM
+
+    kinds = attention_kinds(_obstacle_to_flash_attention(device))
+    for kind in kinds[:-1]:
+        try:
+            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=kind)
+        except (ImportError, ValueError) as error:  # its code has no such attention
+            if "attention" not in str(error).lower() and "attn" not in str(error).lower():
+                raise
+            logger.info("attention %s cannot be used: %s", kind, error)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=kinds[-1])
+
+
+def _make_ready(model: Any, config: TrainingConfig) -> None:
+    model.config.use_cache = False
+    if config.packing != "off" and model.config._attn_implementation == "sdpa":
+        use_packed_attention(model)
+    model.to(config.device)
 
 
 def _tell_idle_layers(config: TrainingConfig) -> None:
@@ -121,20 +169,69 @@ def _require_device(device: str, torch: Any) -> None:
         )
 
 
-def _weights_dtype(config: TrainingConfig, torch: Any) -> Any:
-    if config.train_dtype == "auto":
-        return torch.bfloat16 if config.device.startswith("cuda") else torch.float32
-    return torch.float32 if config.train_dtype == "mixed" else getattr(torch, config.train_dtype)
+def autocast(config: TrainingConfig) -> contextlib.AbstractContextManager[Any]:
+    """Return the context every forward pass of a run is made in, trials of the model included."""
+    import torch
+
+    kind = "cuda" if config.device.startswith("cuda") else "cpu"
+    context: contextlib.AbstractContextManager[Any] = torch.autocast(
+        kind, dtype=torch.bfloat16, enabled=config.autocasts
+    )
+    return context
 
 
-def _attention(config: TrainingConfig) -> str:
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    if has_flash and config.device.startswith("cuda"):
-        return "flash_attention_2"
-    return "sdpa"
+def attention_kinds(obstacle_to_flash: str | None) -> tuple[str, ...]:
+    """Return the attention implementations of transformers to try, the fastest first."""
+    return ("sdpa", "eager") if obstacle_to_flash else ("flash_attention_2", "sdpa", "eager")
 
 
-def _use_packed_attention(model: Any) -> None:
+def attention_note(model: Any, device: str) -> str:
+    """Return which attention a model runs, for the log, and why not flash attention."""
+    from example_trainer.packed_attention import PACKED_ATTENTION
+
+    used = model.config._attn_implementation
+    if used.startswith("flash_attention"):
+        return str(used)
+    name = "sdpa for each sequence" if used == PACKED_ATTENTION else used
+    return f"{name} ({_obstacle_to_flash_attention(device) or 'the model takes no flash-attn'})"
+
+
+def _obstacle_to_flash_attention(device: str) -> str | None:
+    if not device.startswith("cuda"):
+        return flash_attention_obstacle(None)
+    import torch
+    from transformers.utils import is_flash_attn_2_available
+
+    return flash_attention_obstacle(
+        torch.cuda.get_device_capability(device),
+        is_installed=importlib.util.find_spec("flash_attn") is not None,
+        is_taken=is_flash_attn_2_available(),
+    )
+
+
+def flash_attention_obstacle(
+    capability: tuple[int, int] | None, *, is_installed: bool = False, is_taken: bool = False
+) -> str | None:
+    """Return why flash attention cannot be used, None where it can.
+
+    Args:
+        capability: CUDA compute capability of the device; None: it is no GPU.
+        is_installed: Whether there is a package flash_attn.
+        is_taken: Whether transformers takes the one there is.
+    """
+    if capability is None:
+        return "flash-attn needs a GPU"
+    if not is_installed:
+        return "flash-attn is not installed"
+    if not is_taken:
+        return "transformers does not take the installed flash-attn"
+    if capability < (8, 0):
+        major, minor = capability
+        return f"flash-attn needs compute capability 8.0, this GPU has {major}.{minor}"
+    return None
+
+
+def use_packed_attention(model: Any) -> None:
     """Swap the attention for one that handles packed rows; only where the logits stay the same."""
     import torch
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from atroposlib.errors import InferenceError
+from atroposlib.errors import EngineSetupError
 from example_trainer.config import TrainingConfig
-from example_trainer.vllm_manager import VllmServer, is_port_in_use
+from example_trainer.vllm_manager import (
+    VllmServer,
+    is_port_in_use,
+    launches_with_processed_logprobs,
+    wait_for_orphaned_engine,
+)
 
 __all__ = ["OwnedEngine"]
 
@@ -19,6 +24,7 @@ class OwnedEngine:
         mode_for_running_engine: Weight bridge mode to recommend where an engine runs already.
     """
 
+    mode: str
     publishes_final = False
     mode_for_running_engine: str
 
@@ -28,9 +34,10 @@ class OwnedEngine:
 
     def check_before_load(self) -> None:
         """Fail when the port is taken."""
-        port, mode = self._config.vllm_port, self._config.weight_bridge_mode
+        wait_for_orphaned_engine(self._config)
+        port, mode = self._config.vllm_port, self.mode
         if is_port_in_use(port, self._config.vllm_connect_host):
-            raise InferenceError(
+            raise EngineSetupError(
                 f"port {port} is taken, but weight_bridge_mode={mode} launches its own engine "
                 "there; stop that process, choose another --vllm-port, or use "
                 f"--weight-bridge-mode {self.mode_for_running_engine} to update a vLLM that is "
@@ -48,7 +55,7 @@ class OwnedEngine:
 
     def returns_processed_logprobs(self) -> bool:
         """Say what the engine was told at its launch."""
-        return self._config.logprobs_mode == "processed"
+        return launches_with_processed_logprobs(self._config)
 
     def close(self) -> None:
         """Stop the engine."""

@@ -37,7 +37,11 @@ def balanced_bins(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
 
 
 def plan_microbatches(
-    lengths: Sequence[int], *, num_microbatches: int, max_tokens: int | None = None
+    lengths: Sequence[int],
+    *,
+    num_microbatches: int,
+    max_tokens: int | None = None,
+    multiple_of: int = 1,
 ) -> list[list[int]]:
     """Return which sequences each micro-batch packs into its one row.
 
@@ -46,6 +50,8 @@ def plan_microbatches(
         num_microbatches: How many there are, where `max_tokens` allows it.
         max_tokens: Tokens of a micro-batch; there are more of them when it takes that, and one
             sequence that is longer has its own. None: no limit.
+        multiple_of: Their number is a multiple of this where there are sequences enough: each of
+            so many ranks then gets the same number.
 
     Returns:
         Indices into `lengths` per micro-batch, as `balanced_bins` orders them.
@@ -54,6 +60,7 @@ def plan_microbatches(
     if max_tokens is not None:
         count = max(count, -(-sum(lengths) // max_tokens))
     while True:
+        count = -(-count // multiple_of) * multiple_of
         bins = balanced_bins(lengths, count)
         if max_tokens is None or count >= len(lengths):
             return bins

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -23,6 +24,7 @@ from atroposlib.errors import AtroposError
 __all__ = [
     "ManagedProcess",
     "ProcessFailedError",
+    "find_cause",
     "find_free_port",
     "find_free_ports",
     "wait_until_ready",
@@ -31,20 +33,38 @@ __all__ = [
 _GUARDIAN = Path(__file__).with_name("process_guardian.py")
 _START_TIMEOUT_S = 10.0
 _TAIL_BYTES = 64 * 1024
+_CAUSE_BYTES = 4 * 2**20
+_CAUSE_LINES = 6
+_CAUSE_CHARS = 800
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+# As vLLM's loggers write: (EngineCore pid=7) ERROR 01-31 23:59:59 [core.py:1100] ValueError: ...
+_LOG_PREFIX = re.compile(
+    r"(\([\w ]+ pid=\d+\) ?)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?"
+)
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b(:.*)?")
+_COMPLAINT = re.compile(r"\S+: error: .+|\S*python[\d.]*: (No module named|Error while) .+")
+_POINTS_ELSEWHERE = re.compile(
+    r"root cause above|stack trace above|^(SystemExit|KeyboardInterrupt)\b"
+)
 
 
 class ProcessFailedError(AtroposError, RuntimeError):
-    """A child process ended, or was not ready in time; the message shows the tail of its log.
+    """A child process ended, or was not ready in time; the message names the cause it logged.
+
+    Where the log holds no cause the message shows the end of it.
 
     Attributes:
         process: The process that failed.
     """
 
     def __init__(self, process: ManagedProcess, reason: str) -> None:
-        tail = process.log_tail()
+        # An exception that was logged says nothing about a process that runs, or was killed.
+        cause = process.log_cause() if (process.poll() or 0) > 0 else ""
+        tail = process.log_tail() or "(the log is empty)"
         super().__init__(
-            f"{process.name} {reason}; the end of its log ({process.log_path}):\n"
-            f"{tail or '(the log is empty)'}"
+            f"{process.name} {reason}: {cause} (log: {process.log_path})"
+            if cause
+            else f"{process.name} {reason}; the end of its log ({process.log_path}):\n{tail}"
         )
         self.process = process
         self.reason = reason
@@ -95,6 +115,7 @@ class ManagedProcess:
         self._control: socket.socket | None = None
         self._command_pid: int | None = None
         self._swept = False
+        self._log_start = 0
 
     def start(self) -> None:
         """Start the command; returns once it runs.
@@ -109,6 +130,7 @@ class ManagedProcess:
         # Held before anything runs: once it closes, for whatever reason, the guardian ends all.
         self._control, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as log:
+            self._log_start = log.seek(0, os.SEEK_END)
             self._guardian = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARDIAN), *self.command],
                 stdin=theirs.fileno(),
@@ -199,14 +221,25 @@ class ManagedProcess:
         return f"ended with exit code {code}"
 
     def log_tail(self, *, lines: int = 20) -> str:
-        """Return the last lines of the log, empty when there is none."""
+        """Return the last lines that were logged since the start, empty where there are none."""
+        return "\n".join(self._logged(_TAIL_BYTES).rstrip().splitlines()[-lines:])
+
+    def log_cause(self) -> str:
+        """Return the exception that ended the process as its log has it, empty where it has none.
+
+        A Python program that starts others logs several: theirs, and its own that they failed.
+        The last that says what happened counts, with the lines that belong to its message.
+        """
+        return find_cause(self._logged(_CAUSE_BYTES))
+
+    def _logged(self, limit_bytes: int) -> str:
+        """Return the end of what was logged since the start."""
         try:
             with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                text = log.read().decode(errors="replace")
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - limit_bytes))
+                return log.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.rstrip().splitlines()[-lines:])
 
     def __enter__(self) -> ManagedProcess:
         self.start()
@@ -239,6 +272,34 @@ class ManagedProcess:
         if self._command_pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._command_pid, signal.SIGKILL)
+
+
+def find_cause(log: str) -> str:
+    """Return the exception a log of a Python program ends with; see `ManagedProcess.log_cause`."""
+    lines = [_LOG_PREFIX.sub("", _COLOR.sub("", line), count=1) for line in log.splitlines()]
+    cause = ""
+    is_in_traceback = False
+    for number, line in enumerate(lines):
+        if line.startswith("Traceback (most recent call last)"):
+            is_in_traceback = True
+        elif is_in_traceback and line[:1].strip() and _EXCEPTION.match(line):
+            is_in_traceback = False
+            if not _POINTS_ELSEWHERE.search(line):
+                cause = _message_at(lines, number)
+        elif not is_in_traceback and _COMPLAINT.fullmatch(line):
+            cause = line
+    return cause if len(cause) <= _CAUSE_CHARS else f"{cause[:_CAUSE_CHARS]} ..."
+
+
+def _message_at(lines: Sequence[str], number: int) -> str:
+    """Join the lines of an exception's message: up to an empty one or one of another kind."""
+    message = [lines[number].strip()]
+    for line in lines[number + 1 : number + _CAUSE_LINES]:
+        # pydantic indents what it found wrong; other messages have a line break now and then.
+        if not line.startswith("  ") or line.lstrip().startswith("For further information"):
+            break
+        message.append(line.strip())
+    return " ".join(message)
 
 
 def wait_until_ready(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +45,16 @@ class Publisher:
     Args:
         config: Settings.
         parts: What is saved, and who is told.
+        clock: Monotonic seconds, for checkpoints that go by minutes.
     """
 
-    def __init__(self, config: TrainingConfig, parts: TrainingParts) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        parts: TrainingParts,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._model = parts.model
         self._tokenizer = parts.tokenizer
@@ -55,6 +63,8 @@ class Publisher:
         self._weight_sync = parts.weight_sync
         self._parallel = parts.parallel
         self._step_metrics: Mapping[str, float] = {}
+        self._clock = clock
+        self._saved_at = clock()
 
     def before_step(self, step: int) -> None:
         """Let the engine make room for the optimiser step number `step`."""
@@ -68,17 +78,18 @@ class Publisher:
             metrics: Of the step as far as they are known, kept with a checkpoint.
         """
         self._step_metrics = metrics
-        config = self._config
-        saves = config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0
-        publishes = self._is_sync_due(step) and step < config.training_steps
-        cuts_journal = not saves and self._parallel.broadcast(self._feed.wants_checkpoint())
+        publishes = self._is_sync_due(step) and step < self._config.training_steps
+        # Clock and journal are those of rank 0, and saving takes all ranks.
+        saves, cuts_journal = self._parallel.broadcast(
+            (self._is_checkpoint_due(step), self._feed.wants_checkpoint())
+        )
+        cuts_journal = cuts_journal and not saves
         if not saves and not publishes and not cuts_journal:
             return
         model = self._parallel.whole_model(self._model)
         checkpoint: Path | None = None
-        if saves or (publishes and self._weight_sync.needs_checkpoint):
-            checkpoint = self._save(model, step, is_resumable=saves)
         if saves:
+            checkpoint = self._save(model, step, is_resumable=True)
             self._note_saved(step)
         if cuts_journal:
             self._save(model, step, is_resumable=True, folder=JOURNAL_DIRECTORY)
@@ -97,6 +108,16 @@ class Publisher:
                 Path(self._config.save_path) / "tokenizer", self._tokenizer.save_pretrained
             )
         return final
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        interval = self._config.checkpoint_interval
+        if interval is not None:
+            return interval > 0 and step % interval == 0
+        # The final model follows the last step at once.
+        waited_s = self._clock() - self._saved_at
+        return step < self._config.training_steps and (
+            waited_s >= 60 * self._config.checkpoint_minutes
+        )
 
     def _is_sync_due(self, step: int) -> bool:
         return is_sync_due(step, self._config, publishes_final=self._weight_sync.publishes_final)
@@ -130,6 +151,7 @@ class Publisher:
         )
 
     def _note_saved(self, step: int) -> None:
+        self._saved_at = self._clock()
         self._feed.saved(step)
         if self._parallel.is_main and self._config.keep_checkpoints is not None:
             drop_old_checkpoints(

@@ -75,13 +75,19 @@ def _check_ids(path: str, tokens: Sequence[int], vocabulary: int | None) -> None
 
 
 def check_switches(group: Mapping[str, Any]) -> None:
-    """Check the shapes of `overrides`, `group_overrides` and `generation_params`.
+    """Check the shapes of `overrides`, `group_overrides`, `generation_params`, `finish_reasons`.
 
     Raises:
         GroupError: names the path.
     """
     for name in ("generation_params", "group_overrides"):
         _check_mapping(name, group.get(name))
+    reasons = group.get("finish_reasons")
+    if reasons is not None and len(reasons) != len(group["tokens"]):
+        raise GroupError(
+            f"finish_reasons: {len(reasons)} entries, tokens has {len(group['tokens'])}; each "
+            "trajectory needs one, null where it is unknown"
+        )
     overrides = group.get("overrides")
     if overrides is None:
         return

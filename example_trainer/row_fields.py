@@ -9,15 +9,16 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.errors import GroupError
-from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX
+from atroposlib.errors import ConfigError, GroupError
+from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, has_placeholder_tokens
 from example_trainer.row_checks import check_numbers, check_teacher_ids
 
 __all__ = [
     "float_rows",
+    "is_cut_by_engine",
     "is_demonstration",
     "is_silenced",
-    "reaches_max_tokens",
+    "refuse_unsampled",
     "refuse_unsupported",
     "samples_from_a_part",
     "teacher_row",
@@ -61,6 +62,37 @@ def refuse_unsupported(
             raise GroupError(f"group_overrides.{key}: this trainer cannot honour it; {_REMEDY}")
 
 
+def refuse_unsampled(
+    group: Mapping[str, Any], are_sft: Sequence[bool], *, uses_rewards: bool, allow: bool
+) -> None:
+    """Refuse tokens that no model sampled where a policy gradient would take them for its own.
+
+    Args:
+        group: Lines up.
+        are_sft: [G] whether a trajectory is a demonstration.
+        uses_rewards: Whether the policy loss takes part.
+        allow: Whether it takes tokens that were made from text all the same.
+
+    Raises:
+        ConfigError: it is so in every group of that environment, so none is passed over.
+    """
+    if any(map(has_placeholder_tokens, group["tokens"])):
+        raise ConfigError(
+            "a group holds placeholder tokens; start the environment without "
+            "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+        )
+    if not group.get("tokenized_from_text") or not uses_rewards or allow:
+        return
+    is_policy = [not sft and not is_silenced(group, i) for i, sft in enumerate(are_sft)]
+    if any(is_policy):
+        raise ConfigError(
+            "a group is tokenized_from_text: its server reported no token ids, so a policy "
+            "gradient has neither the sampled tokens nor their logprobs. Sample from an engine "
+            "with --openai.server_type vllm or sglang, export the groups for SFT or DPO, or train "
+            "on them as they are with --allow-tokenized-from-text"
+        )
+
+
 def unknown_fields(group: Mapping[str, Any]) -> set[str]:
     """Return the filled fields of a group that are in no list of ours: they change nothing."""
     return {name for name, value in group.items() if value and name not in _KNOWN_FIELDS}
@@ -88,8 +120,15 @@ def is_silenced(group: Mapping[str, Any], i: int) -> bool:
     return bool(_override(group, i).get("set_advantage_to_zero"))
 
 
-def reaches_max_tokens(group: Mapping[str, Any], i: int) -> bool:
-    """Tell whether the last completion of trajectory i is as long as the engine may make one."""
+def is_cut_by_engine(group: Mapping[str, Any], i: int) -> bool:
+    """Tell whether the engine cut the last completion of trajectory i.
+
+    The engine's own finish reason decides where the group carries it; else a completion counts as
+    cut that is as long as `generation_params.max_tokens` lets the engine make one.
+    """
+    reasons = group.get("finish_reasons") or ()
+    if i < len(reasons) and reasons[i] is not None:
+        return bool(reasons[i] == "length")
     limit = (group.get("generation_params") or {}).get("max_tokens")
     if not isinstance(limit, int) or limit <= 0:
         return False

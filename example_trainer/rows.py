@@ -23,9 +23,10 @@ from example_trainer.row_checks import (
 )
 from example_trainer.row_fields import (
     float_rows,
+    is_cut_by_engine,
     is_demonstration,
     is_silenced,
-    reaches_max_tokens,
+    refuse_unsampled,
     refuse_unsupported,
     samples_from_a_part,
     teacher_row,
@@ -44,6 +45,8 @@ class RowRules:
     advantage_std: Literal["sample", "population", "none"] = "population"
     advantage_eps: float = 1e-8
     unsupported_fields: Literal["refuse", "ignore"] = "refuse"
+    allow_tokenized_from_text: bool = False
+    """Whether the policy loss takes tokens that were made from text."""
     vocabulary: int | None = None
     """Token ids the model has; None: unknown."""
     overlong_max_tokens: int | None = None
@@ -53,7 +56,9 @@ class RowRules:
     uses_rewards: bool = True
     """Whether the policy loss takes part; without it every advantage is 0."""
     uses_reference: bool = False
-    """Whether the loss has a KL penalty, for which every group must bring `ref_logprobs`."""
+    """Whether the loss has a KL penalty."""
+    scores_reference: bool = False
+    """Whether the trainer scores the reference itself where a group carries no `ref_logprobs`."""
     uses_teacher: bool = False
     """Whether the loss distils."""
 
@@ -105,6 +110,8 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
 
     Raises:
         GroupError: the group is malformed, or asks for something this trainer cannot do.
+        ConfigError: its tokens are not those that a model sampled; every group of its environment
+            is like that.
     """
     try:
         group = drop_unfilled(group)
@@ -116,12 +123,16 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
                 group, uses_reference=rules.uses_reference, uses_teacher=rules.uses_teacher
             )
         are_sft = [is_demonstration(group, i) for i in range(len(group["tokens"]))]
+        refuse_unsampled(
+            group, are_sft, uses_rewards=rules.uses_rewards, allow=rules.allow_tokenized_from_text
+        )
         advantages = _token_advantages(group, rules, are_sft)
         reference = float_rows(group, "ref_logprobs") if rules.uses_reference else None
-        if rules.uses_reference and reference is None and not all(are_sft):
+        needs_reference = rules.uses_reference and not rules.scores_reference
+        if needs_reference and reference is None and not all(are_sft):
             raise GroupError(
                 "ref_logprobs: missing; the KL penalty needs them. Let the environment send "
-                "them, or set --kl-coef 0"
+                "them, name a --reference-model, or set --kl-coef 0"
             )
         return [
             _row(group, i, rules, advantages[i], reference[i] if reference else None, is_sft=is_sft)
@@ -144,7 +155,7 @@ def _row(
     tokens, labels = group["tokens"][i], group["masks"][i][keep]
     is_cut = len(tokens) > rules.seq_len
     may_mask = rules.truncated_completions == "mask" and not is_sft
-    if may_mask and (is_cut or reaches_max_tokens(group, i)):
+    if may_mask and (is_cut or is_cut_by_engine(group, i)):
         labels = [IGNORE_INDEX] * len(labels)
     logprobs = group.get("inference_logprobs")
     ids, teacher = teacher_row(group, i) if rules.uses_teacher else (None, None)

@@ -8,18 +8,19 @@ vocabulary, K the teacher's choices.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.losses.distillation import TeacherTokens
 from example_trainer.losses.linear_logprobs import linear_logprobs
 from example_trainer.losses.logprobs import require_known_ids, token_logprobs_BT, topk_logprobs_BTK
 from example_trainer.microbatch import Microbatch
 from example_trainer.packed_attention import packing_arguments
 
-__all__ = ["PolicyScorer", "TokenScores", "packed_inputs"]
+__all__ = ["PolicyScorer", "TokenScores", "at_sampling_temperature", "packed_inputs"]
 
 
 class TokenScores(NamedTuple):
@@ -31,6 +32,9 @@ class TokenScores(NamedTuple):
     """(B, T) in nats, without gradient, 0 where ignored; None where logits were whole."""
     teacher: TeacherTokens | None
     """The teacher's choices; None in a micro-batch without any."""
+    untempered_BT: torch.Tensor | None = None
+    """(B, T) of the labels at temperature 1, without gradient, 0 where ignored; None where every
+    temperature is 1, and `logprobs_BT` are those."""
 
 
 def packed_inputs(microbatch: Microbatch) -> dict[str, Any]:
@@ -49,9 +53,11 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
     The output layer sees trained positions only, a chunk at a time. It is a module around the
     model, so that whatever shards or wraps modules may take it as a whole.
 
+    Logits are divided by the sampling temperatures: the policy that sampled is the one whose
+    logprobs an advantage multiplies.
+
     Args:
         model: A transformers causal language model.
-        divide_by_temperature: Whether logits are divided by the sampling temperatures.
         distill_temperature: Divides the logits that are compared with a teacher's.
         whole_logits: Compute all logits at once, for models whose head is more than a linear layer.
         chunk_tokens: Tokens projected at a time; None: what fits a fixed budget.
@@ -61,14 +67,12 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         self,
         model: Any,
         *,
-        divide_by_temperature: bool = False,
         distill_temperature: float = 1.0,
         whole_logits: bool = False,
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.divides_by_temperature = divide_by_temperature
         self._distill_temperature = distill_temperature
         self._whole_logits = whole_logits
         self._chunk_tokens = chunk_tokens
@@ -97,10 +101,11 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
             _spread(found.logprobs_NK[:, 0], mask_BT),
             _spread(found.entropy_N, mask_BT),
             self._teacher(microbatch, hidden_ND, head, mask_BT),
+            None if found.untempered_N is None else _spread(found.untempered_N, mask_BT),
         )
 
     def _temperatures_N(self, microbatch: Microbatch, mask_BT: torch.Tensor) -> torch.Tensor | None:
-        return microbatch.temperatures_BT[mask_BT] if self.divides_by_temperature else None
+        return microbatch.temperatures_BT[mask_BT] if _is_tempered(microbatch) else None
 
     def _teacher(
         self, microbatch: Microbatch, hidden_ND: torch.Tensor, head: Any, mask_BT: torch.Tensor
@@ -123,16 +128,55 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
 
     def _from_logits(self, microbatch: Microbatch) -> TokenScores:
         logits_BTV = self.model(**packed_inputs(microbatch)).logits
-        logprobs_BT = token_logprobs_BT(
-            logits_BTV,
-            microbatch.labels_BT,
-            microbatch.temperatures_BT if self.divides_by_temperature else None,
-        )
+        temperatures_BT, untempered_BT = None, None
+        if _is_tempered(microbatch):
+            temperatures_BT = microbatch.temperatures_BT
+            untempered_BT = token_logprobs_BT(logits_BTV.detach(), microbatch.labels_BT)
+        logprobs_BT = token_logprobs_BT(logits_BTV, microbatch.labels_BT, temperatures_BT)
         ids_BTK, teacher_BTK = microbatch.distill_token_ids_BTK, microbatch.distill_logprobs_BTK
         if ids_BTK is None or teacher_BTK is None:
-            return TokenScores(logprobs_BT, None, None)
+            return TokenScores(logprobs_BT, None, None, untempered_BT)
         student_BTK = topk_logprobs_BTK(logits_BTV, ids_BTK, temperature=self._distill_temperature)
-        return TokenScores(logprobs_BT, None, TeacherTokens(ids_BTK, teacher_BTK, student_BTK))
+        teacher = TeacherTokens(ids_BTK, teacher_BTK, student_BTK)
+        return TokenScores(logprobs_BT, None, teacher, untempered_BT)
+
+
+def at_sampling_temperature(
+    microbatch: Microbatch, scores: TokenScores, *, has_raw_logprobs: bool
+) -> Microbatch:
+    r"""Return the micro-batch with the others' logprobs at the temperatures of sampling.
+
+    Those of a reference model are at temperature 1, and those of an engine may be. The trainer's
+    own logprobs are at the sampling temperature T, so each is moved by what T changes for the
+    trainer: `mu_T = mu_1 + sg(l_T - l_1)`. That is exact where both have the same weights, and
+    keeps the difference between them, which corrections weigh and the KL penalty estimates:
+    `l_T - mu_T = l_1 - mu_1`.
+
+    Args:
+        microbatch: As the groups gave it.
+        scores: Of the trainer.
+        has_raw_logprobs: Whether the engine's logprobs are before temperature scaling.
+    """
+    if scores.untempered_BT is None:
+        return microbatch
+    shift_BT = scores.logprobs_BT.detach() - scores.untempered_BT
+
+    def moved(logprobs_BT: torch.Tensor | None) -> torch.Tensor | None:
+        if logprobs_BT is None:
+            return None
+        is_known = logprobs_BT != MASKED_LOGPROB
+        return torch.where(is_known, logprobs_BT + shift_BT.to(logprobs_BT.dtype), logprobs_BT)
+
+    inference_BT = microbatch.inference_logprobs_BT
+    return replace(
+        microbatch,
+        inference_logprobs_BT=moved(inference_BT) if has_raw_logprobs else inference_BT,
+        ref_logprobs_BT=moved(microbatch.ref_logprobs_BT),
+    )
+
+
+def _is_tempered(microbatch: Microbatch) -> bool:
+    return bool((microbatch.temperatures_S != 1.0).any())
 
 
 def _spread(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class SglangControl:
         status = self._engine.send("GET", "/model_info").status_code
         if status != 200:
             raise ConfigError(
-                f"the engine at {self._engine.base_url} is no SGLang (GET /model_info answered "
+                f"the engine at {self._engine.shown_url} is no SGLang (GET /model_info answered "
                 f"{status}); for a vLLM use --engine vllm"
             )
 
@@ -82,6 +82,6 @@ class SglangControl:
         )
         if answer.json().get("success") is False:
             raise InferenceError(
-                f"the engine at {self._engine.base_url} did not take the weights: "
+                f"the engine at {self._engine.shown_url} did not take the weights: "
                 f"{str(answer.json().get('message'))[:500]}"
             )

@@ -18,7 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def log_step_plan(
-    batch: Batch, *, model: Any, optimizer: Any, config: TrainingConfig, packs: bool
+    batch: Batch,
+    *,
+    model: Any,
+    optimizer: Any,
+    config: TrainingConfig,
+    packs: bool,
+    reference_bytes: int = 0,
 ) -> None:
     """Log the shapes of this rank's first batch and the memory of the largest possible step.
 
@@ -28,12 +34,13 @@ def log_step_plan(
         optimizer: Says by its kind how much state it keeps.
         config: Settings.
         packs: Whether sequences share a row.
+        reference_bytes: Memory that a reference model holds, not available to the step.
     """
     sizes = sizes_of(model)
     setup = step_setup(config, sizes, optimizer=optimizer, packs=packs)
     for line in shape_lines(batch, sizes, setup):
         logger.info("%s", line)
-    available_bytes = _available_bytes(config.device, model)
+    available_bytes = _available_bytes(config.device, model, reference_bytes=reference_bytes)
     logger.info(
         "memory of a step with %d tokens in its largest pass, in GiB: %s",
         setup.pass_tokens,
@@ -76,7 +83,8 @@ def sizes_of(model: Any) -> ModelSizes:
         hidden=settings.hidden_size,
         intermediate=getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size,
         vocabulary=settings.vocab_size,
-        weight_bytes=max(parameter.element_size() for parameter in parameters),
+        weight_bytes=round(sum(p.numel() * p.element_size() for p in parameters) / max(1, total)),
+        trained_bytes=max((p.element_size() for p in parameters if p.requires_grad), default=None),
     )
 
 
@@ -84,27 +92,27 @@ def step_setup(
     config: TrainingConfig, sizes: ModelSizes, *, optimizer: Any, packs: bool
 ) -> StepSetup:
     """Return what of the settings decides about memory, for the largest batch they allow."""
-    tokens = config.batch_size * padded_length(config.seq_len, multiple=config.pad_multiple)
-    if packs and config.microbatch_tokens is not None:
-        tokens = min(tokens, max(config.microbatch_tokens, config.seq_len))
+    longest = padded_length(config.seq_len, multiple=1 if packs else config.pad_multiple)
+    tokens = config.batch_size * longest
+    if config.microbatch_tokens is not None:
+        tokens = min(config.sequences_per_step * longest, max(config.microbatch_tokens, longest))
     kinds = {"AdamW8bit": "adamw_8bit", "Adafactor": "adafactor"}
-    is_autocast = config.train_dtype == "mixed" or config.device.startswith("cuda")
     device = torch.device(config.device)
     return StepSetup(
         pass_tokens=tokens,
         chunk_tokens=config.logprob_chunk_tokens or auto_chunk_tokens(sizes.vocabulary, device),
-        activation_bytes=2 if is_autocast else sizes.weight_bytes,
+        activation_bytes=2 if config.autocasts else sizes.weight_bytes,
         optimizer=kinds.get(type(optimizer).__name__, "adamw"),
         gradient_checkpointing=config.gradient_checkpointing,
         shards=config.world_size if config.is_sharded else 1,
     )
 
 
-def _available_bytes(device: str, model: Any) -> float:
+def _available_bytes(device: str, model: Any, *, reference_bytes: int) -> float:
     """Return the device's free memory and what the model holds of it already."""
     if device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(device)
-        return float(free + torch.cuda.memory_reserved(device))
+        return float(free + torch.cuda.memory_reserved(device) - reference_bytes)
     import psutil
 
     held = sum(p.numel() * p.element_size() for p in model.parameters())

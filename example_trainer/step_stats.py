@@ -35,8 +35,22 @@ class StepStats:
         self._sums: dict[str, float] = defaultdict(float)
         self._largest_difference = 0.0
 
-    def add(self, microbatch: Microbatch, scores: TokenScores, terms: LossTerms) -> None:
-        """Add one micro-batch; reduces all to plain numbers."""
+    def add(
+        self,
+        microbatch: Microbatch,
+        scores: TokenScores,
+        terms: LossTerms,
+        *,
+        has_raw_logprobs: bool = False,
+    ) -> None:
+        """Add one micro-batch; reduces all to plain numbers.
+
+        Args:
+            microbatch: With logprobs at the sampling temperatures.
+            scores: Of the trainer.
+            terms: Of the loss.
+            has_raw_logprobs: Whether the engine's were before temperature scaling.
+        """
         trainer_logprobs_BT = scores.logprobs_BT.detach()
         self.loss += float(terms.loss.detach())
         mask_BT = terms.mask_BT
@@ -59,7 +73,13 @@ class StepStats:
         for name, part in terms.parts.items():
             self._parts_sums[name] += part
         inference_BT = microbatch.inference_logprobs_BT
-        self._compare(trainer_logprobs_BT, inference_BT, mask_BT & (inference_BT != MASKED_LOGPROB))
+        known_BT = mask_BT & (inference_BT != MASKED_LOGPROB)
+        self._compare(trainer_logprobs_BT, inference_BT, known_BT)
+        if scores.untempered_BT is not None:
+            shift = (trainer_logprobs_BT - scores.untempered_BT)[known_BT].double()
+            difference = (trainer_logprobs_BT - inference_BT)[known_BT].double()
+            other = difference + shift if has_raw_logprobs else difference - shift
+            self._count("other_mode_abs", other.abs())
 
     def add_up(self, other: StepStats) -> None:
         """Add what was found in another part of the batch."""
@@ -141,7 +161,11 @@ class StepStats:
         known = self._sums["known"]
         inference_mean = self._sums["inference"] / known
         squares = self._sums["inference_squared"] / known
+        other_mode = {}
+        if "other_mode_abs" in self._sums:
+            other_mode["alignment/other_mode_diff_abs_mean"] = self._sums["other_mode_abs"] / known
         return {
+            **other_mode,
             "grpo/mean_ratio": self._sums["ratio"] / known,
             "grpo/clipped_fraction": self._sums["outside"] / known,
             "logprobs/inference_mean": inference_mean,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.writable import require_writable_file, require_writable_folder
 from example_trainer.api import TrajectoryFeed, open_client
 from example_trainer.batch_journal import (
     SMALLEST_LIMIT_BYTES,
@@ -24,16 +25,23 @@ from example_trainer.checkpointing import (
     load_feed_state,
     load_step_metrics,
     load_training_state,
+    move_training_state,
 )
-from example_trainer.config import TrainingConfig
+from example_trainer.config import TrainingConfig, require_reference
 from example_trainer.durable_feed import DurableFeed
 from example_trainer.followers import FollowerFeed, FollowerSync
 from example_trainer.group_feed import GroupFeed
-from example_trainer.metrics import open_run_log, with_wandb_names, write_run_report
+from example_trainer.metrics import (
+    metrics_path_of,
+    open_run_log,
+    with_wandb_names,
+    write_run_report,
+)
 from example_trainer.model import load_model_and_tokenizer
 from example_trainer.optimizer import create_optimizer
 from example_trainer.parallel import Parallel, open_parallel
-from example_trainer.policy import Policy, prepare_policy
+from example_trainer.policy import Policy, prepare_policy, setup_line
+from example_trainer.reference import Reference, open_reference
 from example_trainer.step_observer import StepView
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import WeightSync, make_weight_sync
@@ -59,6 +67,7 @@ def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
         AtroposError: a setting is wrong, the engine died, the service refused or stayed away.
     """
     _seed(config.seed)
+    require_reference(config)
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(open_parallel(config))
         weight_sync = make_weight_sync(config)
@@ -77,8 +86,13 @@ def _lead(
 ) -> Path:
     """Train as rank 0, or alone: with the service, the engine, the checkpoints and the log."""
     weight_sync.check_before_load()
+    require_writable_folder(config.save_path, "--save-path")
+    require_writable_file(metrics_path_of(config), "--metrics-path")
     journal = BatchJournal.open(config.save_path, resume=config.resume)
     config = with_wandb_names(config, journal.run_id)
+    client = stack.enter_context(open_client(config.atropos_url))
+    service = TrajectoryFeed(client, config)
+    service.connect()  # before the model is loaded, which takes its time
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
     loaded = _load(config, parallel, checkpoint)
     run_log = open_run_log(
@@ -89,17 +103,14 @@ def _lead(
     )
     stack.callback(write_run_report, config)
     stack.callback(run_log.finish)
-    client = stack.enter_context(open_client(config.atropos_url))
-    service = TrajectoryFeed(client, config)
-    service.connect()
     service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
     feed = _open_feed(config, service, journal, checkpoint, loaded.model)
-    feed.settle()
+    feed.settle(loaded.steps_done)
     # Sharded weights are gathered by all ranks together, so the others are told when.
     model = parallel.whole_model(loaded.model)
     weight_sync.start(model, loaded.tokenizer, source=loaded.source, step=loaded.steps_done)
     feed.report_policy(loaded.steps_done)
-    divides = parallel.broadcast(_divides_by_temperature(config, weight_sync))
+    processed = parallel.broadcast(_has_processed_logprobs(config, weight_sync))
     trainer = _make_trainer(
         config,
         parallel,
@@ -107,14 +118,15 @@ def _lead(
         feed,
         weight_sync,
         run_log,
-        divides_by_temperature=divides,
+        processed_logprobs=processed,
         view=view,
     )
     started = time.perf_counter()
     final = trainer.run()
     if config.benchmark:
         run_log.log(
-            _benchmark_metrics(config, time.perf_counter() - started), step=config.training_steps
+            _benchmark_metrics(config, weight_sync.mode, time.perf_counter() - started),
+            step=config.training_steps,
         )
     return final
 
@@ -149,7 +161,7 @@ def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: FollowerSyn
         FollowerFeed(),
         weight_sync,
         RunLog(use_wandb=False, metrics_path=None),
-        divides_by_temperature=bool(parallel.broadcast(None)),
+        processed_logprobs=bool(parallel.broadcast(None)),
     )
     return trainer.run()
 
@@ -160,6 +172,7 @@ class _Loaded(NamedTuple):
     model: Any
     tokenizer: Any
     policy: Policy
+    reference: Reference | None
     optimizer: Any
     source: str
     """Directory or name the weights came from."""
@@ -170,12 +183,14 @@ def _load(config: TrainingConfig, parallel: Parallel, checkpoint: Path | None) -
     source = str(checkpoint or config.model_name)
     model, tokenizer = load_model_and_tokenizer(config, source=source)
     policy = prepare_policy(model, config, parallel)
+    reference = open_reference(config, model, policy, parallel)
     optimizer = create_optimizer(model, config)
     steps_done = 0
     if checkpoint is not None:
         steps_done = load_training_state(checkpoint, optimizer, rank=parallel.rank)
+    logger.info("%s", setup_line(model, config, policy))
     logger.info("starting after step %d from %s", steps_done, source)
-    return _Loaded(model, tokenizer, policy, optimizer, source, steps_done)
+    return _Loaded(model, tokenizer, policy, reference, optimizer, source, steps_done)
 
 
 def _make_trainer(
@@ -186,7 +201,7 @@ def _make_trainer(
     weight_sync: WeightSync,
     run_log: RunLog,
     *,
-    divides_by_temperature: bool,
+    processed_logprobs: bool,
     view: StepView | None = None,
 ) -> Trainer:
     return Trainer(
@@ -198,8 +213,9 @@ def _make_trainer(
         weight_sync=weight_sync,
         run_log=run_log,
         steps_done=loaded.steps_done,
-        divide_by_temperature=divides_by_temperature,
+        processed_logprobs=processed_logprobs,
         policy=loaded.policy,
+        reference=loaded.reference,
         parallel=parallel,
         view=view,
     )
@@ -236,10 +252,13 @@ def _train_in_mode(config: TrainingConfig, mode: str) -> Path:
 def _checkpoint_to_continue(config: TrainingConfig, journal: BatchJournal) -> Path | None:
     if not config.resume:
         return None
-    return find_latest_checkpoint(config.save_path, journal.directory, run_id=journal.run_id)
+    found = find_latest_checkpoint(config.save_path, journal.directory, run_id=journal.run_id)
+    if found is not None and move_training_state(found):
+        logger.info("moved the trainer's state of %s into %s", found, found / "trainer")
+    return found
 
 
-def _divides_by_temperature(config: TrainingConfig, weight_sync: WeightSync) -> bool:
+def _has_processed_logprobs(config: TrainingConfig, weight_sync: WeightSync) -> bool:
     if config.logprobs_mode == "auto":
         return weight_sync.returns_processed_logprobs()
     return config.logprobs_mode == "processed"
@@ -251,13 +270,11 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _benchmark_metrics(config: TrainingConfig, total_s: float) -> dict[str, Any]:
+def _benchmark_metrics(config: TrainingConfig, mode: str, total_s: float) -> dict[str, Any]:
     metrics: dict[str, Any] = {
         "benchmark/total_time_seconds": total_s,
         "benchmark/total_time_minutes": total_s / 60.0,
-        "benchmark/mode": _EARLIER_MODE_NAMES.get(
-            config.weight_bridge_mode, config.weight_bridge_mode
-        ),
+        "benchmark/mode": _EARLIER_MODE_NAMES.get(mode, mode),
         "benchmark/total_steps": config.training_steps,
         "benchmark/avg_step_time_seconds": total_s / config.training_steps,
     }

@@ -27,12 +27,14 @@ from example_trainer.group_feed import GroupFeed
 from example_trainer.grpo_loss import compute_grpo_loss
 from example_trainer.loss import LossInputs, make_loss
 from example_trainer.metrics import StepTimes, batch_metrics, part_counts, step_line
+from example_trainer.model import autocast
 from example_trainer.optimizer import learning_rate_at
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import Policy, prepare_policy
 from example_trainer.publishing import Publisher, TrainingParts
+from example_trainer.reference import Reference
 from example_trainer.rows import RowRules
-from example_trainer.scoring import TokenScores
+from example_trainer.scoring import TokenScores, at_sampling_temperature
 from example_trainer.step_notes import StepNotes
 from example_trainer.step_observer import StepObserver, StepView
 from example_trainer.step_plan import log_step_plan
@@ -43,6 +45,9 @@ __all__ = ["GroupFeed", "Trainer", "compute_grpo_loss", "make_loss", "row_rules"
 
 logger = logging.getLogger(__name__)
 
+_MOST_REFUSED_BATCHES = 3
+"""Batches in a row without a group to train; then the settings are at fault."""
+
 
 def row_rules(config: TrainingConfig) -> RowRules:
     """Return how the settings turn groups into rows."""
@@ -51,6 +56,7 @@ def row_rules(config: TrainingConfig) -> RowRules:
         advantage_std=config.loss_choice.advantage_std,
         advantage_eps=config.advantage_eps,
         unsupported_fields=config.unsupported_fields,
+        allow_tokenized_from_text=config.allow_tokenized_from_text,
         overlong_max_tokens=config.overlong_max_tokens,
         overlong_buffer_tokens=config.overlong_buffer_tokens,
         truncated_completions=config.truncated_completions,
@@ -72,8 +78,9 @@ class Trainer:
         weight_sync: How the engine gets new weights; started already.
         run_log: Where metrics go.
         steps_done: Optimiser steps of the run that is continued.
-        divide_by_temperature: Whether the engine's logprobs are after temperature scaling.
+        processed_logprobs: Whether the engine's logprobs are after temperature scaling.
         policy: The model made ready for `parallel`; None: made ready here, for one process.
+        reference: Scores the KL penalty's reference; None: groups carry `ref_logprobs`.
         parallel: The ranks that train together; feed, engine and log are those of rank 0.
         view: Shows the run while it goes on; None: nobody watches.
         clock: Seconds for the time split.
@@ -90,8 +97,9 @@ class Trainer:
         weight_sync: WeightSync,
         run_log: RunLog,
         steps_done: int = 0,
-        divide_by_temperature: bool = False,
+        processed_logprobs: bool = False,
         policy: Policy | None = None,
+        reference: Reference | None = None,
         parallel: Parallel = ONE_PROCESS,
         view: StepView | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -105,15 +113,19 @@ class Trainer:
         self._run_log = run_log
         self._clock = clock
         self._loss = make_loss(config)
-        self._notes = StepNotes()
+        self._notes = StepNotes(has_raw_logprobs=not processed_logprobs)
         self._parallel = parallel
         parts = TrainingParts(model, tokenizer, optimizer, feed, weight_sync, parallel)
         self._publisher = Publisher(config, parts)
-        self._scorer, self._packs = policy or prepare_policy(model, config)
+        policy = policy or prepare_policy(model, config)
+        self._scorer, self._packs = policy.scorer, policy.packs
         self._is_planned = False
-        self._scorer.divides_by_temperature = divide_by_temperature
+        self._has_raw_logprobs = not processed_logprobs
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        self._rules = replace(row_rules(config), vocabulary=vocabulary)
+        self._reference = reference
+        self._rules = replace(
+            row_rules(config), vocabulary=vocabulary, scores_reference=reference is not None
+        )
         self._observer = StepObserver(config, model, num_devices=parallel.world_size, view=view)
 
     def run(self) -> Path:
@@ -141,6 +153,7 @@ class Trainer:
                 optimizer=self._optimizer,
                 config=self.config,
                 packs=self._packs,
+                reference_bytes=0 if self._reference is None else self._reference.num_bytes,
             )
         self._publisher.before_step(self.steps_done + 1)
         metrics = self.train_on(batch)
@@ -148,7 +161,7 @@ class Trainer:
         computed = self._clock()
         self._observer.note("saving and publishing")
         self._publisher.after_step(self.steps_done, metrics)
-        self._feed.acknowledge(batch_id)
+        self._feed.acknowledge(batch_id, steps_done=self.steps_done)
         times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
         metrics.update(self._observer.metrics(metrics))
@@ -163,23 +176,51 @@ class Trainer:
 
     def _take_shares(self) -> tuple[str | None, list[Batch]]:
         """Lease the next batch; returns its token and each rank's share of it."""
-        leased = self._feed.next_batch(self.steps_done)
-        self._observer.take_groups(leased.groups, step=self.steps_done)
-        return leased.batch_id, split_batch(self._build(leased), self._parallel.world_size)
+        leased, batch = self._next_batch()
+        bad_groups = batch.summary.bad_groups
+        self._observer.take_groups(
+            [group for i, group in enumerate(leased.groups) if i not in bad_groups],
+            step=self.steps_done,
+        )
+        return leased.batch_id, split_batch(batch, self._parallel.world_size)
+
+    def _next_batch(self) -> tuple[LeasedBatch, Batch]:
+        """Lease and build the next batch; pass over some that hold no group to train.
+
+        Raises:
+            GroupError: a batch cannot be trained, or several in a row; each is refused.
+        """
+        num_batches = num_groups = 0
+        while True:
+            leased = self._feed.next_batch(self.steps_done)
+            try:
+                batch = self._build(leased)
+            except GroupError as error:
+                self._feed.refuse(self.steps_done, leased.batch_id)
+                num_batches += 1
+                num_groups += len(leased.groups)
+                if self.config.on_bad_group == "stop":
+                    raise
+                if num_batches == _MOST_REFUSED_BATCHES:
+                    raise GroupError(
+                        f"no group of {num_batches} batches in a row can be trained: {error}"
+                    ) from error
+                logger.warning("no group of batch %s can be trained: %s", leased.batch_id, error)
+                continue
+            summary = replace(batch.summary, num_refused_before=num_groups)
+            return leased, replace(batch, summary=summary)
 
     def _build(self, leased: LeasedBatch) -> Batch:
-        try:
-            return build_batch(
-                leased.groups,
-                self._rules,
-                microbatch_size=self.config.batch_size,
-                pad_multiple=self.config.pad_multiple,
-                packs=self._packs,
-                max_tokens=self.config.microbatch_tokens,
-            )
-        except GroupError:
-            self._feed.refuse(self.steps_done, leased.batch_id)
-            raise
+        return build_batch(
+            leased.groups,
+            self._rules,
+            microbatch_size=self.config.batch_size,
+            pad_multiple=self.config.pad_multiple,
+            packs=self._packs,
+            max_tokens=self.config.microbatch_tokens,
+            num_ranks=self._parallel.world_size,
+            skips_bad_groups=self.config.on_bad_group == "skip",
+        )
 
     def train_on(self, batch: Batch) -> dict[str, float]:
         """Take one optimiser step on a batch; returns its metrics.
@@ -218,19 +259,21 @@ class Trainer:
         """Add the gradient of the batch to the parameters, one micro-batch at a time."""
         for cpu_microbatch in batch.microbatches:
             microbatch = cpu_microbatch.to(self.config.device)
-            with self._observer.measure("forward"), self._autocast():
+            reference_BT = None
+            if batch.needs_reference and self._reference is not None:
+                with self._observer.measure("forward"):
+                    reference_BT = self._reference.logprobs_BT(microbatch)
+            with self._observer.measure("forward"), autocast(self.config):
                 scores = self._scorer(microbatch)
+            microbatch = at_sampling_temperature(
+                microbatch, scores, has_raw_logprobs=self._has_raw_logprobs
+            )
+            if reference_BT is not None:
+                microbatch = microbatch.with_reference(reference_BT)
             with self._observer.measure("backward"):
                 terms = self._loss(_loss_inputs(microbatch, scores), batch.totals)
                 (terms.loss * self._parallel.loss_factor).backward()
-            stats.add(microbatch, scores, terms)
-
-    def _autocast(self) -> torch.autocast:
-        """Run forward passes in bfloat16 where the optimiser keeps float32 weights."""
-        on_gpu, dtype = self.config.device.startswith("cuda"), self.config.train_dtype
-        is_mixed = dtype == "mixed" or (on_gpu and dtype == "float32")
-        kind = "cuda" if on_gpu else "cpu"
-        return torch.autocast(kind, dtype=torch.bfloat16, enabled=is_mixed)
+            stats.add(microbatch, scores, terms, has_raw_logprobs=self._has_raw_logprobs)
 
 
 def _loss_inputs(microbatch: Microbatch, scores: TokenScores) -> LossInputs:

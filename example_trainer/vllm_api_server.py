@@ -22,6 +22,7 @@ if __package__ in (None, ""):
 import uvicorn
 
 from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.utils.command_parser import end_command
 from example_trainer.companion.service import create_app
 from example_trainer.companion.state import CompanionState, EngineFacts
 
@@ -39,11 +40,11 @@ app = create_app(_state)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; exits with 2 when flags are wrong, with 1 where vLLM is missing."""
+    """Serve until interrupted; exits with 2 when flags are wrong or vLLM is missing."""
     try:
         parser = _parser()
     except MissingExtraError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+        end_command(Path(sys.argv[0]).name, error, code=2)
     args = parser.parse_args(argv)
     try:
         _refuse_shared_weights()

@@ -6,6 +6,8 @@ looked up by name or port.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import shlex
@@ -18,21 +20,30 @@ from pathlib import Path
 import httpx
 
 from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.utils.writable import require_writable_folder
+from example_trainer.checkpointing import write_file
 from example_trainer.config import TrainingConfig
 from example_trainer.processes import ManagedProcess, ProcessFailedError, wait_until_ready
 
 __all__ = [
     "VllmServer",
     "check_vllm_health",
+    "cpu_cache_gib",
     "is_port_in_use",
+    "launches_with_processed_logprobs",
     "vllm_command",
     "vllm_environment",
+    "wait_for_orphaned_engine",
     "wait_for_vllm_ready",
 ]
 
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_NOTES = 15.0
+_ORPHAN_LIMIT_S = 60.0
+_CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_CPU_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+_MOST_CPU_CACHE_GIB = 4
 _TORCHRUN_NAMES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
@@ -75,9 +86,28 @@ def vllm_command(config: TrainingConfig, model_path: str) -> list[str]:
     command += ["--dtype", dtype, "--max-model-len", str(config.max_model_len)]
     if on_gpu:
         command += ["--gpu-memory-utilization", str(config.vllm_gpu_memory_utilization)]
-    if config.logprobs_mode == "processed":
+    if config.logprobs_mode != "raw" and _own_logprobs_mode(config) is None:
         command += ["--logprobs-mode", "processed_logprobs"]
     return command + shlex.split(config.vllm_args)
+
+
+def launches_with_processed_logprobs(config: TrainingConfig) -> bool:
+    """Whether the logprobs of an engine launched here are after temperature scaling.
+
+    They are unless `logprobs_mode` or `vllm_args` ask for others.
+    """
+    own = _own_logprobs_mode(config)
+    return config.logprobs_mode != "raw" if own is None else own.startswith("processed")
+
+
+def _own_logprobs_mode(config: TrainingConfig) -> str | None:
+    """Return the `--logprobs-mode` in `vllm_args`, None without any."""
+    arguments = shlex.split(config.vllm_args)
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag == "--logprobs-mode":
+            return value if equals else "".join(arguments[i + 1 : i + 2])
+    return None
 
 
 def vllm_environment(
@@ -110,7 +140,67 @@ def vllm_environment(
         )
     if updatable:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
+    if not config.device.startswith("cuda") and not environment.get(_CPU_CACHE_VARIABLE):
+        given = [argument.partition("=")[0] for argument in shlex.split(config.vllm_args)]
+        if not any(flag in given for flag in _CPU_CACHE_FLAGS):
+            import psutil
+
+            environment[_CPU_CACHE_VARIABLE] = str(cpu_cache_gib(psutil.virtual_memory().available))
     return environment
+
+
+def cpu_cache_gib(available_bytes: int) -> int:
+    """Return GiB of memory for the caches of an engine on a CPU.
+
+    A quarter of what is free, from 1 to 4. Left to itself vLLM takes most of the machine's memory,
+    of which the trainer needs its own, and does not start where other programs have some of it.
+    """
+    return max(1, min(_MOST_CPU_CACHE_GIB, available_bytes // (4 * 2**30)))
+
+
+def wait_for_orphaned_engine(config: TrainingConfig) -> None:
+    """Wait for the engine of a killed trainer to end, where the run left a note of one.
+
+    It ends by itself seconds after its trainer. Until then it holds the port, and a resumed run
+    would take it for an engine that others run.
+    """
+    path = _note_of_engine(config)
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+        is_orphaned = note["host"] == socket.gethostname() and not _is_running(note["trainer"])
+        guardian = note["guardian"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if not is_orphaned:
+        return
+    deadline = time.monotonic() + _ORPHAN_LIMIT_S
+    if _is_running(guardian):
+        logger.info("waiting for the vLLM of the killed trainer to end")
+    while _is_running(guardian) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def _note_of_engine(config: TrainingConfig) -> Path:
+    return Path(config.save_path) / "engine.json"
+
+
+def _identity(pid: int) -> list[float]:
+    """Return what tells a process from a later one with the same number."""
+    import psutil
+
+    return [pid, psutil.Process(pid).create_time()]
+
+
+def _is_running(identity: Sequence[float]) -> bool:
+    import psutil
+
+    pid, created = identity
+    try:
+        process = psutil.Process(int(pid))
+        is_same = bool(abs(process.create_time() - created) < 1)
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class VllmServer:
@@ -131,7 +221,7 @@ class VllmServer:
 
         Raises:
             InferenceError: the port is taken.
-            ProcessFailedError: it ended or was not ready in time; shows the tail of its log.
+            ProcessFailedError: it ended or was not ready in time; shows the cause from its log.
         """
         config = self._config
         if is_port_in_use(config.vllm_port, config.vllm_connect_host):
@@ -142,18 +232,33 @@ class VllmServer:
         process = ManagedProcess(
             "vLLM",
             [*vllm_command(config, model_path), *more],
-            log_path=Path(config.log_dir) / "vllm.log",
+            log_path=require_writable_folder(config.log_dir, "--log-dir") / "vllm.log",
             env=vllm_environment(config, os.environ, updatable=self._updatable),
         )
         self._process = process
         logger.info("starting vLLM on port %d (log: %s)", config.vllm_port, process.log_path)
         process.start()
         try:
+            self._leave_note(process)
             waited_s = self._wait(process)
         except BaseException:
             self.stop()
             raise
         logger.info("vLLM is ready after %.0f s", waited_s)
+
+    def _leave_note(self, process: ManagedProcess) -> None:
+        """Write down who owns the engine, for `wait_for_orphaned_engine` of a resumed run."""
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):  # its end is reported by who waits for it
+            path = _note_of_engine(self._config)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            note = {
+                "host": socket.gethostname(),
+                "trainer": _identity(os.getpid()),
+                "guardian": _identity(process.guardian_pid),
+            }
+            write_file(path, json.dumps(note).encode())
 
     def _wait(self, process: ManagedProcess) -> float:
         config = self._config
@@ -176,7 +281,7 @@ class VllmServer:
         """Raise when the server has ended although nobody stopped it.
 
         Raises:
-            ProcessFailedError: shows how it ended and the tail of its log.
+            ProcessFailedError: shows how it ended, and why where its log says so.
         """
         if self._process is not None and not self._process.is_alive():
             raise ProcessFailedError(self._process, self._process.describe_exit())
@@ -186,3 +291,4 @@ class VllmServer:
         process, self._process = self._process, None
         if process is not None:
             process.stop()
+            _note_of_engine(self._config).unlink(missing_ok=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
+from example_trainer.checkpointing import replace_directory
 from example_trainer.config import BUILT_MODES, TrainingConfig
+from example_trainer.engine_control import NoInPlaceUpdatesError
 from example_trainer.engine_fleet import control_of
 from example_trainer.engine_weights import (
     export_for_engine,
@@ -19,9 +22,15 @@ from example_trainer.engine_weights import (
 )
 from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
 from example_trainer.owned_engine import OwnedEngine
-from example_trainer.vllm_manager import VllmServer, check_vllm_health, is_port_in_use
+from example_trainer.vllm_manager import (
+    VllmServer,
+    check_vllm_health,
+    is_port_in_use,
+    wait_for_orphaned_engine,
+)
 
 __all__ = [
+    "AutoSync",
     "InPlaceSync",
     "NoSync",
     "RestartSync",
@@ -43,8 +52,10 @@ class WeightSync(Protocol):
 
     publishes_final: bool
     """Whether the engine outlives the run and so wants the final weights too."""
-    needs_checkpoint: bool
-    """Whether `publish` takes the weights from a saved checkpoint."""
+
+    @property
+    def mode(self) -> str:
+        """Name of the strategy, as `weight_bridge_mode` has it."""
 
     def check_before_load(self) -> None:
         """Fail early on what is wrong before the model is loaded."""
@@ -56,7 +67,13 @@ class WeightSync(Protocol):
         """Make room for the optimiser step, when weights are published right after it."""
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Let the engine serve the weights the model has after `step`; returns once it does."""
+        """Let the engine serve the weights the model has after `step`; returns once it does.
+
+        Args:
+            model: With these weights.
+            checkpoint: Directory that has them too, None where none was saved after this step.
+            step: Optimizer steps done.
+        """
 
     def check_alive(self) -> None:
         """Raise when an engine of ours has died."""
@@ -105,6 +122,7 @@ def make_weight_sync(config: TrainingConfig) -> WeightSync:
     """
     require_built_mode(config)
     strategies: dict[str, Callable[[TrainingConfig], WeightSync]] = {
+        "auto": AutoSync,
         "in_place": InPlaceSync,
         "lora_only": LoraSwapSync,
         "lora_restart": LoraRestartSync,
@@ -117,8 +135,8 @@ def make_weight_sync(config: TrainingConfig) -> WeightSync:
 class NoSync:
     """No engine: groups come from elsewhere, the weights go into checkpoints only."""
 
+    mode = "off"
     publishes_final = False
-    needs_checkpoint = False
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
@@ -147,19 +165,44 @@ class NoSync:
 
 
 class RestartSync(OwnedEngine):
-    """Owns an engine and restarts it on every new checkpoint."""
+    """Owns an engine and restarts it on the new weights.
 
-    needs_checkpoint = True
+    Those are in a checkpoint where one was saved after the same step. Where none was, they are
+    written to `engine_weights` under `save_path`, each time in place of those before.
+    """
+
+    mode = "none"
     mode_for_running_engine = "in_place"
+
+    def __init__(self, config: TrainingConfig) -> None:
+        super().__init__(config)
+        self._directory = Path(config.save_path) / "engine_weights"
+        self._tokenizer: Any = None
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         """Launch the engine on the source and wait until it is healthy."""
+        self._tokenizer = tokenizer
         self._server.start(source)
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Restart the engine on the checkpoint."""
+        """Restart the engine on the weights."""
         self._server.stop()
-        self._server.start(str(checkpoint))
+        self._server.start(str(checkpoint or self.write_weights(model, self._tokenizer)))
+
+    def write_weights(self, model: Any, tokenizer: Any) -> Path:
+        """Write what the engine is started on; returns the directory."""
+        self._tokenizer = tokenizer
+
+        def write(directory: Path) -> None:
+            model.save_pretrained(directory, safe_serialization=True)
+            tokenizer.save_pretrained(directory)
+
+        return replace_directory(self._directory, write)
+
+    def close(self) -> None:
+        """Stop the engine; remove the weights that were written for it alone."""
+        super().close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class InPlaceSync:
@@ -170,8 +213,8 @@ class InPlaceSync:
     engine's host must be able to read: under `save_path`, or in memory both share.
     """
 
+    mode = "in_place"
     publishes_final = True
-    needs_checkpoint = False
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
@@ -182,22 +225,36 @@ class InPlaceSync:
 
     def check_before_load(self) -> None:
         """Find out whose engine will be used, and whether it can do this."""
+        wait_for_orphaned_engine(self._config)
         if self._config.engine_urls:
-            self._control.require_in_place_updates()
+            self._require_named_engines()
             self._is_external = True
             return
         port, host = self._config.vllm_port, self._config.vllm_connect_host
         if not is_port_in_use(port, host):
             if self._config.engine == "sglang":
-                raise InferenceError(f"no SGLang at {host}:{port}; start it before the trainer")
+                raise EngineSetupError(
+                    f"no SGLang at {host}:{port}; start it before the trainer: python -m "
+                    f"sglang.launch_server --model-path {self._config.model_name} --port {port}"
+                )
             return
         if not check_vllm_health(port, host):
-            raise InferenceError(
+            raise EngineSetupError(
                 f"port {port} is taken, but nothing there answers GET /health with 200; stop that "
                 "process, wait for the engine to be ready, or choose another --vllm-port"
             )
         self._control.require_in_place_updates()
         self._is_external = True
+
+    def _require_named_engines(self) -> None:
+        try:
+            self._control.require_in_place_updates()
+        except InferenceError as error:
+            raise EngineSetupError(
+                f"no engine answers at an address of --engine-urls: {error}; start it with "
+                f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._config.model_name}, or leave "
+                "--engine-urls out to have one launched"
+            ) from error
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         """Launch an engine unless one is there; bring one that is there to the present weights."""
@@ -242,3 +299,110 @@ class InPlaceSync:
         self._server.stop()
         self._control.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class AutoSync:
+    """Updates in place where the engine can do it, else restarts an engine; the log says which.
+
+    An engine that runs already has to be updatable: this trainer would not restart what others
+    started. An engine of its own is launched for updates in place, and restarted from then on where
+    it turns out that it cannot reload weights, as an older vLLM cannot. One that listens beyond
+    this host is restarted from the start: the routes for updates would let others load files.
+    """
+
+    publishes_final = True
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._sync: InPlaceSync | RestartSync = InPlaceSync(config)
+        self._owns_engine = False
+        self._has_published = False
+        self._tokenizer: Any = None
+
+    @property
+    def mode(self) -> str:
+        """The mode in use."""
+        return self._sync.mode
+
+    def check_before_load(self) -> None:
+        """Find out whose engine will be used and choose."""
+        wait_for_orphaned_engine(self._config)
+        config = self._config
+        port, host = config.vllm_port, config.vllm_connect_host
+        is_running = bool(config.engine_urls) or is_port_in_use(port, host)
+        self._owns_engine = not is_running and config.engine == "vllm"
+        if self._owns_engine and not _is_loopback(config.vllm_host):
+            self._restart_from_now_on()
+        self._sync.check_before_load()
+        if not self._owns_engine:
+            reason = "the running engine reloads its weights; it is left running at the end"
+        elif self.mode == "in_place":
+            reason = f"a vLLM is launched on port {port} and reloads its weights while it runs"
+        else:
+            reason = (
+                f"a vLLM is launched on port {port} and restarted on new weights: with --vllm-host "
+                f"{config.vllm_host}, other hosts would reach the routes for updates in place"
+            )
+        logger.info("weight bridge mode: %s (chosen by auto): %s", self.mode, reason)
+
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
+        """Start as the chosen mode does; restart an engine of ours that proves not updatable."""
+        self._tokenizer = tokenizer
+        try:
+            self._sync.start(model, tokenizer, source=source, step=step)
+        except NoInPlaceUpdatesError as error:
+            if not self._owns_engine:
+                raise
+            self._fall_back(error)
+            self._sync.start(model, tokenizer, source=source, step=step)
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Do what the chosen mode does."""
+        self._sync.before_step(sync_follows=sync_follows)
+
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
+        """Publish as the chosen mode does; the first update in place may prove impossible."""
+        try:
+            self._sync.publish(model, checkpoint=checkpoint, step=step)
+        except InferenceError as error:
+            if self._has_published or not self._owns_engine or self.mode != "in_place":
+                raise
+            self._sync.check_alive()
+            restart = self._fall_back(error)
+            path = checkpoint or restart.write_weights(model, self._tokenizer)
+            restart.start(model, self._tokenizer, source=str(path), step=step)
+        self._has_published = True
+
+    def check_alive(self) -> None:
+        """Raise when an engine this trainer launched has died."""
+        self._sync.check_alive()
+
+    def returns_processed_logprobs(self) -> bool:
+        """Answer as the chosen mode does."""
+        return self._sync.returns_processed_logprobs()
+
+    def close(self) -> None:
+        """Stop the engine if it is ours, an external one runs on."""
+        self._sync.close()
+
+    def _fall_back(self, error: Exception) -> RestartSync:
+        logger.warning(
+            "weight bridge mode: none from here on (chosen by auto): the launched vLLM cannot "
+            "reload its weights and is restarted on new ones: %s",
+            error,
+        )
+        return self._restart_from_now_on()
+
+    def _restart_from_now_on(self) -> RestartSync:
+        self._sync.close()
+        restart = RestartSync(self._config)
+        self._sync = restart
+        self.publishes_final = restart.publishes_final
+        return restart
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -25,7 +25,7 @@ class RedisServer:
         binary = shutil.which("redis-server")
         if binary is None:
             pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
-        pytest.importorskip("redis", reason="pip install 'atroposlib[redis]'")
+        pytest.importorskip("redis", reason="pip install '.[redis]'")
         # A short path: the name of a socket file may have 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="redis-"))
         self.socket = self.folder / "s"

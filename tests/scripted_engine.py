@@ -55,11 +55,15 @@ class ScriptedEngine:
     Args:
         replies: Where the texts come from.
         returns_token_ids: Whether completions carry ids when asked, as a stock vLLM does.
+        offers_completions: Whether `/v1/completions` exists; many providers have chats only.
+        messages: Makes the message of each choice of a chat from the request, such as one with
+            `tool_calls` or `reasoning_content`, in place of `replies`.
         offers_generate: Whether `POST /generate` of the contract's companion server exists.
         honours_n: False answers one choice whatever `n` is.
         max_model_len: Prompt plus `max_tokens` above it is refused as vLLM refuses it.
         delay_s: Time before each answer.
         model: Name in `/v1/models` and in answers.
+        aliases: Further names in `/v1/models`.
     """
 
     def __init__(
@@ -67,24 +71,31 @@ class ScriptedEngine:
         replies: Sequence[str] | Callable[[str], str] | None = None,
         *,
         returns_token_ids: bool = True,
+        offers_completions: bool = True,
+        messages: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
         offers_generate: bool = False,
         honours_n: bool = True,
         max_model_len: int = 100_000,
         delay_s: float = 0.0,
         model: str = "scripted",
+        aliases: Sequence[str] = ("m",),
         tokenizer: CharTokenizer | None = None,
     ) -> None:
         self.replies = replies
         self.returns_token_ids = returns_token_ids
+        self.offers_completions = offers_completions
+        self.messages = messages
         self.offers_generate = offers_generate
         self.honours_n = honours_n
         self.max_model_len = max_model_len
         self.delay_s = delay_s
         self.model = model
+        self.aliases = aliases
         self.tokenizer = tokenizer or CharTokenizer()
         self.healthy = True
         self.requests: list[RecordedRequest] = []
         self.num_health_checks = 0
+        self.num_listings = 0
         self.num_in_flight = 0
         self.max_in_flight = 0
         self.faults: list[Fault] = []
@@ -138,7 +149,8 @@ class ScriptedEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._guarded(self._chat))
-        app.router.add_post("/v1/completions", self._guarded(self._completions))
+        if self.offers_completions:
+            app.router.add_post("/v1/completions", self._guarded(self._completions))
         if self.offers_generate:
             app.router.add_post("/generate", self._guarded(self._generate))
 
@@ -147,10 +159,11 @@ class ScriptedEngine:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, _: web.Request) -> web.Response:
-        self.num_health_checks += 1
+        self.num_listings += 1
         if not self.healthy:
             return web.Response(status=503)
-        return web.json_response({"object": "list", "data": [self._model_card()]})
+        cards = [self._model_card(), *({"id": alias} for alias in self.aliases)]
+        return web.json_response({"object": "list", "data": cards})
 
     def _model_card(self) -> dict[str, Any]:
         return {"id": self.model, "max_model_len": self.max_model_len}
@@ -196,6 +209,17 @@ class ScriptedEngine:
             return _refusal(400, str(error), {})
 
     def _chat(self, body: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+        if self.messages is not None:
+            made = [{"role": "assistant", **self.messages(body)} for _ in range(body.get("n") or 1)]
+            choices = [
+                {
+                    "index": i,
+                    "message": message,
+                    "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+                }
+                for i, message in enumerate(made)
+            ]
+            return self._envelope("chat.completion", choices)
         prompt_ids = self.tokenizer.apply_chat_template(
             body["messages"], tools=body.get("tools"), add_generation_prompt=True
         )
@@ -309,6 +333,11 @@ class ScriptedEngine:
             "created": int(time.time()),
             "model": self.model,
             "choices": choices,
+            "usage": {
+                "prompt_tokens": 2,
+                "completion_tokens": len(choices),
+                "total_tokens": 2 + len(choices),
+            },
         }
 
 

@@ -76,8 +76,16 @@ _PATTERNS = [
 ]
 
 
-def rule_for(path: str) -> Rule:
-    """Return the rule of a request's path; `UNKNOWN_ROUTE` when none names it."""
+def rule_for(path: str, method: str = "GET") -> Rule:
+    """Return the rule of a request; `UNKNOWN_ROUTE` when none names its path.
+
+    Whatever is deleted, only admins may.
+    """
+    rule = _rule_of_path(path)
+    return rule._replace(roles=_ADMIN, is_open=False) if method == "DELETE" else rule
+
+
+def _rule_of_path(path: str) -> Rule:
     rule = _RULES.get(path)
     if rule is not None:
         return rule

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atroposlib.errors import TrajectoryApiError
+from atroposlib.api.schemas import MAX_BATCH_SIZE
+from atroposlib.errors import GroupError, TrajectoryApiError
 
 __all__ = [
     "Admission",
     "KeyReusedError",
+    "OversizedGroupError",
     "Placement",
     "QueueFullError",
     "RunLimits",
     "Waiting",
     "check_room",
+    "check_sizes",
     "room_for",
 ]
 
@@ -45,6 +49,18 @@ class KeyReusedError(TrajectoryApiError):
     """An idempotency key came with a body other than the one it was used for."""
 
 
+class OversizedGroupError(GroupError):
+    """A group holds more sequences than a batch: it could never leave.
+
+    Attributes:
+        index: Position of the group among those of its request.
+    """
+
+    def __init__(self, message: str, *, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 class Placement(NamedTuple):
     """Where a posted group went."""
 
@@ -68,6 +84,26 @@ class Waiting(NamedTuple):
 
     num_sequences: int
     num_bytes: int
+
+
+def check_sizes(sizes: Iterable[int], *, batch_size: int) -> None:
+    """Refuse groups that no batch could hold.
+
+    Args:
+        sizes: sequences per group of a request.
+        batch_size: sequences per batch; 0 while that is not known.
+
+    Raises:
+        OversizedGroupError: names the first group that is too large.
+    """
+    limit = batch_size or MAX_BATCH_SIZE
+    for index, size in enumerate(sizes):
+        if size > limit:
+            raise OversizedGroupError(
+                f"tokens: {size} sequences, a batch holds {limit}, so the group could never leave; "
+                "post smaller groups, or register the trainer with a larger batch_size",
+                index=index,
+            )
 
 
 def check_room(

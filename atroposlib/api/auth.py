@@ -158,7 +158,7 @@ class BearerAuthMiddleware:
         await (self.app if refusal is None else refusal)(scope, receive, send)
 
     def _refusal_of(self, scope: Scope) -> Response | None:
-        rule = rule_for(path_of(scope))
+        rule = rule_for(path_of(scope), scope.get("method", "GET"))
         if rule.is_open:
             return None
         token = _bearer_token(scope)

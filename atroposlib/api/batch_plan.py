@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import islice
 
-from atroposlib.api.packing import oldest_combination, scaled_needs
+from atroposlib.api.packing import SEARCH_BITS, oldest_combination, scaled_needs
 from atroposlib.api.queued_group import QueuedGroup
 from atroposlib.api.sender_rows import SenderRows
 from atroposlib.api.size_rows import Entry, Row, SizeRows
@@ -28,8 +28,8 @@ __all__ = ["plan_combination", "plan_packs", "plan_with_minimums"]
 
 _Pack = tuple[int, list[Entry]]
 
-_COMBINATION_BITS = 1 << 28
-"""Bits the exact search may use (32 MiB): it looks at the oldest groups that fit."""
+_REACHABLE_BITS = 1 << 31
+"""Bits that may be looked at to find that no combination exists, some tenths of a second."""
 
 
 def plan_packs(rows: SizeRows, batch_size: int) -> list[QueuedGroup] | None:
@@ -65,9 +65,8 @@ def plan_combination(rows: SizeRows, batch_size: int) -> list[QueuedGroup] | Non
     if not _is_reachable(rows, batch_size):
         return None
     # Of equally sized groups the oldest are preferred, so later ones can never be chosen.
-    candidates = sorted(
-        entry for size, row in rows.rows() for entry in islice(row, batch_size // size)
-    )[: _COMBINATION_BITS // batch_size]
+    ordered = merge(*(islice(row, batch_size // size) for size, row in rows.rows()))
+    candidates = list(islice(ordered, SEARCH_BITS // batch_size))
     positions = oldest_combination([group.num_sequences for _, group in candidates], batch_size)
     return [candidates[position][1] for position in positions] or None
 
@@ -162,13 +161,22 @@ def _packs(row: Row, groups_per_pack: int) -> Iterator[_Pack]:
 
 
 def _is_reachable(rows: SizeRows, target: int) -> bool:
-    """Whether some combination of groups holds exactly `target` sequences."""
+    """Whether some combination of groups holds exactly `target` sequences.
+
+    False also when that takes more than `_REACHABLE_BITS` to find out.
+    """
+    if not 0 < target <= SEARCH_BITS:
+        return False
+    steps_left = _REACHABLE_BITS // target
     within_target = (1 << (target + 1)) - 1
     reachable = 1
     for size, row in rows.rows():
         left = min(len(row), target // size)
         step = 1
         while left > 0:  # powers of two make every count up to `left`
+            if not steps_left:
+                return False
+            steps_left -= 1
             step = min(step, left)
             reachable |= reachable << step * size & within_target
             left -= step

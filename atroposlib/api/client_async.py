@@ -24,6 +24,7 @@ from atroposlib.api.client_rules import (
 )
 from atroposlib.api.client_transport import AsyncTransport
 from atroposlib.errors import TrajectoryApiError
+from atroposlib.utils.secret_masking import without_secrets
 from atroposlib.utils.side_thread import SideThread
 from atroposlib.wire import encode_group, encode_groups
 
@@ -105,8 +106,13 @@ class TrajectoryApiClient:
         weight: float,
         group_size: int,
         min_batch_allocation: float | None = None,
+        earlier: tuple[int, str] | None = None,
     ) -> dict[str, Any]:
-        """Register an environment; `status` of the answer is `success` or asks to wait."""
+        """Register an environment; `status` of the answer is `success` or asks to wait.
+
+        `earlier` is the id and the run of an earlier registration: where a trainer has taken that
+        run over, the environment keeps its id.
+        """
         request = {
             "max_token_length": max_token_length,
             "desired_name": desired_name,
@@ -114,6 +120,8 @@ class TrajectoryApiClient:
             "group_size": group_size,
             "min_batch_allocation": min_batch_allocation,
         }
+        if earlier is not None:
+            request["env_id"], request["run_id"] = earlier
         return dict(await self._transport.send("POST", "/register-env", plain(request)))
 
     async def disconnect_env(self, env_id: int) -> None:
@@ -122,7 +130,8 @@ class TrajectoryApiClient:
         answer = await self._transport.send("POST", "/disconnect-env", body, is_repeatable=True)
         if answer.get("status") != "success":
             raise TrajectoryApiError(
-                f"POST {self.base_url}/disconnect-env: {answer.get('error')}", status=200
+                f"POST {without_secrets(self.base_url)}/disconnect-env: {answer.get('error')}",
+                status=200,
             )
 
     async def info(self) -> dict[str, Any]:

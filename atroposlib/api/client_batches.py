@@ -2,13 +2,17 @@
 
     register ─► [ lease ─► the caller trains ─► acknowledge ] ... ─► the run has its steps
 
-A batch is acknowledged when the next one is asked for, or explicitly; one that is neither goes back
-to the service when the iterator is closed.
+A batch is acknowledged when the next one is asked for, or explicitly. The last batch of the run has
+no next one: it is acknowledged when `with` is left, or the program ends, without an error. What is
+not acknowledged goes back to the service when the iterator is closed.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -26,6 +30,8 @@ _LONGEST_WAIT_S = 5.0
 _SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _MOVED_ON = (404, 409)
+_AT_EXIT = RetryRule(attempts=2)
+"""Nobody waits for minutes for a program that has done its work."""
 
 
 class BatchIterator:
@@ -35,7 +41,7 @@ class BatchIterator:
     `groups` hold.
 
     Attributes:
-        num_acknowledged: batches acknowledged through this iterator.
+        num_acknowledged: batches acknowledged as trained through this iterator.
     """
 
     def __init__(
@@ -57,8 +63,9 @@ class BatchIterator:
         self._idle_limit_s = idle_limit_s
         self._sleep = sleep
         self._clock = clock
-        self._is_registered = False
+        self._is_registered = self._is_registered_at_exit = False
         self._is_closed = self._is_ending = False
+        self._process_id = os.getpid()
         self._held: dict[str, LeasedBatch] = {}
 
     @property
@@ -82,10 +89,15 @@ class BatchIterator:
             raise StopIteration
         return batch
 
-    def ack(self, batch: LeasedBatch) -> None:
+    def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
         """Tell the service that a batch is trained; a second time changes nothing.
 
         One whose lease had run out is noted in the log: others may have got it too.
+
+        Args:
+            batch: taken from this iterator.
+            is_trained: whether it was an optimizer step; otherwise the batch is done with, and
+                the service delivers another in its place. Older services count it all the same.
 
         Raises:
             TrajectoryApiError: the service stayed away for too long.
@@ -93,13 +105,13 @@ class BatchIterator:
         if batch.batch_id is not None and self._held.pop(batch.batch_id, None) is None:
             return
         try:
-            self._client.ack(batch.batch_id)
+            self._client.ack(batch.batch_id, steps_done=None if is_trained else 0)
         except TrajectoryApiError as error:
             if error.status not in _MOVED_ON:
                 raise
-            logger.warning("batch %s is trained, its lease was over: %s", batch.batch_id, error)
+            logger.warning("batch %s is done, its lease was over: %s", batch.batch_id, error)
         else:
-            self.num_acknowledged += 1
+            self.num_acknowledged += is_trained
 
     def nack(self, batch: LeasedBatch) -> None:
         """Give a batch back: it is the next to be delivered; to whom, the service decides."""
@@ -125,6 +137,7 @@ class BatchIterator:
         if self._is_closed:
             return
         self._is_closed = self._is_ending = True
+        atexit.unregister(self._leave_at_exit)
         try:
             for batch in self.held:
                 self.nack(batch)
@@ -141,7 +154,37 @@ class BatchIterator:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.leave(is_failed=exc_type is not None)
+
+    def leave(self, *, is_failed: bool = False) -> None:
+        """End as `with` does: acknowledge the last batch of the run, give any other back.
+
+        Args:
+            is_failed: Whether the batch in hand was not trained to its end; then it is given back
+                even if it is the last.
+        """
+        if not is_failed and self._acknowledges_at_next and not self._is_closed and self._held:
+            try:
+                self._acknowledge_last()
+            except TrajectoryApiError as error:
+                logger.warning("the last batch could not be acknowledged: %s", error)
         self.close()
+
+    def _acknowledge_last(self) -> None:
+        """Acknowledge what is held if the run has its steps with that."""
+        status = self._client.status()
+        num_leased = max(len(self._held), status.get("leased_batches", 0))
+        if status["current_step"] + num_leased >= self._registration["num_steps"]:
+            for batch in self.held:
+                self.ack(batch)
+
+    def _leave_at_exit(self) -> None:
+        """End where a program without `with` ends; after an uncaught error the batch goes back."""
+        if os.getpid() != self._process_id:
+            return  # a forked process that never had the batch
+        self._client.set_retry(_AT_EXIT)
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        self.leave(is_failed=error is not None)
 
     def next_batch(self) -> LeasedBatch | None:
         """Do what `next` does; None at the end."""
@@ -194,7 +237,9 @@ class BatchIterator:
         if not self._is_registered:
             step = self._registration["starting_step"] + self.num_acknowledged
             self._client.register(**{**self._registration, "starting_step": step})
-            self._is_registered = True
+            if not self._is_registered_at_exit:
+                atexit.register(self._leave_at_exit)
+            self._is_registered = self._is_registered_at_exit = True
 
     def _is_over(self) -> bool:
         # Asked, not counted: others may do steps of this run too.
@@ -227,8 +272,9 @@ def batches(
         max_token_len: longest sequence environments should send, in tokens.
         starting_step: batches trained before, when a run is continued.
         lease_s: seconds within which a batch is acknowledged, or else it is delivered again.
-        acknowledge: `next`: a batch counts as trained when the next one is asked for; `explicit`:
-            only `ack` acknowledges, and several batches may be held at a time.
+        acknowledge: `next`: a batch counts as trained when the next one is asked for, the last of
+            the run when `with` is left or the program ends without an error; `explicit`: only
+            `ack` acknowledges, and several batches may be held at a time.
         idle_limit_s: also end when no batch came for so long; None waits as long as it takes.
         service_timeout_s: how long a service that is away is waited for; the log says so.
         token: shown to a service that asks for one; never logged.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from types import TracebackType
 
 from atroposlib.api.client_batches import BatchIterator
@@ -49,9 +50,9 @@ class AsyncBatches:
             raise StopAsyncIteration
         return batch
 
-    async def ack(self, batch: LeasedBatch) -> None:
-        """Tell the service that a batch is trained; see `BatchIterator.ack`."""
-        await self._side_thread.run(self._batches.ack, batch)
+    async def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
+        """Tell the service that a batch is trained, or not; see `BatchIterator.ack`."""
+        await self._side_thread.run(self._batches.ack, batch, is_trained=is_trained)
 
     async def nack(self, batch: LeasedBatch) -> None:
         """Give a batch back; see `BatchIterator.nack`."""
@@ -70,11 +71,12 @@ class AsyncBatches:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give back what is not acknowledged; waits for a request that is under way."""
+        """End as `BatchIterator.leave`; waits for a request that is under way."""
         self._batches.stop_waiting()
         fetching, self._fetching = self._fetching, None
+        is_failed = exc_type is not None
         if fetching is not None:
             with contextlib.suppress(Exception):  # whoever left does not ask for it any more
-                await fetching
-        await self._side_thread.run(self._batches.close)
+                is_failed = await fetching is not None or is_failed  # nobody has seen that batch
+        await self._side_thread.run(partial(self._batches.leave, is_failed=is_failed))
         self._side_thread.close()

@@ -10,6 +10,7 @@ import msgspec
 from atroposlib.api.client_bodies import answer_lane, decode_answer
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.io import retry_after_s
+from atroposlib.utils.secret_masking import hide_secrets, without_secrets
 
 __all__ = [
     "POST_RETRY",
@@ -17,6 +18,7 @@ __all__ = [
     "NoServiceError",
     "NotReachedError",
     "RetryRule",
+    "ack_path",
     "auth_headers",
     "batch_path",
     "delivered_groups",
@@ -42,7 +44,7 @@ _COMMON_ROUTES = ("/register", "/register-env", "/batch", "/info", "/status", "/
 """Routes that every service has, whatever its age."""
 _MISSING_ROUTE_STATUSES = (404, 405, 501)
 _CONFLICT_REMEDIES = {
-    "/register": "use the settings of the running run, or replace them",
+    "/register": "use the settings of the running run, or take it over with --replace-run",
     "/ack": "its groups may be trained on twice; ask for longer leases",
 }
 
@@ -51,7 +53,7 @@ class LeasedBatch(NamedTuple):
     """A batch that is the trainer's until its lease runs out."""
 
     groups: list[dict[str, Any]]
-    """Decoded groups, oldest first."""
+    """Decoded groups, oldest first; `policy_version` is the service's where the body has none."""
     batch_id: str | None
     """What `ack` and `nack` take; None from a service without leases, where it is taken already."""
 
@@ -108,7 +110,7 @@ class NotReachedError(TrajectoryApiError):
 
 
 class NoServiceError(TrajectoryApiError, ConfigError):
-    """Something answers at the address, but it has not the routes of a trajectory service."""
+    """There is no trajectory service at the address, or it never came up."""
 
 
 def _may_repeat(error: TrajectoryApiError, *, is_repeatable: bool) -> bool:
@@ -142,8 +144,9 @@ def unreachable(
 ) -> TrajectoryApiError:
     """Describe a request that got no answer."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    what = hide_secrets(what)
     message = (
-        f"{method} {url} got no answer (attempt {attempt}): {what}; "
+        f"{method} {without_secrets(url)} got no answer (attempt {attempt}): {what}; "
         "is the trajectory service running there? `run-api` starts one"
     )
     return TrajectoryApiError(message) if sent else NotReachedError(message)
@@ -181,10 +184,11 @@ def read_answer(
     is_null = answer_lane(headers) == "json" and content.strip() == b"null"
     if 200 <= status < 300 and (answer is not None or is_null):
         return answer
+    shown_url = without_secrets(url)
     if _lacks_common_route(status, url):  # the body, maybe a page of HTML, says nothing more
         raise NoServiceError(
-            f"{method} {url} answered {status} (attempt {attempt}): what answers there is no "
-            "trajectory service; check the address, `run-api` starts a service",
+            f"{method} {shown_url} answered {status} (attempt {attempt}): what answers there is "
+            "no trajectory service; check the address, `run-api` starts a service",
             status=status,
         )
     detail = answer.get("detail", answer) if isinstance(answer, dict) else None
@@ -192,8 +196,10 @@ def read_answer(
     for secret in (secrets or {}).values():
         said = said.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
     remedy = _remedy(status, url)
+    if "--replace-run" in said:  # a service of today says so itself
+        remedy = None
     raise TrajectoryApiError(
-        f"{method} {url} answered {status} (attempt {attempt}): {said[:_MAX_QUOTED_CHARS]}"
+        f"{method} {shown_url} answered {status} (attempt {attempt}): {said[:_MAX_QUOTED_CHARS]}"
         + (f"; {remedy}" if remedy else ""),
         status=status,
         retry_after_s=retry_after_s(headers),
@@ -207,7 +213,8 @@ def _lacks_common_route(status: int, url: str) -> bool:
 
 def _remedy(status: int, url: str) -> str | None:
     if status == 409:
-        return _CONFLICT_REMEDIES.get(url[url.rfind("/") :])
+        path = url.partition("?")[0]
+        return _CONFLICT_REMEDIES.get(path[path.rfind("/") :])
     return _REMEDIES.get(status)
 
 
@@ -225,11 +232,20 @@ def with_status_defaults(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {**_STATUS_ENV_DEFAULTS, **answer}
 
 
-def batch_path(*, lease_s: float | None, wait_s: float | None) -> str:
+def batch_path(*, lease_s: float | None, wait_s: float | None, consumer: int | None = None) -> str:
     """Return the path that asks for a batch; older services ignore what follows `?`."""
-    wishes = {"lease": lease_s, "wait": wait_s}
-    query = "&".join(f"{name}={value:g}" for name, value in wishes.items() if value is not None)
+    numbers = {"lease": lease_s, "wait": wait_s}
+    wishes = {name: f"{value:g}" for name, value in numbers.items() if value is not None}
+    if consumer is not None:
+        wishes["consumer"] = str(consumer)
+    query = "&".join(f"{name}={value}" for name, value in wishes.items())
     return f"/batch?{query}" if query else "/batch"
+
+
+def ack_path(batch_id: str, *, steps_done: int | None) -> str:
+    """Return the path that acknowledges a batch; older services ignore what follows `?`."""
+    query = "" if steps_done is None else f"?steps_done={steps_done}"
+    return f"/batch/{batch_id}/ack{query}"
 
 
 def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]] | None:
@@ -240,7 +256,7 @@ def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]
     """
     if answer.get("status") == "error":
         raise TrajectoryApiError(
-            f"GET {url}/batch: {answer.get('message')}; "
+            f"GET {without_secrets(url)}/batch: {answer.get('message')}; "
             "the service was reset or restarted: register the trainer again",
             status=200,
         )
@@ -260,4 +276,9 @@ def leased_batch(answer: Mapping[str, Any], url: str) -> LeasedBatch | None:
     if groups is None:
         return None
     batch_id = answer.get("batch_id")
+    versions = answer.get("policy_versions")  # an older service does not say
+    if isinstance(versions, list) and len(versions) == len(groups):
+        for group, version in zip(groups, versions, strict=True):
+            if version is not None and group.get("policy_version") is None:
+                group["policy_version"] = version
     return LeasedBatch(groups, None if batch_id is None else str(batch_id))

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from atroposlib.api.client_bodies import BINARY_LANE_HEADERS, plain
-from atroposlib.api.client_rules import LeasedBatch, batch_path, delivered_groups, leased_batch
+from atroposlib.api.client_rules import (
+    LeasedBatch,
+    NoServiceError,
+    ack_path,
+    batch_path,
+    delivered_groups,
+    leased_batch,
+)
 from atroposlib.api.client_sync_base import SyncClient
 from atroposlib.errors import TrajectoryApiError
 
@@ -34,20 +41,23 @@ class TrainerClient(SyncClient):
             poll_s: pause between attempts.
 
         Raises:
-            TrajectoryApiError: it did not answer in time, or refuses the token; the message has
-                the last reason.
+            NoServiceError: it did not answer in time, or something else answers at its address;
+                the message has the last reason.
+            TrajectoryApiError: it refuses the token.
         """
         started = time.monotonic()
         while True:
             try:
                 self._read(self._attempt("GET", "/info"), "GET", "/info")
                 return
+            except NoServiceError:
+                raise
             except TrajectoryApiError as error:
                 if error.status in (401, 403):
                     raise
                 waited_s = time.monotonic() - started
                 if waited_s >= timeout_s:
-                    raise TrajectoryApiError(
+                    raise NoServiceError(
                         f"no trajectory service after {waited_s:.0f} s: {error}",
                         status=error.status,
                     ) from None
@@ -89,17 +99,20 @@ class TrainerClient(SyncClient):
             return delivered_groups(answer, self.base_url)
         return leased_batch(answer, self.base_url)
 
-    def ack(self, batch_id: str | None) -> None:
+    def ack(self, batch_id: str | None, *, steps_done: int | None = None) -> None:
         """Acknowledge a leased batch: it will not be delivered again; may be repeated.
 
         Args:
             batch_id: of the lease; None, from a service without leases, needs no acknowledgement.
+            steps_done: optimizer steps done, with that of this batch if it was trained on: the
+                step of the run grows by one only where it is smaller; 0 never lets it grow. None,
+                and services that do not know it, count every batch as a step.
 
         Raises:
             TrajectoryApiError: the lease has run out: others may have got the batch.
         """
         if batch_id is not None:
-            self._ask("POST", f"/batch/{batch_id}/ack")
+            self._ask("POST", ack_path(batch_id, steps_done=steps_done))
 
     def nack(self, batch_id: str | None) -> None:
         """Give a leased batch back: it is delivered next; arguments and errors as for `ack`."""

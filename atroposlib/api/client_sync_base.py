@@ -16,6 +16,7 @@ from atroposlib.api.client_bodies import Body
 from atroposlib.api.client_rules import RetryRule, auth_headers, read_answer, unreachable
 from atroposlib.api.client_wait_notes import WaitNotes
 from atroposlib.errors import TrajectoryApiError
+from atroposlib.utils.secret_masking import hide_secrets_of_requests
 
 __all__ = ["SyncClient"]
 
@@ -55,6 +56,7 @@ class SyncClient:
         self.base_url = service_address(base_url)
         self._timeout_s = timeout_s
         self._auth_headers = auth_headers(token)
+        hide_secrets_of_requests()
         self._client = httpx.Client(timeout=timeout_s, headers=self._auth_headers)
         self._retry = retry or RetryRule()
         self._sleep = sleep
@@ -74,6 +76,10 @@ class SyncClient:
     def close(self) -> None:
         """Close the connections; the client cannot be used again."""
         self._client.close()
+
+    def set_retry(self, rule: RetryRule) -> None:
+        """Repeat failed requests by another rule from here on."""
+        self._retry = rule
 
     def status(self) -> dict[str, Any]:
         """Return `current_step`, `queue_size` (groups), and what else the service tells."""

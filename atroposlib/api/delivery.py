@@ -12,7 +12,7 @@ expired. A token that is not known (the service was reset meanwhile) changes not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -152,6 +152,15 @@ class Delivery:
         handout = self.returned[batch_id]
         self._forget(handout)
         return handout.groups
+
+    def change_groups(
+        self, change: Callable[[Iterable[QueuedGroup]], Iterable[QueuedGroup]]
+    ) -> None:
+        """Replace the descriptions of all groups that are on their way; sizes must stay."""
+        for batches in (self.in_flight, self.returned):
+            for batch_id, handout in batches.items():
+                groups = tuple(change(handout.groups))
+                batches[batch_id] = msgspec.structs.replace(handout, groups=groups)
 
     def find(self, token: BatchToken) -> Handout | None:
         """Return the batch that is in flight under a token."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from atroposlib.api.allocation import minimum_shares, total_weight, unallocated_fraction
 from atroposlib.api.packing import oldest_combination
 from atroposlib.api.queue import QueuedGroup
-from atroposlib.api.schemas import RegisterEnv
+from atroposlib.api.schemas import MAX_GROUP_SIZE, RegisterEnv
 
 __all__ = ["EnvRecord", "EnvRegistry"]
+
+_UNREADABLE_NAME = "unreadable"
 
 
 @dataclass
@@ -48,6 +51,25 @@ class EnvRecord:
         """Whether a group of this size must wait: larger groups never could, so they need not."""
         return self.group_size is not None and num_sequences < self.group_size
 
+    def stop_buffering(self) -> list[QueuedGroup]:
+        """Let groups of every size pass from now on; return those that waited."""
+        released, self.buffer = self.buffer, []
+        self.group_size, self.largest_group, self._reachable = None, 1, 0
+        return released
+
+    def remove_buffered(self, group_ids: Container[int]) -> list[QueuedGroup]:
+        """Take groups out of the buffer; return those that were there."""
+        removed = [group for group in self.buffer if group.group_id in group_ids]
+        if removed:
+            self.buffer = [group for group in self.buffer if group.group_id not in group_ids]
+            self._reachable = 0
+        return removed
+
+    @property
+    def has_searchable_size(self) -> bool:
+        """Whether groups can be collected to its group size; earlier versions took any number."""
+        return self.group_size is None or 0 < self.group_size <= MAX_GROUP_SIZE
+
     def buffer_group(self, group: QueuedGroup) -> list[QueuedGroup]:
         """Add a group to the buffer; return the groups that now add up, oldest first.
 
@@ -81,6 +103,7 @@ class EnvRegistry:
 
     def __init__(self) -> None:
         self._envs: list[EnvRecord] = []
+        self._namesakes: Counter[str] = Counter()
         self._minimums: Mapping[int, float] | None = None
         self._total_weight: float | None = None
         self._unallocated: float | None = None
@@ -98,10 +121,9 @@ class EnvRegistry:
 
     def add(self, request: RegisterEnv, *, now: float) -> EnvRecord:
         """Register an environment under the next free id and a name nobody else has."""
-        namesakes = sum(env.desired_name == request.desired_name for env in self._envs)
         env = EnvRecord(
             env_id=len(self._envs),
-            real_name=f"{request.desired_name}_{namesakes}",
+            real_name=f"{request.desired_name}_{self._namesakes[request.desired_name]}",
             desired_name=request.desired_name,
             max_token_length=request.max_token_length,
             weight=request.weight,
@@ -111,9 +133,29 @@ class EnvRegistry:
             last_seen=now,
             largest_group=request.group_size or 1,
         )
-        self._envs.append(env)
-        self._forget_sums()
+        self._append(env)
         return env
+
+    def add_unreadable(self, *, now: float) -> None:
+        """Take the next free id for a registration that cannot be read, so that later ids hold."""
+        env = EnvRecord(
+            env_id=len(self._envs),
+            real_name=f"{_UNREADABLE_NAME}_{self._namesakes[_UNREADABLE_NAME]}",
+            desired_name=_UNREADABLE_NAME,
+            max_token_length=0,
+            weight=0.0,
+            min_batch_allocation=None,
+            group_size=None,
+            last_update=now,
+            last_seen=now,
+            is_connected=False,
+        )
+        self._append(env)
+
+    def _append(self, env: EnvRecord) -> None:
+        self._envs.append(env)
+        self._namesakes[env.desired_name] += 1
+        self._forget_sums()
 
     def find(self, env_id: int | None) -> EnvRecord | None:
         """Return the environment registered under this id, None when there is none."""
@@ -137,6 +179,25 @@ class EnvRegistry:
         self._buffered_by_env[env.env_id] = left
         return released
 
+    def remove_buffered(self, group_ids: Container[int]) -> list[QueuedGroup]:
+        """Take groups out of the buffers, wherever they are; O(buffered groups)."""
+        removed = []
+        for env in self._envs:
+            taken = env.remove_buffered(group_ids)
+            removed += taken
+            if taken:
+                self._buffered_by_env[env.env_id] = env.buffered_sequences
+        self.buffered_sequences -= sum(group.num_sequences for group in removed)
+        self.buffered_bytes -= sum(group.num_bytes for group in removed)
+        return removed
+
+    def stop_buffering(self, env: EnvRecord) -> list[QueuedGroup]:
+        """Let an environment's groups of every size pass from now on; return those that waited."""
+        released = env.stop_buffering()
+        self.buffered_sequences -= self._buffered_by_env.pop(env.env_id, 0)
+        self.buffered_bytes -= sum(group.num_bytes for group in released)
+        return released
+
     def buffered_sequences_of(self, env_id: int) -> int:
         """Sequences in the buffer of one environment."""
         return self._buffered_by_env.get(env_id, 0)
@@ -144,6 +205,7 @@ class EnvRegistry:
     def restore(self, envs: Iterable[EnvRecord]) -> None:
         """Take over the environments of a snapshot; there must be none yet."""
         self._envs = list(envs)
+        self._namesakes = Counter(env.desired_name for env in self._envs)
         self._forget_sums()
         self._buffered_by_env = {e.env_id: e.buffered_sequences for e in self._envs if e.buffer}
         self.buffered_sequences = sum(self._buffered_by_env.values())

@@ -70,6 +70,8 @@ class KeyBook:
     def restore(self, items: Iterable[tuple[str, KeyEntry]]) -> None:
         """Add entries, oldest first."""
         for key, entry in items:
+            known = self._entries.pop(key, None)
+            self._num_bytes -= _size_of(key, known) if known else 0
             self._entries[key] = entry
             self._num_bytes += _size_of(key, entry)
         while len(self._entries) > _MAX_KEYS or self._num_bytes > _MAX_BYTES:

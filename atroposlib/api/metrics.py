@@ -100,7 +100,8 @@ class ServiceMetrics:
         )
         self._staleness = _Distribution(
             "atropos_handed_out_staleness_steps",
-            "Policy version when a group was first handed out less the one it was sampled under.",
+            "Policy version when a group was first handed out less the one it was sampled under, "
+            "if that is known.",
             _STALENESS_BUCKETS,
         )
         for collector in (_RunCollector(run), self._age_s, self._staleness):
@@ -115,9 +116,9 @@ class ServiceMetrics:
         """Note how old the groups of a batch are that leaves; only its first attempt counts."""
         if handout.attempt != 1:
             return
-        version = self._run.state.current_version
         self._age_s.observe(max(0.0, handout.at - group.received_at) for group in handout.groups)
-        self._staleness.observe(max(0, version - group.version) for group in handout.groups)
+        ages = map(self._run.state.staleness_of, handout.groups)
+        self._staleness.observe(age for age in ages if age is not None)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the metrics as a scraper's `Accept` asks for them, and their media type."""

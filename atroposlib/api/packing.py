@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["oldest_combination", "pack_exact", "pack_with_minimums", "scaled_needs"]
+__all__ = [
+    "SEARCH_BITS",
+    "oldest_combination",
+    "pack_exact",
+    "pack_with_minimums",
+    "scaled_needs",
+]
+
+SEARCH_BITS = 1 << 28
+"""Bits the exact search may use (32 MiB): it looks at the oldest groups that fit."""
 
 
 def pack_exact(sizes: Iterable[int], *, largest: int, batch_size: int) -> list[int] | None:
@@ -143,18 +152,20 @@ def scaled_needs(
 def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
     """Find groups that hold exactly `target` sequences, preferring older ones.
 
-    Exact subset sum over bit sets: bit `n` of a set says that `n` sequences can be reached.
+    Subset sum over bit sets: bit `n` of a set says that `n` sequences can be reached. Exact as long
+    as the candidates fit into the search: always up to targets of 4,096 sequences; beyond, the
+    oldest candidates are searched, so that time and memory are bounded whatever is asked for.
 
     Args:
-        sizes: sequences per group, oldest first.
+        sizes: sequences per group, at least 1 each, oldest first.
         target: sequences wanted.
 
     Returns:
         Ascending positions; empty when no combination exists.
     """
-    if target <= 0:
+    if not 0 < target <= sum(sizes):
         return []
-    candidates = _oldest_of_each_size(sizes, target)
+    candidates = _oldest_of_each_size(sizes, target)[: SEARCH_BITS // target]
     within_target = (1 << (target + 1)) - 1
     reachable_from = [1]  # by the candidates behind each one, built from the back
     for position in reversed(candidates):

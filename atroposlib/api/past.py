@@ -39,6 +39,8 @@ class PastGroups:
     def add(self, groups: Iterable[QueuedGroup]) -> list[int]:
         """Keep delivered groups; return the ids of those that fell out to make room."""
         for group in groups:
+            known = self._groups.pop(group.group_id, None)
+            self._num_bytes -= known.num_bytes if known else 0
             self._groups[group.group_id] = group
             self._num_bytes += group.num_bytes
         fallen = []

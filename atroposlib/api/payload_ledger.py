@@ -61,6 +61,14 @@ class PayloadLedger:
             else:
                 self._discardable.append(group_id)
 
+    def note_removed(self, groups: Iterable[QueuedGroup]) -> None:
+        """Give up groups that were taken out of the run; the latest is kept for its own sake."""
+        for group in groups:
+            if self.latest is not None and group.group_id == self.latest.group_id:
+                self.latest_is_held = True
+            else:
+                self._discardable.append(group.group_id)
+
     def forget(self, group_ids: Iterable[int]) -> None:
         """Give up everything: what is elsewhere in the run, by its ids, the past, the latest."""
         self.give_up(group_ids)

@@ -188,6 +188,23 @@ class GroupQueue:
         self._refused = None if planned else (batch_size, minimums)
         return planned
 
+    def plan_oldest(self, batch_size: int) -> list[QueuedGroup] | None:
+        """Choose the oldest groups that together hold at most `batch_size` sequences.
+
+        Returns:
+            Groups in queue order, one at least; None while fewer than `batch_size` sequences wait.
+        """
+        if self.num_sequences < batch_size:
+            return None
+        planned: list[QueuedGroup] = []
+        room = batch_size
+        for group in self:
+            room -= group.num_sequences
+            if planned and room < 0:
+                break
+            planned.append(group)
+        return planned or None
+
     def take_batch(
         self, batch_size: int, minimums: Mapping[int, float] | None = None
     ) -> list[QueuedGroup] | None:

@@ -6,7 +6,10 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["QueuedGroup"]
+__all__ = ["UNKNOWN_VERSION", "QueuedGroup"]
+
+UNKNOWN_VERSION = -1
+"""The version of groups that came without one while no trainer was registered."""
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -26,8 +29,14 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lane: Literal["json", "msgpack"] = "json"
     """Encoding of the stored payload."""
     version: int = 0
-    """Policy version the sender stamped, else the trainer's at admission."""
+    """Policy version the sender stamped, else the trainer's at admission; `UNKNOWN_VERSION` where
+    there was none, or where that trainer's steps are not those of the present one."""
     received_at: float = 0.0
     """Unix time of admission, in seconds."""
     min_score: float = 0.0
     max_score: float = 0.0
+
+    @property
+    def known_version(self) -> int | None:
+        """The policy version that the group was sampled under, None when it is not known."""
+        return None if self.version == UNKNOWN_VERSION else self.version

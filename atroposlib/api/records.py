@@ -10,7 +10,7 @@ their writer had seen, and mean nothing to a run that has been reset since.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -21,20 +21,25 @@ __all__ = [
     "BatchAcknowledged",
     "BatchFormed",
     "BatchHandedOut",
+    "BatchPassedOver",
     "BatchesReturned",
+    "ConsumerLeft",
     "EnvDisconnected",
     "EnvRegistered",
     "EnvRevived",
     "EnvsSeen",
     "GroupsAdmitted",
+    "GroupsRemoved",
     "PolicyVersionSet",
     "Record",
     "ReturnReason",
     "RunReset",
     "TrainerRegistered",
     "TrainerStarted",
+    "UnreadableRecordError",
     "decode_record",
     "encode_record",
+    "kind_of",
 ]
 
 _FORMAT = b"\x01"
@@ -55,6 +60,14 @@ class TrainerRegistered(_Record, frozen=True, tag="trainer_registered"):
     """A trainer started the run, joined it, or replaced its settings."""
 
     settings: dict[str, Any]  # the fields of `schemas.Registration`
+    trainer_id: str
+    """The id it was given, a 128-bit number in hexadecimal."""
+    at: float
+
+
+class ConsumerLeft(_Record, frozen=True, tag="consumer_left"):
+    """The tool that stood in for a trainer has ended; the place is free."""
+
     trainer_id: str
     """The id it was given, a 128-bit number in hexadecimal."""
     at: float
@@ -111,6 +124,8 @@ class GroupsAdmitted(_Record, frozen=True, tag="groups_admitted"):
     """Idempotency key of the request."""
     digest: int = 0
     """Digest of its body, to tell a repetition from another use of the key."""
+    num_from_text: int = 0
+    """Groups whose tokens were made from text."""
 
 
 class BatchFormed(_Record, frozen=True, tag="batch_formed"):
@@ -143,6 +158,17 @@ class BatchAcknowledged(_Record, frozen=True, tag="batch_acknowledged"):
     at: float
 
 
+class BatchPassedOver(_Record, frozen=True, tag="batch_passed_over"):
+    """The receiver has the batch, and the step stays: it was not trained on, or is counted already.
+
+    A record of its own, so that a service that does not know it stops instead of counting a step.
+    """
+
+    batch_id: int
+    attempt: int
+    at: float
+
+
 class BatchesReturned(_Record, frozen=True, tag="batches_returned"):
     """Batches came back and leave again before anything new is formed."""
 
@@ -160,6 +186,13 @@ class PolicyVersionSet(_Record, frozen=True, tag="policy_version_set"):
     version: int
 
 
+class GroupsRemoved(_Record, frozen=True, tag="groups_removed"):
+    """Somebody took groups that wait out of the run."""
+
+    group_ids: list[int]
+    at: float
+
+
 class RunReset(_Record, frozen=True, tag="run_reset"):
     """Everything was forgotten."""
 
@@ -168,6 +201,7 @@ class RunReset(_Record, frozen=True, tag="run_reset"):
 
 Record: TypeAlias = (
     TrainerRegistered
+    | ConsumerLeft
     | TrainerStarted
     | EnvRegistered
     | EnvDisconnected
@@ -177,10 +211,33 @@ Record: TypeAlias = (
     | BatchFormed
     | BatchHandedOut
     | BatchAcknowledged
+    | BatchPassedOver
     | BatchesReturned
     | PolicyVersionSet
+    | GroupsRemoved
     | RunReset
 )
+
+RecordType: TypeAlias = type[_Record]
+
+
+class UnreadableRecordError(ConfigError):
+    """A record is damaged, or was written by a later version of the service.
+
+    Attributes:
+        record_type: What it was, as far as its beginning tells; None when this version knows no
+            such record.
+    """
+
+    def __init__(self, message: str, record_type: RecordType | None = None) -> None:
+        super().__init__(message)
+        self.record_type = record_type
+
+
+def kind_of(record_type: RecordType) -> str:
+    """Return the name under which a record is written."""
+    return str(record_type.__struct_config__.tag)
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
@@ -191,21 +248,31 @@ def encode_record(record: Record) -> bytes:
     return _FORMAT + _encoder.encode(record)
 
 
+_beginnings = {_encoder.encode(kind_of(each)): each for each in get_args(Record)}
+
+
 def decode_record(content: bytes) -> Record:
     """Read a record of the log.
 
     Raises:
-        ConfigError: the record is damaged, or was written by a later version of the service.
+        UnreadableRecordError: the record is damaged, or was written by a later version.
     """
     if content[:1] != _FORMAT:
-        raise ConfigError(
+        raise UnreadableRecordError(
             f"the run holds a record of format {content[:1].hex() or 'none'}, this service reads "
             f"{_FORMAT.hex()}; serve the run with the version that wrote it, or start another run"
         )
     try:
         return _decoder.decode(memoryview(content)[1:])
-    except msgspec.DecodeError as error:
-        raise ConfigError(
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise UnreadableRecordError(
             f"the run holds a record this service cannot read ({error}); serve the run with the "
-            "version that wrote it, or start another run"
+            "version that wrote it, or start another run",
+            _type_at_beginning(content),
         ) from error
+
+
+def _type_at_beginning(content: bytes) -> RecordType | None:
+    """Say what a record was by its name, which follows the format and the head of the array."""
+    found = (kind for name, kind in _beginnings.items() if content.startswith(name, 2))
+    return next(found, None)

@@ -22,7 +22,13 @@ from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from atroposlib.api import records
-from atroposlib.api.admission import Admission, KeyReusedError, QueueFullError, RunLimits
+from atroposlib.api.admission import (
+    Admission,
+    KeyReusedError,
+    OversizedGroupError,
+    QueueFullError,
+    RunLimits,
+)
 from atroposlib.api.delivery import AckResult, Handout
 from atroposlib.api.env_registry import EnvRecord
 from atroposlib.api.env_view import EnvView
@@ -43,6 +49,9 @@ from atroposlib.wire import DecodedGroup, StoredPayload
 __all__ = ["RegistrationConflictError", "Run"]
 
 logger = logging.getLogger(__name__)
+
+CONSUMER_PATIENCE_S = 30.0
+"""Seconds without a request for a batch after which another consumer may replace one."""
 
 
 class RegistrationConflictError(ConfigError):
@@ -93,8 +102,11 @@ class Run:
             report_stall=self._stalls.report,
             clock=clock,
         )
+        self._consumer_asked_at: float | None = None
         self._opening = asyncio.Lock()
         self._is_open = False
+        self.is_new = True
+        """Whether nothing was written to this run before it was opened here."""
 
     async def open(self) -> None:
         """Load the run, and take back what this replica was sending when it ended; idempotent.
@@ -108,6 +120,7 @@ class Run:
             if self._is_open:
                 return
             await self._log.open()
+            self.is_new = self._log.is_new
             self._presence.start(self._clock())
             self._is_open = True
             await self._return_orphans(is_start=True)
@@ -130,26 +143,84 @@ class Run:
         """Start a run, or join the running one with the same settings.
 
         The first registration always starts a run; groups that arrived earlier stay queued. A
-        later one may differ in `starting_step` only, unless it asks to `replace` the settings.
+        later one may differ in `starting_step` only, unless it asks to `replace` the settings, or
+        finds a consumer in the trainer's place.
 
         Returns:
             A random 128-bit id.
 
         Raises:
-            RegistrationConflictError: the settings differ; the message names both values.
+            RegistrationConflictError: the settings differ, or there is no place for a consumer;
+                the message says which.
         """
         await self.open()
         trainer_id = uuid4()
+        replaced: str | None = None
 
         def decide() -> tuple[Record, int]:
+            nonlocal replaced
             current = self.state.registration
-            if current is not None and not registration.replace:
+            replaced = self.state.consumer
+            if registration.consumer is not None:
+                self._refuse_consumer()
+            elif current is not None and replaced is None and not registration.replace:
                 _refuse(current.differences(registration))
             settings = registration.model_dump()
             record = records.TrainerRegistered(settings, trainer_id.hex, self._clock())
             return record, trainer_id.int
 
-        return await self._log.guarded(decide)
+        number = await self._log.guarded(decide)
+        self._consumer_asked_at = None
+        if replaced is not None:
+            by = registration.consumer or "a trainer"
+            logger.info("%s has registered in place of %s", by, replaced)
+        elif registration.consumer is not None:
+            logger.info("%s stands in for a trainer until one registers", registration.consumer)
+        return number
+
+    async def release_consumer(self, consumer: str) -> bool:
+        """Free the place of a tool that ends; False when it does not hold it.
+
+        Args:
+            consumer: the id it was given, a decimal number.
+        """
+        await self.open()
+
+        def decide() -> tuple[Record | None, bool]:
+            if not self.state.is_consumer(consumer):
+                return None, False
+            return records.ConsumerLeft(f"{int(consumer):x}", self._clock()), True
+
+        name = self.state.consumer
+        has_left = await self._log.guarded(decide)
+        if has_left:
+            logger.info("%s has ended; no trainer is registered", name)
+        return has_left
+
+    def hear_consumer(self) -> None:
+        """Take note that the consumer has asked for a batch."""
+        self._consumer_asked_at = self._clock()
+
+    @property
+    def consumer_idle_s(self) -> float | None:
+        """Seconds since the consumer asked for a batch; None when it never did."""
+        asked_at = self._consumer_asked_at
+        return None if asked_at is None else max(0.0, self._clock() - asked_at)
+
+    def _refuse_consumer(self) -> None:
+        """Raise when a trainer, or another consumer that is at work, has the place."""
+        if self.state.registration is None:
+            return
+        if self.state.consumer is None:
+            raise RegistrationConflictError(
+                "a trainer is registered, and takes the groups; a consumer can only look at them"
+            )
+        idle_s = self.consumer_idle_s
+        if idle_s is not None and idle_s < CONSUMER_PATIENCE_S:
+            raise RegistrationConflictError(
+                f"{self.state.consumer} already takes the groups of this run (it asked for a batch "
+                f"{idle_s:.0f} s ago); stop it first, or only look at the groups"
+            )
 
     async def register_env(self, request: RegisterEnv) -> EnvRecord | None:
         """Add an environment to the run; None while there is no trainer asking for batches."""
@@ -178,6 +249,9 @@ class Run:
         except QueueFullError:
             self.counters["groups/refused_queue_full"] += 1
             raise
+        except OversizedGroupError:
+            self.counters["groups/refused_oversized"] += 1
+            raise
         except KeyReusedError:
             self.counters["groups/refused_key_reused"] += 1
             raise
@@ -193,9 +267,12 @@ class Run:
             self.on_handed_out(found[0])
         return found
 
-    async def acknowledge(self, handout_token: str) -> AckResult:
-        """Count a batch as delivered: `acked`, `repeated`, `expired` or `unknown`."""
-        result = await self._deliveries.acknowledge(handout_token)
+    async def acknowledge(self, handout_token: str, *, steps_done: int | None = None) -> AckResult:
+        """Count a batch as delivered: `acked`, `repeated`, `expired` or `unknown`.
+
+        Arguments are those of `DeliveryDesk.acknowledge`.
+        """
+        result = await self._deliveries.acknowledge(handout_token, steps_done=steps_done)
         await self._log.discard()
         return result
 
@@ -209,7 +286,8 @@ class Run:
 
     def stalls(self) -> list[Stall]:
         """Name what keeps queued groups from becoming a batch."""
-        return self._stalls.find_all()
+        # A consumer takes groups of every size.
+        return [] if self.state.consumer is not None else self._stalls.find_all()
 
     async def payload(self, group_id: int) -> StoredPayload | None:
         """Return the bytes of a group that waits or was delivered lately; None when it is gone."""
@@ -224,6 +302,22 @@ class Run:
         except KeyError:
             return None
         return StoredPayload(group.lane, content)
+
+    async def remove_group(self, group_id: int) -> bool:
+        """Take a group that is queued or buffered out of the run; False when none is."""
+        await self.open()
+        await self.store.sync()
+
+        def decide() -> tuple[Record | None, bool]:
+            if not self.state.is_waiting(group_id):
+                return None, False
+            return records.GroupsRemoved([group_id], self._clock()), True
+
+        is_removed = await self._log.guarded(decide)
+        if is_removed:
+            logger.warning("group %d was removed", group_id)
+            await self._log.discard()
+        return is_removed
 
     async def reset(self) -> None:
         """Forget everything: registration, environments, groups, batches and the step."""
@@ -260,8 +354,8 @@ def _refuse(differences: Sequence[str]) -> None:
         return
     message = (
         f"a trainer is already registered with other settings: {'; '.join(differences)}; "
-        "send the same settings to join its run, `replace: true` to change them, "
-        "or GET /reset_data to start anew"
+        "send the same settings to join its run, `replace: true` to take it over with these "
+        "(--replace-run of the trainer), or start another run of run-api"
     )
     logger.warning("refused a registration: %s", message)
     raise RegistrationConflictError(message)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from atroposlib.api.admission import Admission, KeyReusedError, RunLimits, Waiting, check_room
+from atroposlib.api.admission import (
+    Admission,
+    KeyReusedError,
+    RunLimits,
+    Waiting,
+    check_room,
+    check_sizes,
+)
 from atroposlib.api.idempotency import check_key
 from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.queued_group import UNKNOWN_VERSION
 from atroposlib.api.records import BatchFormed, GroupsAdmitted, Record
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
@@ -67,12 +75,18 @@ class AdmissionDesk:
         Raises:
             GroupError: the key is empty or too long.
             KeyReusedError: the key was used for another body.
+            OversizedGroupError: a group holds more than a batch; nothing is stored.
             QueueFullError: there is no room; `retry_after_s` says when to ask again.
         """
         digest &= _MAX_DIGEST
         repeated = self._find_repeated(key, digest)
         if repeated is not None or not groups:
             return repeated or Admission([])
+        is_exact = self._state.consumer is None  # a consumer takes groups of every size
+        check_sizes(
+            (group.num_sequences for group in groups),
+            batch_size=self._state.batch_size if is_exact else 0,
+        )
         arriving = Waiting(
             sum(group.num_sequences for group in groups), sum(len(g.payload) for g in groups)
         )
@@ -93,6 +107,7 @@ class AdmissionDesk:
             groups=[self._describe(i, g, now) for i, g in zip(group_ids, groups, strict=True)],
             at=now,
             num_loose=sum(group.is_loose for group in groups),
+            num_from_text=sum(group.is_from_text for group in groups),
             key=key,
             digest=digest,
         )
@@ -105,6 +120,9 @@ class AdmissionDesk:
     def _describe(self, group_id: int, group: DecodedGroup, now: float) -> QueuedGroup:
         env = self._state.envs.find(group.env_id)
         version = group.policy_version
+        if version is None:
+            # The batches that a consumer takes are steps of no policy.
+            version = self._state.current_version if self._state.has_trainer else UNKNOWN_VERSION
         return QueuedGroup(
             group_id=group_id,
             env_id=None if env is None else env.env_id,
@@ -112,7 +130,7 @@ class AdmissionDesk:
             num_tokens=group.num_tokens,
             num_bytes=len(group.payload),
             lane=group.lane,
-            version=self._state.current_version if version is None else version,
+            version=version,
             received_at=now,
             min_score=group.min_score,
             max_score=group.max_score,

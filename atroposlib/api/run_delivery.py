@@ -138,7 +138,7 @@ class DeliveryDesk:
             return record, BatchToken(again.batch_id, attempt)
         if self._state.registration is None:
             return None, None
-        groups = self._state.queue.plan_batch(self._state.batch_size, self._state.envs.minimums)
+        groups = self._state.plan_batch()
         if groups is None:
             return None, None
         group_ids = [group.group_id for group in groups]
@@ -146,16 +146,25 @@ class DeliveryDesk:
         formed = records.BatchFormed(batch_id, group_ids, self._replica, now, lease_until)
         return formed, BatchToken(batch_id, 1)
 
-    async def acknowledge(self, text: str) -> AckResult:
-        """Count a batch as delivered; its groups are forgotten in time."""
+    async def acknowledge(self, text: str, *, steps_done: int | None = None) -> AckResult:
+        """Count a batch as delivered; its groups are forgotten in time.
+
+        Args:
+            text: token of the batch.
+            steps_done: steps of the trainer, with that of this batch if it made one. The batch is
+                a step of the run only where the run has fewer; None: it always is.
+        """
         token = parse_token(text)
         if token is None:
             return "unknown"
 
         def decide() -> tuple[Record | None, AckResult]:
             result = self._state.delivery.ack_result(token)
-            acknowledged = records.BatchAcknowledged(*token, self._clock())
-            return (acknowledged if result == "acked" else None), result
+            if result != "acked":
+                return None, result
+            is_step = steps_done is None or steps_done > self._state.step
+            kind = records.BatchAcknowledged if is_step else records.BatchPassedOver
+            return kind(*token, self._clock()), result
 
         return await self._settle(token, decide, has_arrived=True)
 

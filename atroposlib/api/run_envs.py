@@ -55,6 +55,8 @@ class EnvDesk:
         def decide() -> tuple[Record | None, int | None]:
             if self._state.registration is None or not self._state.is_started:
                 return None, None
+            if self._has_been_taken_over(request):
+                return None, request.env_id
             env_id = len(self._state.envs)
             return EnvRegistered(env_id, request.model_dump(), self._clock()), env_id
 
@@ -62,6 +64,17 @@ class EnvDesk:
         if env is not None:
             logger.info("environment %d registered as %s", env.env_id, env.real_name)
         return env
+
+    def _has_been_taken_over(self, request: RegisterEnv) -> bool:
+        """Whether it is registered already, in the run that a trainer has taken over."""
+        env = self._state.envs.find(request.env_id)
+        return (
+            env is not None
+            and env.is_connected
+            and env.desired_name == request.desired_name
+            and request.run_id is not None
+            and request.run_id == self._state.taken_over_run_id
+        )
 
     async def disconnect(self, env_id: int) -> bool:
         """Note that an environment signed off; False when nobody is registered under the id."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from atroposlib.api.run_state import RunState
+from atroposlib.api.run_state import SET_ASIDE, RunState
 from atroposlib.api.stalls import Stall
 
 __all__ = ["FIGURES", "Figure", "MeteredRun"]
@@ -96,11 +96,6 @@ def _oldest_age_s(run: MeteredRun) -> Reading:
     return 0.0 if oldest is None else max(0.0, time.time() - oldest.received_at)
 
 
-def _oldest_staleness(run: MeteredRun) -> Reading:
-    versions = run.state.queue.groups_by_version
-    return max(0, run.state.current_version - min(versions)) if versions else 0
-
-
 def _gauge(
     name: str, text: str, read: Callable[[MeteredRun], Reading], label: str | None = None
 ) -> Figure:
@@ -115,7 +110,9 @@ def _counter(
 
 FIGURES = (
     _gauge(
-        "atropos_step", "Batches the trainer has, plus its first step.", lambda run: run.state.step
+        "atropos_step",
+        "Batches the trainer has trained on, plus its first step.",
+        lambda run: run.state.step,
     ),
     _gauge(
         "atropos_policy_version",
@@ -149,8 +146,8 @@ FIGURES = (
     _gauge("atropos_queue_oldest_age_seconds", "Time since the next group came in.", _oldest_age_s),
     _gauge(
         "atropos_queue_oldest_staleness_steps",
-        "Current policy version less the oldest one that waits.",
-        _oldest_staleness,
+        "Current policy version less the oldest known one that waits.",
+        lambda run: run.state.oldest_staleness,
     ),
     _gauge(
         "atropos_buffered_sequences",
@@ -191,6 +188,11 @@ FIGURES = (
         _counted("groups/loose"),
     ),
     _counter(
+        "atropos_groups_tokenized_from_text_total",
+        "Groups stored whose tokens were made from the text of a server that reports none.",
+        _counted("groups/tokenized_from_text"),
+    ),
+    _counter(
         "atropos_requests_repeated_total",
         "Requests answered from their idempotency key, without storing them again.",
         lambda run: run.counters["requests/repeated"],
@@ -203,6 +205,11 @@ FIGURES = (
     ),
     _counter(
         "atropos_batches_delivered_total", "Batches acknowledged.", _counted("batches/delivered")
+    ),
+    _counter(
+        "atropos_batches_without_step_total",
+        "Batches acknowledged that made no step: not trained on, or counted already.",
+        _counted("batches/without_step"),
     ),
     _counter(
         "atropos_groups_delivered_total",
@@ -220,9 +227,20 @@ FIGURES = (
         _counted("tokens/delivered"),
     ),
     _counter(
+        "atropos_groups_removed_total",
+        "Groups that an operator took out of the queue.",
+        _counted("groups/removed"),
+    ),
+    _counter(
         "atropos_batches_returned_total",
         "Batches that came back and leave again, by reason; expired: a lease ran out.",
         lambda run: _by_reason(run.state.counters, "batches/returned_"),
         "reason",
+    ),
+    _counter(
+        "atropos_records_set_aside_total",
+        "Records of the run that could not be applied and were left out, by kind.",
+        lambda run: _by_reason(run.state.counters, SET_ASIDE),
+        "kind",
     ),
 )

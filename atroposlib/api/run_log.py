@@ -3,9 +3,11 @@
     append(record) ──► store ──► apply(position, bytes) ──► state, in log order
                         ▲ other replicas
 
-Invariants: the state holds exactly the records applied; a record that cannot be read stops the run
-for good, because whatever is decided without it would be wrong. Guarded records of this process are
-decided and written one after the other: the lock spans looking at the state and writing.
+Invariants: the state holds exactly the records applied. A record that is damaged or makes no sense
+is set aside under a counted name, and the run goes on without it; one of a kind that this version
+does not know stops the run for good, because whatever is decided without it would be wrong. Nothing
+that goes wrong with one record keeps the next from being applied. Guarded records of this process
+are decided and written one after the other: the lock spans looking at the state and writing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from atroposlib.api.admission import Admission
-from atroposlib.api.records import GroupsAdmitted, Record, decode_record, encode_record
+from atroposlib.api.records import (
+    GroupsAdmitted,
+    Record,
+    UnreadableRecordError,
+    decode_record,
+    encode_record,
+    kind_of,
+)
 from atroposlib.api.run_snapshot import freeze, restore
 from atroposlib.api.run_state import RunState
 from atroposlib.api.store.base import Payload, RunStore
@@ -52,6 +61,8 @@ class RunLog:
         self._on_applied = on_applied
         self._position = 0
         self._num_records = 0  # in the log behind its snapshot
+        self.is_new = True
+        """Whether nothing was ever written to this run."""
         self._outcomes: dict[int, Admission | None] = {}
         self._deciding = asyncio.Lock()
 
@@ -152,22 +163,52 @@ class RunLog:
             restore(self._state, content)
         except ConfigError as error:
             self.failure = error
+        except Exception as error:
+            logger.exception("the run's snapshot cannot be taken over")
+            self.failure = ConfigError(
+                f"the run's snapshot cannot be taken over ({error!r}); serve the run with the "
+                "version that wrote it, or start another run"
+            )
+        if self._state.fault is not None:
+            self._tell_fault("the snapshot of the run was taken over in part")
         self._num_records = 0
+        self.is_new = False
 
     def _apply(self, position: int, content: bytes) -> None:
         if self.failure is not None:
             return
         try:
             record = decode_record(content)
-            outcome = self._state.apply(record)
-        except ConfigError as error:
-            self.failure = error
-            logger.error("the run stops: %s", error)
+        except UnreadableRecordError as error:
+            self._skip(position, error)
             return
-        self._position = position + 1
-        self._num_records += 1
+        self._count(position)
+        outcome = self._state.apply(record)
+        if self._state.fault is not None:
+            self._tell_fault(f"record {position} of the run ({kind_of(type(record))}) is set aside")
         if isinstance(record, GroupsAdmitted) and record.groups:
             first = record.groups[0].group_id
             if first in self._outcomes:
                 self._outcomes[first] = outcome
-        self._on_applied(record)
+        try:
+            self._on_applied(record)
+        except Exception:  # the record holds, whoever could not be told of it
+            logger.exception("record %d of the run was applied, what follows failed", position)
+
+    def _skip(self, position: int, error: UnreadableRecordError) -> None:
+        """Set a damaged record aside, if it is known what it was; else stop the run."""
+        if error.record_type is None:
+            self.failure = error
+            logger.error("the run stops: %s", error)
+            return
+        self._count(position)
+        self._state.skip(error.record_type, error.__cause__ or error)
+        self._tell_fault(f"record {position} of the run ({kind_of(error.record_type)}) is damaged")
+
+    def _count(self, position: int) -> None:
+        self._position = position + 1
+        self._num_records += 1
+        self.is_new = False
+
+    def _tell_fault(self, what: str) -> None:
+        logger.error("%s, the run goes on without it: %s", what, self._state.fault)

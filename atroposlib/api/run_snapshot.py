@@ -30,6 +30,7 @@ _FORMAT = b"\x01"
 _HEAD, _QUEUE, _DISCARDABLE, _KEYS = b"h", b"q", b"d", b"k"
 _LENGTH_BYTES = 8
 _CHUNK = 2000
+_MAX_COUNT = 2**63 - 1
 
 _Entry = TypeVar("_Entry")
 
@@ -55,6 +56,7 @@ class _Head(msgspec.Struct):
     counters: dict[str, int]
     epoch: int
     fence: int
+    taken_over_run_id: str | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -133,6 +135,10 @@ def restore(state: RunState, content: bytes) -> None:
     _restore_head(state, head)
     for group in queue:
         state.queue.append(group)
+    for env in state.envs:
+        if not env.has_searchable_size:
+            for group in state.envs.stop_buffering(env):
+                state.queue.append(group)
     state.payloads.give_up(given_up)
     state.keys.restore(keys)
 
@@ -170,9 +176,10 @@ def _head_of(state: RunState) -> _Head:
         policy_version=state.policy_version,
         latest=state.latest,
         latest_is_held=state.payloads.latest_is_held,
-        counters=dict(sorted(state.counters.items())),
+        counters={name: min(n, _MAX_COUNT) for name, n in sorted(state.counters.items())},
         epoch=state.epoch,
         fence=state.fence,
+        taken_over_run_id=state.taken_over_run_id,
     )
 
 
@@ -182,7 +189,11 @@ def _plain(env: EnvRecord) -> EnvRecord:
 
 
 def _restore_head(state: RunState, head: _Head) -> None:
-    state.registration = Registration(**head.registration) if head.registration else None
+    if head.registration is not None:
+        try:
+            state.registration = Registration.model_validate(head.registration)
+        except ValueError as error:  # of an earlier version, which took any number
+            state.set_aside("registration", error)
     state.run_id = head.run_id
     state.started_at = head.started_at
     state.trainer_ids.extend(int(trainer_id, 16) for trainer_id in head.trainer_ids)
@@ -195,9 +206,10 @@ def _restore_head(state: RunState, head: _Head) -> None:
     state.policy_version = head.policy_version
     state.payloads.latest = head.latest
     state.payloads.latest_is_held = head.latest_is_held
-    state.counters.update(head.counters)
+    state.counters.update(head.counters)  # adds up
     state.epoch = head.epoch
     state.fence = head.fence
+    state.taken_over_run_id = head.taken_over_run_id
     state.payloads.note_delivered(head.past)
 
 

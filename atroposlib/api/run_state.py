@@ -4,19 +4,24 @@ Invariants:
 
 - `apply` never fails and depends on nothing but the state and the record, so every replica that
   applied the same records holds the same state. A record that comes too late, such as the
-  acknowledgement of a batch that has moved on, changes nothing.
+  acknowledgement of a batch that has moved on, changes nothing. One that makes no sense is set
+  aside: it changes nothing but the counter that tells of it, and the ids it would have taken.
 - A group's payload is given up for discarding only after its batch was acknowledged and it is no
   longer among `past`, when its request repeats one that was stored, or when the run was reset.
-- The step grows by one per acknowledged batch and by nothing else.
+- The step grows by one per acknowledged batch that was trained on; only a registration sets it.
+- A consumer holds a place for a trainer: any registration replaces it, or it leaves; what it had
+  leased is queued again.
 - `fence` is the number of guarded records applied.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
+
+import msgspec
 
 from atroposlib.api import records
 from atroposlib.api.admission import Admission, Placement, RunLimits, Waiting
@@ -26,11 +31,20 @@ from atroposlib.api.idempotency import KeyBook
 from atroposlib.api.past import PastGroups
 from atroposlib.api.payload_ledger import PayloadLedger
 from atroposlib.api.queue import GroupQueue, QueuedGroup
+from atroposlib.api.queued_group import UNKNOWN_VERSION
+from atroposlib.api.records import RecordType, kind_of
 from atroposlib.api.schemas import RegisterEnv, Registration
+from atroposlib.errors import GroupError
 
-__all__ = ["RunState"]
+__all__ = ["SET_ASIDE", "RunState"]
+
+SET_ASIDE = "records/set_aside_"
+"""Counters of records that could not be applied, by kind, begin with this."""
 
 _KEPT_TRAINER_IDS = 256
+_MAX_FAULT_CHARACTERS = 500
+_MAX_GROUP_ID = 2**63 - 1
+_MAX_GROUP_FIGURE = 2**48  # sequences, tokens and bytes of one group: sums stay far from overflow
 _RUN_ID_DIGITS = 16
 
 
@@ -41,7 +55,11 @@ class RunState:
         self._limits = limits = limits or RunLimits()
         self.registration: Registration | None = None
         self.run_id: str | None = None
-        """New for every run: from the first registration until everything is forgotten."""
+        """New for every run: from the first registration until everything is forgotten, or until
+        a trainer takes the place of a consumer or replaces the settings. Environments notice that
+        it is another, and register again to learn the settings."""
+        self.taken_over_run_id: str | None = None
+        """The run that went on as this one; its environments keep their ids."""
         self.started_at: float | None = None
         """Unix time of the registration that started the run, in seconds."""
         self.envs = EnvRegistry()
@@ -63,12 +81,15 @@ class RunState:
         self.epoch = 0
         """How often the run was reset."""
         self.fence = 0
+        self.fault: str | None = None
+        """Why the record before was set aside; None when it was applied."""
         self._handlers: dict[type[Any], Callable[[Any], Admission | None]] = self._all_handlers()
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], Admission | None]]:
         return {
             records.GroupsAdmitted: self._admit,
             records.TrainerRegistered: self._register_trainer,
+            records.ConsumerLeft: self._release_consumer,
             records.TrainerStarted: self._start,
             records.EnvRegistered: self._register_env,
             records.EnvDisconnected: self._disconnect_env,
@@ -77,8 +98,10 @@ class RunState:
             records.BatchFormed: self._form_batch,
             records.BatchHandedOut: self._hand_out_again,
             records.BatchAcknowledged: self._acknowledge,
+            records.BatchPassedOver: self._pass_over,
             records.BatchesReturned: self._take_back,
             records.PolicyVersionSet: self._set_policy_version,
+            records.GroupsRemoved: self._remove_groups,
             records.RunReset: self._reset,
         }
 
@@ -92,14 +115,64 @@ class RunState:
         Returns:
             For admitted groups what their sender is told; None for everything else.
         """
+        self.fault = None
         if record.is_guarded:
             self.fence += 1
-        return self._handlers[type(record)](record)
+        try:
+            return self._handlers[type(record)](record)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run must go on
+            self.set_aside(kind_of(type(record)), error)
+            return None
+
+    def skip(self, record_type: RecordType, error: BaseException) -> None:
+        """Go on behind a record of which nothing but its type can be read."""
+        self.fault = None
+        if record_type.is_guarded:
+            self.fence += 1
+        if record_type is records.EnvRegistered:
+            self.envs.add_unreadable(now=0.0)
+        elif record_type is records.BatchFormed:
+            self.delivery.next_id += 1
+        self.set_aside(kind_of(record_type), error)
+
+    def set_aside(self, kind: str, error: BaseException) -> None:
+        """Count something that could not be applied."""
+        self.fault = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_FAULT_CHARACTERS]
+        self.counters[SET_ASIDE + kind] += 1
+
+    @property
+    def num_set_aside(self) -> int:
+        """Records that could not be applied, over the whole life of the run."""
+        return sum(n for name, n in self.counters.items() if name.startswith(SET_ASIDE))
 
     @property
     def batch_size(self) -> int:
         """Sequences per batch, 0 before a trainer registered."""
         return self.registration.batch_size if self.registration else 0
+
+    @property
+    def consumer(self) -> str | None:
+        """The tool that stands in for a trainer; None when a trainer, or nothing, is registered."""
+        return self.registration.consumer if self.registration else None
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer is registered; a consumer is none."""
+        return self.registration is not None and self.registration.consumer is None
+
+    def is_consumer(self, trainer_id: str) -> bool:
+        """Whether the consumer that is registered was given this id, a decimal number."""
+        return self.consumer is not None and trainer_id == str(self.trainer_ids[-1])
+
+    def plan_batch(self) -> list[QueuedGroup] | None:
+        """Choose the groups of the next batch; None when there are too few.
+
+        A trainer gets exactly `batch_size` sequences, a consumer the oldest groups of at most
+        that many, whatever their sizes.
+        """
+        if self.consumer is not None:
+            return self.queue.plan_oldest(self.batch_size)
+        return self.queue.plan_batch(self.batch_size, self.envs.minimums)
 
     @property
     def past(self) -> PastGroups:
@@ -121,6 +194,19 @@ class RunState:
         """The policy version that staleness counts from: as the trainer told, else the step."""
         return self.step if self.policy_version is None else self.policy_version
 
+    def staleness_of(self, group: QueuedGroup) -> int | None:
+        """Return how many versions the policy is ahead of a group; None when that is not known."""
+        version = group.known_version
+        if version is None or version > self.current_version:
+            return None
+        return self.current_version - version
+
+    @property
+    def oldest_staleness(self) -> int:
+        """The staleness of the oldest queued group among those where it is known, 0 without any."""
+        versions = [version for version in self.queue.groups_by_version if version >= 0]
+        return max(0, self.current_version - min(versions, default=self.current_version))
+
     @property
     def may_form_batch(self) -> bool:
         """Whether trying to hand out a batch is worth it: one came back, or enough is queued."""
@@ -141,6 +227,12 @@ class RunState:
         """Groups whose payloads the store must have, about: buffers are counted by sequences."""
         in_batches = sum(len(handout.groups) for handout in self.delivery.pending())
         return len(self.queue) + self.envs.buffered_sequences + in_batches + len(self.past)
+
+    def is_waiting(self, group_id: int) -> bool:
+        """Whether a group is queued or buffered."""
+        return self.queue.get(group_id) is not None or any(
+            group.group_id == group_id for env in self.envs for group in env.buffer
+        )
 
     def find_group(self, group_id: int) -> QueuedGroup | None:
         """Return a group whose payload the store has, wherever it is."""
@@ -167,11 +259,13 @@ class RunState:
             self.payloads.give_up(group.group_id for group in record.groups)
             is_same = known.digest == record.digest
             return Admission(known.placements, is_repeat=is_same, is_key_reused=not is_same)
+        _require_sound(record)
         placements = [self._place(group) for group in record.groups]
         self.counters["groups/received"] += len(record.groups)
         self.counters["sequences/received"] += sum(g.num_sequences for g in record.groups)
         self.counters["tokens/received"] += sum(group.num_tokens for group in record.groups)
         self.counters["groups/loose"] += record.num_loose
+        self.counters["groups/tokenized_from_text"] += record.num_from_text
         if record.key is not None:
             self.keys.remember(record.key, record.digest, placements)
         return Admission(placements)
@@ -180,6 +274,8 @@ class RunState:
         env = self.envs.find(group.env_id)
         if env is not None:
             env.last_seen = max(env.last_seen, group.received_at)
+        elif group.env_id is not None:
+            group = msgspec.structs.replace(group, env_id=None)
         if env is None or not env.wants_to_buffer(group.num_sequences):
             self._enqueue(group)
             return Placement(None)
@@ -194,17 +290,64 @@ class RunState:
         self.payloads.note_queued(group)
 
     def _register_trainer(self, record: records.TrainerRegistered) -> None:
-        self.trainer_ids.append(int(record.trainer_id, 16))
-        asked = Registration(**record.settings)
-        if self.registration is not None and not asked.replace:
-            return
-        if self.registration is None:
+        trainer_id = int(record.trainer_id, 16)
+        asked = Registration.model_validate(record.settings)
+        self.trainer_ids.append(trainer_id)
+        current = self.registration
+        is_takeover = current is not None and current.consumer is not None
+        if current is not None and not is_takeover:
+            if not asked.replace or asked.consumer is not None:
+                return
+        else:
+            self.is_started = asked.consumer is not None
+            self._dissolve_all()
+        if current is None or is_takeover or current.differences(asked):
+            self.taken_over_run_id = self.run_id
             self.run_id = record.trainer_id[:_RUN_ID_DIGITS]
         self.started_at = record.at
         self.registration = asked
         self.step = asked.starting_step
         self.policy_version = None
         self._dissolve_misfits()
+        self._forget_later_versions()
+
+    def _release_consumer(self, record: records.ConsumerLeft) -> None:
+        if self.is_consumer(str(int(record.trainer_id, 16))):
+            self.registration = None
+            self.is_started = False
+            self._dissolve_all()
+
+    def _dissolve_all(self) -> None:
+        """Queue again what a consumer has leased.
+
+        The groups leave under other numbers, so that a late word of it is about none of them.
+        """
+        for handout in list(self.delivery.in_flight.values()):
+            self.delivery.give_back(BatchToken(handout.batch_id, handout.attempt))
+        self._dissolve(sorted(self.delivery.returned))
+
+    def _forget_later_versions(self) -> None:
+        """Mark versions as unknown that the registered trainer has not reached.
+
+        They are those of a consumer, or of a trainer whose place this one has taken.
+        """
+
+        def known(groups: Iterable[QueuedGroup]) -> list[QueuedGroup]:
+            return [
+                msgspec.structs.replace(group, version=UNKNOWN_VERSION)
+                if group.version > self.step
+                else group
+                for group in groups
+            ]
+
+        if any(version > self.step for version in self.queue.groups_by_version):
+            queued = known(self.queue)
+            self.queue.clear()
+            for group in queued:
+                self.queue.append(group)
+        for env in self.envs:
+            env.buffer = known(env.buffer)
+        self.delivery.change_groups(known)
 
     def _dissolve_misfits(self) -> None:
         """Let returned batches that do not have the batch size any more be packed anew."""
@@ -213,17 +356,32 @@ class RunState:
             for batch_id, handout in sorted(self.delivery.returned.items())
             if handout.num_sequences != self.batch_size
         ]
-        groups = [group for batch_id in misfits for group in self.delivery.dissolve(batch_id)]
+        self._dissolve(misfits)
+
+    def _dissolve(self, batch_ids: Iterable[int]) -> None:
+        """Queue the groups of returned batches again, in front."""
+        groups = {
+            group.group_id: group
+            for batch_id in batch_ids
+            for group in self.delivery.dissolve(batch_id)
+            if self.queue.get(group.group_id) is None
+        }
         if groups:
-            self.queue.restore_front(groups)
+            self.queue.restore_front(list(groups.values()))
 
     def _start(self, record: records.TrainerStarted) -> None:
         if record.epoch == self.epoch:
             self.is_started = True
 
     def _register_env(self, record: records.EnvRegistered) -> None:
-        if record.env_id == len(self.envs):
-            self.envs.add(RegisterEnv(**record.request), now=record.at)
+        if record.env_id != len(self.envs):
+            return
+        try:
+            request = RegisterEnv.model_validate(record.request)
+        except ValueError:
+            self.envs.add_unreadable(now=record.at)
+            raise
+        self.envs.add(request, now=record.at)
 
     def _disconnect_env(self, record: records.EnvDisconnected) -> None:
         env = self.envs.find(record.env_id)
@@ -262,15 +420,23 @@ class RunState:
         )
 
     def _acknowledge(self, record: records.BatchAcknowledged) -> None:
-        handout = self.delivery.acknowledge(BatchToken(record.batch_id, record.attempt))
+        self.step += self._settle(BatchToken(record.batch_id, record.attempt))
+
+    def _pass_over(self, record: records.BatchPassedOver) -> None:
+        is_settled = self._settle(BatchToken(record.batch_id, record.attempt))
+        self.counters["batches/without_step"] += is_settled
+
+    def _settle(self, token: BatchToken) -> bool:
+        """Forget a batch that its receiver has; tell whether it was still to be settled."""
+        handout = self.delivery.acknowledge(token)
         if handout is None:
-            return
-        self.step += 1
+            return False
         self.counters["batches/delivered"] += 1
         self.counters["groups/delivered"] += len(handout.groups)
         self.counters["sequences/delivered"] += handout.num_sequences
         self.counters["tokens/delivered"] += sum(group.num_tokens for group in handout.groups)
         self.payloads.note_delivered(handout.groups)
+        return True
 
     def _take_back(self, record: records.BatchesReturned) -> None:
         for batch_id, attempt in record.handouts:
@@ -283,6 +449,13 @@ class RunState:
         if record.epoch == self.epoch:
             self.policy_version = record.version
 
+    def _remove_groups(self, record: records.GroupsRemoved) -> None:
+        wanted = set(record.group_ids)
+        removed = self.queue.remove(record.group_ids) + self.envs.remove_buffered(wanted)
+        self.counters["groups/removed"] += len(removed)
+        self.counters["sequences/removed"] += sum(group.num_sequences for group in removed)
+        self.payloads.note_removed(removed)
+
     def _reset(self, record: records.RunReset) -> None:
         self.epoch += 1
         forgotten = [group.group_id for group in self.queue]
@@ -291,6 +464,7 @@ class RunState:
         self.payloads.forget(forgotten)
         self.registration = None
         self.run_id = None
+        self.taken_over_run_id = None
         self.started_at = None
         self.envs.clear()
         self.queue.clear()
@@ -300,3 +474,25 @@ class RunState:
         self.is_started = False
         self.policy_version = None
         self.trainer_ids.clear()
+
+
+def _require_sound(record: records.GroupsAdmitted) -> None:
+    """Refuse figures that no group has; sums over them would mean nothing, or overflow.
+
+    Raises:
+        GroupError: names what is wrong.
+    """
+    for group in record.groups:
+        if not (
+            0 < group.num_sequences <= _MAX_GROUP_FIGURE
+            and 0 <= group.num_tokens <= _MAX_GROUP_FIGURE
+            and 0 <= group.num_bytes <= _MAX_GROUP_FIGURE
+            and 0 <= group.group_id <= _MAX_GROUP_ID
+        ):
+            raise GroupError(
+                f"group {group.group_id}: {group.num_sequences} sequences, {group.num_tokens} "
+                f"tokens and {group.num_bytes} bytes"
+            )
+    for count in (record.num_loose, record.num_from_text):
+        if not 0 <= count <= len(record.groups):
+            raise GroupError(f"{count} of {len(record.groups)} groups")

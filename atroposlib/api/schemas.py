@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
+from unicodedata import category
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 __all__ = [
+    "MAX_BATCH_SIZE",
+    "MAX_GROUP_SIZE",
     "EnvIdentifier",
     "Info",
     "Policy",
@@ -16,6 +19,18 @@ __all__ = [
     "Status",
 ]
 
+MAX_BATCH_SIZE = 2**20
+"""Sequences that a batch may hold."""
+MAX_GROUP_SIZE = 4096
+"""Sequences that groups may be collected to: up to here the search for them is exact and quick."""
+
+_MAX_NUMBER = 2**53 - 1  # every reader of JSON holds it exactly
+_INT64_MAX = 2**63 - 1
+_MAX_WEIGHT = 1e9
+_MAX_NAME_CHARACTERS = 256
+_MAX_PATH_CHARACTERS = 4096
+_LINE_SEPARATORS = "\u2028\u2029"
+
 
 def _require_encodable(text: str) -> str:
     """Refuse lone surrogates: JSON can spell them, but no answer could carry them."""
@@ -23,30 +38,62 @@ def _require_encodable(text: str) -> str:
     return text
 
 
+def _require_printable(text: str) -> str:
+    """Refuse control characters in names that logs and terminals show."""
+    if not text.isprintable():
+        raise ValueError("expected printable characters only")
+    return text
+
+
+def _refuse_control_characters(text: str) -> str:
+    """Refuse what would break lines, or steer terminals, where the text is shown."""
+    if any(category(char) == "Cc" or char in _LINE_SEPARATORS for char in text):
+        raise ValueError("expected no control characters")
+    return text
+
+
 Text = Annotated[str, AfterValidator(_require_encodable)]
+Name = Annotated[
+    Text, AfterValidator(_refuse_control_characters), Field(max_length=_MAX_NAME_CHARACTERS)
+]
+# Trainers that do not use Weights & Biases have no names to give.
+OptionalName = Annotated[Name | None, AfterValidator(lambda name: name or "")]
+Number = Annotated[int, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
 # Wider integers are accepted by Python alone; other clients could not read them back.
-_INT64_MAX = 2**63 - 1
 Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX)]
-# Bounds given to a field of type `Int64` would be overruled by those of the type.
-Version = Annotated[int, Field(ge=0, le=_INT64_MAX)]
-Count = Annotated[int, Field(ge=1, le=_INT64_MAX)]
+# Bounds given to a field of type `Number` would be overruled by those of the type.
+Version = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
 
 
 class Registration(BaseModel):
     """A trainer starts a run."""
 
-    wandb_group: Text = Field(description="Run group handed to environments.")
-    wandb_project: Text = Field(description="Project handed to environments.")
-    batch_size: Count = Field(description="Sequences per batch.")
-    max_token_len: Int64 = Field(
+    wandb_group: OptionalName = Field(
+        description="Run group handed to environments; null: none, as an empty text."
+    )
+    wandb_project: OptionalName = Field(
+        description="Project handed to environments; null: none, as an empty text."
+    )
+    batch_size: int = Field(ge=1, le=MAX_BATCH_SIZE, description="Sequences per batch.")
+    max_token_len: Number = Field(
         description="Sequences this long or longer are dropped by environments; 0 or less: none."
     )
-    checkpoint_dir: Text = Field(description="Shared directory for checkpoints.")
-    save_checkpoint_interval: Int64 = Field(description="Steps between environment checkpoints.")
-    starting_step: Int64 = Field(description="Step the run starts or resumes at.")
-    num_steps: Int64 = Field(description="Steps the run is planned to take.")
+    checkpoint_dir: Text = Field(
+        max_length=_MAX_PATH_CHARACTERS, description="Shared directory for checkpoints."
+    )
+    save_checkpoint_interval: Number = Field(description="Steps between environment checkpoints.")
+    starting_step: Number = Field(description="Step the run starts or resumes at.")
+    num_steps: Number = Field(description="Steps the run is planned to take.")
     replace: bool = Field(
         default=False, description="Replace the settings of a run that is registered already."
+    )
+    consumer: (
+        Annotated[Text, AfterValidator(_require_printable), Field(min_length=1, max_length=100)]
+        | None
+    ) = Field(
+        default=None,
+        description="Name of a tool that stands in while no trainer is registered, such as an "
+        "export: environments start at once, and any trainer may take its place. None: a trainer.",
     )
 
     def differences(self, asked: Registration) -> list[str]:
@@ -55,7 +102,7 @@ class Registration(BaseModel):
         A checkpoint interval that is the number of steps on both sides was derived from it by the
         trainers, and is left out.
         """
-        passed_over = {"starting_step", "replace"}
+        passed_over = {"starting_step", "replace", "consumer"}
         if all(each.save_checkpoint_interval == each.num_steps for each in (self, asked)):
             passed_over.add("save_checkpoint_interval")
         return [
@@ -68,11 +115,18 @@ class Registration(BaseModel):
 class RegisterEnv(BaseModel):
     """An environment joins a run."""
 
-    max_token_length: Int64 = Field(description="Longest trajectory, in tokens.")
-    desired_name: Text = Field(description="Name; the service appends a running number.")
-    weight: float = Field(allow_inf_nan=False, description="Relative share of inference capacity.")
-    group_size: Count | None = Field(
+    max_token_length: Number = Field(description="Longest trajectory, in tokens.")
+    desired_name: Name = Field(description="Name; the service appends a running number.")
+    weight: float = Field(
+        ge=-_MAX_WEIGHT,
+        le=_MAX_WEIGHT,
+        allow_inf_nan=False,
+        description="Relative share of inference capacity.",
+    )
+    group_size: int | None = Field(
         default=None,
+        ge=1,
+        le=MAX_GROUP_SIZE,
         description="Sequences per group; smaller groups are collected until they add up to it. "
         "None: groups of every size are queued as they come.",
     )
@@ -82,6 +136,16 @@ class RegisterEnv(BaseModel):
         le=1e6,
         allow_inf_nan=False,
         description="Guaranteed share of each batch; sums above 1 are scaled down.",
+    )
+    env_id: Int64 | None = Field(
+        default=None,
+        description="Id of an earlier registration; kept when a trainer has taken over `run_id`, "
+        "or replaced its settings.",
+    )
+    run_id: Text | None = Field(
+        default=None,
+        max_length=_MAX_NAME_CHARACTERS,
+        description="The run that `env_id` is of.",
     )
 
 
@@ -114,6 +178,9 @@ class ScoredData(BaseModel):
     env_id: Int64 | None = None
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
+    reward_parts: list[dict[str, float] | None] | None = None
+    finish_reasons: list[str | None] | None = None
+    tokenized_from_text: bool | None = None
 
     @model_validator(mode="after")
     def _require_role_and_content(self) -> ScoredData:

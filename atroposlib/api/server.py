@@ -57,6 +57,7 @@ from atroposlib.api.state_view import StateView
 from atroposlib.api.store.base import RunStore
 from atroposlib.api.store.open import fresh_run_name, open_store
 from atroposlib.api.store.watched import WatchedStore
+from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.wire import decode_group
 
 __all__ = [
@@ -223,8 +224,10 @@ app = create_app()
 
 
 def _scored_data_to_dict(scored_data: ScoredData) -> dict[str, Any]:
-    """Return a group as the dictionary `/batch` delivers: all fourteen keys."""
-    return scored_data.model_dump()
+    """Return a group as the dictionary `/batch` delivers: fourteen keys, and the notes it has."""
+    notes = {field.name for field in GROUP_FIELDS if field.is_note}
+    values = scored_data.model_dump()
+    return {key: value for key, value in values.items() if value is not None or key not in notes}
 
 
 async def _process_scored_data(scored_data: ScoredData) -> dict[str, Any]:

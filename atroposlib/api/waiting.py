@@ -24,9 +24,16 @@ class Waiters:
         return next(self._tickets)
 
     def wake(self) -> None:
-        """Wake whoever has waited longest; nothing happens when nobody waits."""
-        if self._waiting:
-            self._waiting.pop(min(self._waiting)).set_result(True)
+        """Wake whoever has waited longest; nothing happens when nobody waits.
+
+        Those who gave up are passed over: a task that was cancelled is still in the line until it
+        runs again.
+        """
+        while self._waiting:
+            future = self._waiting.pop(min(self._waiting))
+            if not future.done():
+                future.set_result(True)
+                return
 
     def close(self) -> None:
         """Let the time run out for everybody, those who come later included."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from atroposlib.cli.export_flags import add_shared_flags
 from atroposlib.exporting.dpo_formats import DPO_FORMATS
 from atroposlib.exporting.pairing import STRATEGIES, PairRule
 from atroposlib.exporting.recipes import DpoRecipe
+from atroposlib.utils.command_parser import CommandParser
 
 __all__ = [
     "check_for_batch",
@@ -152,11 +152,10 @@ def _with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
     return {**{k: v for k, v in record.items() if k != "neg"}, "score": score, **rejected}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="atropos-dpo-gen",
-        description="Write better and worse trajectories of scored groups as preference pairs. "
-        "Groups are looked at, not taken, unless --consume is given.",
+        description="Write better and worse trajectories of scored groups as preference pairs.",
     )
     add_shared_flags(parser, DPO_FORMATS, min_score_diff=0.5)
     parser.add_argument(

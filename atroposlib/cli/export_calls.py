@@ -18,6 +18,7 @@ from atroposlib.exporting.run import ExportRequest, SourceRequest, run_export
 from atroposlib.exporting.sources.consumed import fetch_batch, register_trainer, registration
 from atroposlib.exporting.splitting import common_prefix_length
 from atroposlib.exporting.texts import decoder_of
+from atroposlib.utils.secret_masking import without_secrets
 
 __all__ = [
     "STEPS_PER_SEQUENCE",
@@ -61,7 +62,7 @@ async def register_to_api(
         num_steps=num_steps,
     )
     token = os.environ.get("ATROPOS_API_TOKEN")
-    tell(f"resetting the run at {api_url} and registering as its trainer")
+    tell(f"resetting the run at {without_secrets(api_url)} and registering as its trainer")
     for answer in await register_trainer(api_url, settings, token=token):
         print(answer)
 

@@ -14,6 +14,7 @@ from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
 from atroposlib.exporting.recipes import Recipe
 from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.run import ExportRequest, ExportStoppedError, run_export
+from atroposlib.utils.command_parser import end_command
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -79,7 +80,7 @@ def run_command(
         unit: what a record is, in the plural.
     """
     try:
-        request = request_of(args, formats, recipe, source_of(args, register))
+        request = request_of(args, formats, recipe, source_of(args, register, command=parser.prog))
     except ConfigError as error:
         parser.error(str(error))
     _export_and_report(parser.prog, request, args, unit=unit)
@@ -102,14 +103,14 @@ def _export_and_report(
         report = _with_bar(request, unit)
     except ExportStoppedError as stop:
         print(report_text(stop.report, unit=unit))
-        _end(command, str(stop), code=_INTERRUPTED if stop.is_interrupt else 1)
+        end_command(command, str(stop), code=_INTERRUPTED if stop.is_interrupt else 1)
     except (ConfigError, MissingExtraError, TrajectoryApiError) as error:
-        _end(command, str(error), code=2)
+        end_command(command, str(error), code=2)
     except KeyboardInterrupt:
-        _end(command, "stopped before anything was written", code=_INTERRUPTED)
+        end_command(command, "stopped before anything was written", code=_INTERRUPTED)
     print(report_text(report, unit=unit))
     if not report.num_records and not request.path.exists():
-        _end(command, _shortfall(request, report), code=1)
+        end_command(command, _shortfall(request, report), code=1)
     print(_shortfall(request, report))
     if args.push_to_hub and report.num_records:
         _push(command, request.path, args)
@@ -148,14 +149,9 @@ def _push(command: str, path: Path, args: argparse.Namespace) -> None:
     try:
         push_to_hub(path, args.push_to_hub, is_public=args.public)
     except ConfigError as error:
-        _end(command, str(error), code=1)
+        end_command(command, str(error), code=1)
     print(f"pushed to {args.push_to_hub}")
 
 
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _end(command: str, message: str, *, code: int) -> NoReturn:
-    print(f"{command}: {message}", file=sys.stderr)
-    sys.exit(code)

@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+_LARGEST_COUNT = 10**9
 _RUNS_DIR = "atropos_runs"
 
 
@@ -28,7 +29,12 @@ def add_shared_flags(
 ) -> None:
     """Add the flags that both commands have."""
     parser.add_argument("filepath", help="file, or folder with --output dataset, to write")
-    source = parser.add_argument_group("where groups come from (default: look at --api-url)")
+    source = parser.add_argument_group(
+        "where groups come from",
+        "By default the service at --api-url. Groups are looked at while a trainer is registered; "
+        "while none is, this command stands in for one, so that environments start, and takes "
+        "them until a trainer registers.",
+    )
     source.add_argument("--api-url", default="http://localhost:8000", help="(%(default)s)")
     chosen = source.add_mutually_exclusive_group()
     chosen.add_argument("--file", metavar="JSONL", help="a file of groups, as process writes them")
@@ -42,9 +48,20 @@ def add_shared_flags(
     source.add_argument(
         "--no-wait", action="store_true", help="end when all groups of the service were seen"
     )
-    source.add_argument("--group-size", type=int, default=2, help="of --consume (%(default)s)")
     source.add_argument(
-        "--max-token-len", type=int, default=2048, help="of --consume (%(default)s)"
+        "--group-size",
+        type=_count,
+        default=2,
+        help="trajectories per group that environments make; told to the service where this "
+        "command stands in for a trainer, which takes batches of 64 such groups (%(default)s)",
+    )
+    source.add_argument(
+        "--max-token-len",
+        type=_count,
+        action=_StoreGiven,
+        default=2048,
+        help="longest trajectory in tokens; told to the service where this command stands in for "
+        "a trainer (%(default)s with --consume; else no limit unless given)",
     )
     _add_choice_flags(parser, min_score_diff=min_score_diff)
     _add_output_flags(parser, formats)
@@ -69,6 +86,28 @@ def _add_choice_flags(parser: argparse.ArgumentParser, *, min_score_diff: float)
     choice.add_argument(
         "--keep-duplicates", action="store_true", help="write what was written before, too"
     )
+
+
+class _StoreGiven(argparse.Action):
+    """Stores a value, and once more under a name that has no default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"{self.dest}_given", values)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(
+            f"expected an integer from 1 to {_LARGEST_COUNT}, got {text!r}"
+        )
+    return int(text)
 
 
 def _records(text: str) -> int:
@@ -129,12 +168,15 @@ def _mode_of(args: argparse.Namespace) -> Mode:
     return "append" if args.append_to_previous else "new"
 
 
-def source_of(args: argparse.Namespace, register: Callable[[], None]) -> SourceRequest:
+def source_of(
+    args: argparse.Namespace, register: Callable[[], None], *, command: str
+) -> SourceRequest:
     """Return where groups come from.
 
     Args:
         args: parsed flags.
         register: resets the run and registers, for `--consume`.
+        command: name under which it stands in for a trainer.
     """
     token = os.environ.get("ATROPOS_API_TOKEN")
     api_url = args.api_url.rstrip("/")
@@ -144,7 +186,14 @@ def source_of(args: argparse.Namespace, register: Callable[[], None]) -> SourceR
         return SourceRequest("run", run=args.run, data_dir=Path(args.data_dir))
     if args.consume:
         return SourceRequest("consume", api_url=api_url, token=token, register=register)
-    return SourceRequest("live", api_url=api_url, token=token, waits=not args.no_wait)
+    from atroposlib.api.client_consumer import consumer_registration
+
+    stand_in = consumer_registration(
+        command, group_size=args.group_size, max_token_len=getattr(args, "max_token_len_given", 0)
+    )
+    return SourceRequest(
+        "live", api_url=api_url, token=token, waits=not args.no_wait, stand_in=stand_in
+    )
 
 
 def request_of(

@@ -5,13 +5,13 @@ wait for the run's project ─► probe engines ─► log what was found when t
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from atroposlib.errors import MissingExtraError
+from atroposlib.utils.command_parser import CommandParser
 
 __all__ = ["main", "run", "update_wandb"]
 
@@ -26,7 +26,7 @@ _GPUS_PER_NODE = 8
 
 def main() -> None:
     """Watch until stopped."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inference-node-wandb-watcher",
         description="Log to wandb which inference servers of this node are healthy.",
     )

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.writable import require_writable_folder
 
 __all__ = ["KINDS", "main", "write_environment"]
 
@@ -88,7 +90,7 @@ def write_environment(name: str, *, kind: str, folder: Path) -> list[Path]:
         raise ConfigError(
             f"{', '.join(taken)} would be overwritten; choose another name or another --dir"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    require_writable_folder(folder, "--dir")
     for path, template in contents.items():
         text = template.read_text(encoding="utf-8")
         text = text.replace("template_name", name).replace("TemplateName", class_name)
@@ -122,9 +124,9 @@ def _refused(message: str) -> int:
     return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     kinds = "\n".join(f"  {kind:13}{text}" for kind, text in KINDS.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="atropos-new-env",
         description="Write an environment with its test and a small data set, ready to run.\n\n"
         f"kinds:\n{kinds}",

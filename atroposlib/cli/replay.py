@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from atroposlib.cli.export_command import tell
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
@@ -22,6 +22,8 @@ from atroposlib.exporting.pipeline import read_groups
 from atroposlib.exporting.report import ExportReport
 from atroposlib.exporting.sources.jsonl import open_jsonl, read_jsonl
 from atroposlib.exporting.sources.stored_run import find_run, read_run
+from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.writable import require_writable_file
 
 __all__ = ["main"]
 
@@ -35,27 +37,34 @@ def main() -> None:
     Exit codes: 2 nothing was done, 1 it ended early or scored no group, 130 somebody stopped it.
     """
     parser = _parser()
-    args, others = parser.parse_known_args()
+    words = sys.argv[1:]
+    if words[:1] != ["score"]:  # which also takes flags of an environment
+        parser.refuse_unknown(words)
+    args, others = parser.parse_known_args(words)
     if others and args.act is not _score:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         args.act(args, others)
     except (ConfigError, TrajectoryApiError) as error:
-        _end(str(error), code=2)
+        end_command(_COMMAND, str(error), code=2)
     except KeyboardInterrupt:
-        _end("stopped", code=_INTERRUPTED)
+        end_command(_COMMAND, "stopped", code=_INTERRUPTED)
 
 
 def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    from atroposlib.envs.command_classes import load_yaml
     from atroposlib.envs.command_factory import process_command
     from atroposlib.envs.flags import flags_of, read_flags
     from atroposlib.exporting.replay import rescoring
 
-    if args.save is not None and Path(args.save).exists():
-        raise ConfigError(f"{args.save} exists and is left as it is; choose another name")
+    if args.save is not None:
+        if Path(args.save).exists():
+            raise ConfigError(f"{args.save} exists and is left as it is; choose another name")
+        require_writable_file(args.save, "--save")
     env_cls = _environment_class(args.env)
     command = process_command(env_cls)
-    settings = command(**read_flags(flags, flags_of(command))).layered({})
+    given = command(**read_flags(flags, flags_of(command)))
+    settings = given.layered(load_yaml(given.config) if given.config else {})
     groups = dict(_full_groups(_source(args.groups, args.data_dir)))
     recorded = [rescoring.recorded_group(where, group) for where, group in groups.items()]
     if not recorded:
@@ -68,7 +77,7 @@ def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
         )
     print(rescoring.rescoring_text(results, num_groups=len(recorded)))
     if all(result.new is None for result in results):
-        _end("no group was scored; the reasons are above", code=1)
+        end_command(_COMMAND, "no group was scored; the reasons are above", code=1)
     if args.save is not None:
         _save(Path(args.save), groups, results)
 
@@ -103,7 +112,7 @@ def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
     except PostingStoppedError as error:
         print(posting_text(error.posted))
         done = args.skip + error.posted.num_groups + error.posted.num_refused
-        _end(f"{error}; to go on: the same command with --skip {done}", code=1)
+        end_command(_COMMAND, f"{error}; to go on: the same command with --skip {done}", code=1)
     print(posting_text(posted))
 
 
@@ -181,21 +190,16 @@ def _environment_class(path: str) -> type[Any]:
     return found[wanted] if wanted else next(iter(found.values()))
 
 
-def _end(message: str, *, code: int) -> NoReturn:
-    print(f"{_COMMAND}: {message}", file=sys.stderr)
-    sys.exit(code)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser(prog=_COMMAND, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{score,post,diff}")
     groups_help = "JSONL of groups, or a stored run by name or .sqlite3 file"
 
     score = commands.add_parser(
         "score",
         help="score groups with an environment's code of today, without a model",
-        description="Score recorded groups again. Flags of the environment, such as "
-        "--env.tokenizer_name, may follow.",
+        description="Score recorded groups again. Settings of the environment may follow: "
+        "--config FILE.yaml, or flags such as --env.tokenizer_name.",
     )
     score.add_argument("groups", help=groups_help)
     score.add_argument("--env", required=True, metavar="FILE.py[:CLASS]", help="its script")

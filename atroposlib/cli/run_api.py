@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
+import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -14,11 +17,21 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.api.settings import ApiSettings
-from atroposlib.api.store.open import fresh_run_name, run_file
+from atroposlib.api.store.open import (
+    fresh_run_name,
+    known_runs,
+    run_file,
+    similar_run,
+)
 from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.listening import require_free_port
+from atroposlib.utils.secret_masking import without_secrets
 
 if TYPE_CHECKING:
-    import uvicorn
+    from types import FrameType
+
+    from atroposlib.api.run import Run
 
 __all__ = ["main"]
 
@@ -31,32 +44,38 @@ _SWITCH_INTERVAL_S = 0.001
 """Longest turn of a thread that works on a large body while requests wait."""
 _DEFAULTS: Mapping[str, Any] = {"store": "sqlite"}
 """Where the command differs from `ApiSettings`: what is served outlives the process."""
+_INTERRUPTED = 130
 _FLAG_NAMES = {"run_name": "--run", "cors_origins": "--cors-origin"}
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM; a port that is taken ends it with code 1."""
+    """Serve until SIGINT or SIGTERM; settings that cannot be used end it with code 2."""
     parser = _parser()
     args = parser.parse_args()
     settings = _settings(parser, args)
     try:
+        require_free_port(args.host, args.port)
+        if args.run_name is not None and not args.new_run:
+            _check_known(settings, again=_again(settings, args.host, args.port))
         _serve(settings, args.host, args.port, reload=args.reload)
     except (ConfigError, MissingExtraError) as error:
-        sys.exit(f"run-api: {error}")
+        end_command(parser.prog, error, code=2)
+    except KeyboardInterrupt:  # the server has said how to continue
+        sys.exit(_INTERRUPTED)
     except SystemExit as stop:
         if not stop.code:
             raise
-        print(
-            f"run-api: cannot serve on {args.host}:{args.port}; the lines above say why. "
-            "If another process uses the port, stop it or choose another with --port.",
-            file=sys.stderr,
-        )
-        sys.exit(1)
+        reason = f"cannot serve on {args.host}:{args.port}; the lines above say why"
+        end_command(parser.prog, reason, code=1)
 
 
 def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None:
     if not reload:
-        _server(settings, host, port).run()
+        server = _server(settings, host, port)
+        server.run()
+        # Where the parent ignores SIGINT, Python does not turn it into this exception.
+        if server.was_interrupted:
+            raise KeyboardInterrupt
         return
     import uvicorn
     from uvicorn.supervisors import ChangeReload
@@ -66,6 +85,7 @@ def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None
     sock = watched.bind_socket()
     print(_start_message(settings, host, sock.getsockname()[1]), flush=True)
     ChangeReload(watched, target=partial(_serve_again, settings), sockets=[sock]).run()
+    print(_stop_message(settings, host, port), flush=True)
 
 
 def _serve_again(settings: ApiSettings, sockets: list[socket.socket] | None = None) -> None:
@@ -75,7 +95,7 @@ def _serve_again(settings: ApiSettings, sockets: list[socket.socket] | None = No
 
 def _server(
     settings: ApiSettings, host: str, port: int, *, is_announced: bool = True
-) -> uvicorn.Server:
+) -> Any:  # a `uvicorn.Server`, with `was_interrupted`
     import uvicorn
 
     from atroposlib.api.http_protocol import ObservedHttpProtocol
@@ -83,24 +103,33 @@ def _server(
     from atroposlib.api.server import create_app
 
     application = create_app(settings)
+    run: Run = application.state.run
 
     class AnnouncingServer(uvicorn.Server):
         """Says where it listens once it does; lets nobody wait any longer once it is to stop."""
 
+        was_interrupted = False
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.was_interrupted = self.was_interrupted or sig == signal.SIGINT
+            super().handle_exit(sig, frame)
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             # Before the server does, so that what is wrong with the store is said in one line.
-            await application.state.run.open()
+            await run.open()
             await super().startup(sockets=sockets)
             # What was imported stays: a full collection need not walk it, which takes 40 ms.
             gc.freeze()
             if is_announced and self.started:
                 bound_port = self.servers[0].sockets[0].getsockname()[1]
-                print(_start_message(settings, host, bound_port), flush=True)
+                print(_start_message(settings, host, bound_port, run), flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # Requests that wait for a batch would keep the process until they are cancelled.
-            application.state.run.stop_waiting()
+            run.stop_waiting()
             await super().shutdown(sockets=sockets)
+            if is_announced:
+                print(_stop_message(settings, host, port), flush=True)
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     logging = log_config(settings.log_format)
@@ -120,8 +149,8 @@ def _server(
     return AnnouncingServer(config)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="run-api",
         description="Serve the trajectory API between environments and a trainer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -130,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on")
     parser.add_argument(
         "--reload", action="store_true", help="restart when a source file changes, for development"
+    )
+    parser.add_argument(
+        "--new-run",
+        action="store_true",
+        help="create the run of --run without asking, also when its name is close to another's",
     )
     for name, field in ApiSettings.model_fields.items():
         _add_setting(parser, name, field)
@@ -179,9 +213,61 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _start_message(settings: ApiSettings, host: str, port: int) -> str:
+def _check_known(settings: ApiSettings, *, again: str) -> None:
+    """Ask before a run is made whose name is a slip away from that of another.
+
+    Raises:
+        ConfigError: there is no terminal to ask at, or the answer was no.
+    """
+    name = settings.run_name
+    assert name is not None  # only called when it was given
+    known = asyncio.run(known_runs(settings.store, settings.data_dir))
+    meant = None if name in known else similar_run(name, known)
+    if meant is None:
+        return
+    is_in_file = settings.store == "sqlite"
+    place = str(settings.data_dir) if is_in_file else without_secrets(settings.store)
+    found = f"{place} holds the run {meant}, but not {name}"
+    if sys.stdin is not None and sys.stdin.isatty():
+        try:
+            answer = input(f"{found}. Create a new run {name}? [y/N] ")
+        except EOFError:
+            answer = ""
+        if answer.strip().lower() in ("y", "yes"):
+            return
+    raise ConfigError(
+        f"{found}; continue it with --run {meant}, or create a new one with: {again} --new-run"
+    )
+
+
+def _again(settings: ApiSettings, host: str, port: int) -> str:
+    """Return the command that continues a run; limits and switches are left to the caller."""
+    flags = ["run-api", "--run", str(settings.run_name)]
+    if settings.store != _DEFAULTS["store"]:
+        flags += ["--store", without_secrets(settings.store)]
+    elif settings.data_dir != ApiSettings.model_fields["data_dir"].default:
+        flags += ["--data-dir", str(settings.data_dir)]
+    defaults = _parser()
+    if host != defaults.get_default("host"):
+        flags += ["--host", host]
+    if port != defaults.get_default("port"):
+        flags += ["--port", str(port)]
+    if settings.token_file is not None:
+        flags += ["--token-file", str(settings.token_file)]
+    return shlex.join(flags)
+
+
+def _stop_message(settings: ApiSettings, host: str, port: int) -> str:
+    if settings.store == "memory":
+        return "stopped; the run was in memory and is gone"
+    return f"stopped; continue with: {_again(settings, host, port)}"
+
+
+def _start_message(settings: ApiSettings, host: str, port: int, run: Run | None = None) -> str:
+    """Say where the service listens and what it serves; `run` is None before it was opened."""
     shown = f"[{host}]" if ":" in host else host
-    lines = [f"trajectory API: http://{shown}:{port} (Ctrl-C stops it)", _whereabouts(settings)]
+    lines = [f"trajectory API: http://{shown}:{port} (Ctrl-C stops it)"]
+    lines.append(_whereabouts(settings, run))
     if host in _LOOPBACK:
         lines.append(
             "only this machine can reach it; to serve others: --host 0.0.0.0 --token-file FILE"
@@ -196,17 +282,27 @@ def _start_message(settings: ApiSettings, host: str, port: int) -> str:
     return "\n".join(lines)
 
 
-def _whereabouts(settings: ApiSettings) -> str:
-    """Say where the run is, and how to go on with it."""
+def _whereabouts(settings: ApiSettings, run: Run | None) -> str:
+    """Say which run is served, how far it is, and where it is kept."""
     if settings.store == "memory":
-        return "the run is in memory: it is gone when this process ends"
+        kept = "the run is in memory: it is gone when this process ends"
+        is_named = settings.run_name is not None
+        return f"{kept}, and --run {settings.run_name} continues nothing" if is_named else kept
     assert settings.run_name is not None  # given or made up by `_settings`
-    again = f"to go on with it after a stop: --run {settings.run_name}"
-    if settings.store == "sqlite":
-        return (
-            f"run {settings.run_name} in {run_file(settings.data_dir, settings.run_name)}; {again}"
-        )
-    return f"run {settings.run_name} in Redis; {again}"
+    name = settings.run_name
+    place = run_file(settings.data_dir, name) if settings.store == "sqlite" else "Redis"
+    if run is not None and not run.is_new:
+        return f"resuming {name}: {_progress(run)}; run {name} in {place}"
+    kind = "run" if run is None else "new run"
+    return f"{kind} {name} in {place}; continue it after a stop with --run {name}"
+
+
+def _progress(run: Run) -> str:
+    state = run.state
+    returned = sum(len(batch.groups) for batch in state.delivery.returned.values())
+    num_waiting = len(state.queue) + returned
+    groups = f"{num_waiting} group{'' if num_waiting == 1 else 's'} waiting"
+    return f"step {state.step}, {groups}" if state.registration else f"no trainer yet, {groups}"
 
 
 if __name__ == "__main__":

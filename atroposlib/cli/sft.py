@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from atroposlib.cli.export_flags import add_shared_flags
 from atroposlib.exporting.recipes import SftRecipe
 from atroposlib.exporting.selection import SelectionRule
 from atroposlib.exporting.sft_formats import SFT_FORMATS
+from atroposlib.utils.command_parser import CommandParser
 
 __all__ = [
     "check_for_batch",
@@ -130,11 +130,10 @@ async def sft_data_grabber(
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="atropos-sft-gen",
-        description="Write the best trajectories of scored groups as examples to imitate. Groups "
-        "are looked at, not taken, unless --consume is given.",
+        description="Write the best trajectories of scored groups as examples to imitate.",
     )
     add_shared_flags(parser, SFT_FORMATS, min_score_diff=0.0)
     parser.add_argument(

@@ -1,19 +1,24 @@
 """`view-run`: look at the rollouts of a live service, a stored run or a file, in a browser.
 
-Nothing is registered, taken or reset: a training run goes on as if nobody looked.
+Nothing is taken or reset: a training run goes on as if nobody looked. At a service without a
+trainer the command stands in for one, so that environments start; a trainer takes its place.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.utils.command_parser import CommandParser, end_command, exit_code_of
+from atroposlib.utils.listening import require_free_port
 
 if TYPE_CHECKING:
     from atroposlib.viewer.sources.base import GroupSource
@@ -23,15 +28,18 @@ __all__ = ["build_interface", "find_common_prefix", "main", "view"]
 
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 DEFAULT_URL = "http://localhost:8000"
-DEFAULT_PORT = 9001
+DEFAULT_PORT = 9101
+"""Not 9001: there the examples have their inference engine."""
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
 _SERVICE_WAIT_S = 10.0
+_TERMINATED = 128 + signal.SIGTERM
 _TOKENIZER_WAIT_S = 60.0
+_READING_POLL_S = 0.1
 KEYS = "keys: j k next and previous group, l h rollout, n p page of the list, 1 to 8 tabs, / search"
 
 
 def main() -> None:
-    """Serve the pages until SIGINT."""
+    """Serve the pages until SIGINT or SIGTERM."""
     view("view-run", tokenizer=DEFAULT_TOKENIZER, start_page="overview")
 
 
@@ -46,15 +54,29 @@ def view(prog: str, *, tokenizer: str, start_page: str) -> None:
     args = _parser(prog, tokenizer).parse_args()
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     try:
+        # Before a service is asked for anything: what cannot be shown must not stand in.
+        require_free_port(args.host, args.port)
+    except ConfigError as error:
+        end_command(prog, error, code=2)
+    # By way of `close` in `_view`, which frees the place of the trainer.
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    try:
+        _view(prog, args, start_page)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _view(prog: str, args: argparse.Namespace, start_page: str) -> None:
+    try:
         viewer = _viewer(
-            _source(args), args.tokenizer, Path(args.metrics) if args.metrics else None
+            _source(prog, args), args.tokenizer, Path(args.metrics) if args.metrics else None
         )
     except ConfigError as error:
-        sys.exit(f"{prog}: {error}")
+        end_command(prog, error, code=2)
     try:
         _serve(prog, viewer, args, start_page)
-    except (MissingExtraError, OSError) as error:
-        sys.exit(f"{prog}: {error}")
+    except (ConfigError, MissingExtraError, OSError) as error:
+        end_command(prog, error, code=exit_code_of(error))
     except KeyboardInterrupt:
         print()
     finally:
@@ -109,13 +131,29 @@ def _warn(prog: str, viewer: Viewer, api_url: str | None) -> None:
         viewer: what is served.
         api_url: service that is looked at; None for a file or a stored run.
     """
-    problem = _service_problem(api_url) if api_url is not None else None
+    problem = _reading_problem(viewer) if api_url is None else _service_problem(api_url)
     if problem is not None:
         print(f"{prog}: warning: {problem}", file=sys.stderr, flush=True)
     while not viewer.reader.wait(_TOKENIZER_WAIT_S):
         if viewer.reader.problem is not None:
             print(f"{prog}: warning: {viewer.reader.problem}", file=sys.stderr, flush=True)
             return
+
+
+def _reading_problem(viewer: Viewer) -> str | None:
+    """Return why a file or a stored run shows no groups, or not all; None when it does."""
+    while viewer.is_reading:
+        time.sleep(_READING_POLL_S)
+    source = viewer.source
+    if len(viewer.index) and not source.problems.count:
+        return None
+    if not source.problems.count:
+        return f"{source.title} holds no groups: {source.figures().why_empty}"
+    num_groups = len(viewer.index) or "no"
+    return (
+        f"{source.title} holds {num_groups} groups; {source.problems.count} entries cannot be "
+        f"shown, the first: {source.problems.messages[0]}"
+    )
 
 
 def _service_problem(api_url: str) -> str | None:
@@ -139,7 +177,8 @@ def _viewer(source: GroupSource, tokenizer: str, metrics: Path | None) -> Viewer
     from atroposlib.viewer.token_reader import TokenReader
     from atroposlib.viewer.viewer import Viewer
 
-    return Viewer(source, TokenReader(tokenizer, _load_tokenizer), metrics_dir=metrics)
+    reader = TokenReader(tokenizer, _load_tokenizer, is_lazy=True)
+    return Viewer(source, reader, metrics_dir=metrics)
 
 
 def _load_tokenizer(name: str) -> Any:
@@ -148,7 +187,7 @@ def _load_tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(name)
 
 
-def _source(args: argparse.Namespace) -> GroupSource:
+def _source(prog: str, args: argparse.Namespace) -> GroupSource:
     if args.file:
         from atroposlib.viewer.sources.jsonl import JsonlSource
 
@@ -157,9 +196,21 @@ def _source(args: argparse.Namespace) -> GroupSource:
         from atroposlib.viewer.sources.stored_run import StoredRunSource
 
         return StoredRunSource(_run_path(args.run, Path(args.data_dir)))
+    from atroposlib.api.client_consumer import Consumer, consumer_registration
+    from atroposlib.api.client_rules import RetryRule
     from atroposlib.viewer.sources.live import LiveSource
 
-    return LiveSource(args.api_url, token=os.environ.get(TOKEN_VARIABLE))
+    token = os.environ.get(TOKEN_VARIABLE)
+    consumer = Consumer(
+        args.api_url,
+        consumer_registration(prog, group_size=args.group_size, max_token_len=0),
+        lambda line: print(line, flush=True),
+        takes=False,
+        timeout_s=_SERVICE_WAIT_S,
+        retry=RetryRule(attempts=1),
+        token=token,
+    )
+    return LiveSource(args.api_url, token=token, consumer=consumer)
 
 
 def _run_path(run: str, data_dir: Path) -> Path:
@@ -169,10 +220,11 @@ def _run_path(run: str, data_dir: Path) -> Path:
     return Path(run) if is_path else run_file(data_dir, run)
 
 
-def _parser(prog: str, tokenizer: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(prog: str, tokenizer: str) -> CommandParser:
+    parser = CommandParser(
         prog=prog,
-        description="Look at rollouts in a browser; the run they belong to is never changed. "
+        description="Look at rollouts in a browser; nothing is taken from the run they belong to. "
+        f"At a service without a trainer, {prog} stands in for one, so that environments start. "
         f"A service that asks for a token is shown the one in {TOKEN_VARIABLE}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -194,7 +246,7 @@ def _parser(prog: str, tokenizer: str) -> argparse.ArgumentParser:
         "--max-token-len",
         type=int,
         default=2048,
-        help="taken for older scripts; nothing is registered, so it changes nothing",
+        help="accepted for older scripts; it changes nothing",
     )
     parser.add_argument(
         "--share", action="store_true", help="also open a public link through Gradio's servers"

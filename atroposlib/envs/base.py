@@ -27,10 +27,13 @@ from pydantic import BaseModel, Field
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
+from atroposlib.envs.engine_watch import EngineWatch
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_offline import OfflineEnv
 from atroposlib.envs.evaluation_runner import EvaluationRunner
 from atroposlib.envs.group_writer import GroupWriter
+from atroposlib.envs.recent_errors import RepeatedErrors
+from atroposlib.envs.reward_parts import PartSums
 from atroposlib.envs.rollout_scheduler import RolloutScheduler
 from atroposlib.envs.run_figures import RunFigures
 from atroposlib.envs.server_handling.config import (
@@ -45,8 +48,11 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
+from atroposlib.utils.gymnasium_names import keep_removed_games
+from atroposlib.utils.model_paths import missing_folder
 from atroposlib.utils.run_log import RunLog
 from atroposlib.utils.side_thread import SideThread
+from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
 
 if TYPE_CHECKING:
     import aiohttp
@@ -142,9 +148,9 @@ def _lookup(name: str) -> Any:
 def _load_tokenizer(name: str) -> Any:
     logger.info("loading the tokenizer %s", name)
     try:
-        return _lookup("AutoTokenizer").from_pretrained(name)
-    except OSError as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
+        return keep_earlier_calls(_lookup("AutoTokenizer").from_pretrained(name))
+    except (OSError, ValueError, KeyError) as error:
+        reason = missing_folder(name) or str(error).strip().partition("\n")[0].rstrip(" .:")
         raise ConfigError(
             f"tokenizer {name!r} cannot be loaded: {reason}; "
             "--env.tokenizer_name takes the name of a hub repository or a local folder"
@@ -176,6 +182,7 @@ class BaseEnv(OfflineEnv):
     def __init__(
         self, config: BaseEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
     ) -> None:
+        keep_removed_games()
         self.config = config
         self.testing = testing
         self.max_token_length = config.max_token_length
@@ -217,7 +224,9 @@ class BaseEnv(OfflineEnv):
         self.drop_counts = Counter()
         self.failure_counts = Counter()
         self.straggler_counts = Counter()
+        self.note_counts = Counter()
         self.completion_lengths = []
+        self.reward_parts_since_log = PartSums()
         self.rollouts_for_wandb = []
         self.task_duration = []
         self.succeeded_task_duration = []
@@ -250,10 +259,14 @@ class BaseEnv(OfflineEnv):
         self.status_dict = None
         self.items_sent_this_step = 0
         self.last_loop_time = None
-        self._takes_trainer_steps = self.config.total_steps == -1
+        self._asked_steps = self.config.total_steps
         self._groups_in_status = 0
         self._failures_in_a_row = 0
+        self._failures_told = 0
+        self._repeated_errors = RepeatedErrors(logger)
         self._trainer_steps = -1
+        self._num_evaluations_logged = 0
+        self._engine_watch = EngineWatch([])
 
     def _service_token(self) -> str | None:
         # Not kept: what holds no secret cannot show one.
@@ -280,6 +293,16 @@ class BaseEnv(OfflineEnv):
         from atroposlib.envs.commands import run_cli
 
         run_cli(cls)
+
+    @classmethod
+    def check_inputs(cls, config: BaseEnvConfig) -> None:
+        """Find out whether what the environment reads is there; override it to add checks.
+
+        Called by its commands before anything is loaded; `check` leaves it to `setup`.
+
+        Raises:
+            ConfigError: something is missing; the message says what and where.
+        """
 
     @classmethod
     def get_cli_serve_config_cls(cls) -> type:

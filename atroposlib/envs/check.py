@@ -1,9 +1,10 @@
 """`check_environment`: run an environment against a scripted model and say which rules it breaks.
 
-Needs no GPU, no model and no network. The environment is built twice with the same seed:
+Needs no GPU, no model and no network. The environment is built three times with the same seed:
 
     first run   setup -> items -> groups -> a failed rollout -> a cancelled one -> evaluate -> close
     second run  setup -> the same items -> groups -> close            (determinism)
+    third run   setup -> the same items -> groups, rolled out with another seed -> close  (scores)
 
 In a test: `report = check_environment(MyEnv); assert report.passed, report.text`.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +31,13 @@ from atroposlib.envs.checks.misspelt_setting import misspelt_setting
 from atroposlib.envs.checks.network_guard import block_network
 from atroposlib.envs.checks.rehearsal import COLLECTING, Rehearsal, next_item, rehearse
 from atroposlib.envs.checks.report import CheckReport, Findings, Outcome
-from atroposlib.envs.checks.stage import Stage, local_tokenizers, seeded, staged_settings
+from atroposlib.envs.checks.stage import (
+    OTHER_SEED,
+    Stage,
+    local_tokenizers,
+    seeded,
+    staged_settings,
+)
 from atroposlib.envs.checks.verdicts import (
     judge_determinism,
     judge_leftovers,
@@ -82,7 +90,7 @@ def run_checks(env_cls: type[Any], settings: Settings) -> CheckReport:
     findings = Findings()
     _judge_class(env_cls, settings, findings)
     if not missing_methods(env_cls):
-        outside_event_loop(lambda: _run_twice(env_cls, settings, findings))
+        outside_event_loop(lambda: _run_all(env_cls, settings, findings))
     return _report(env_cls, findings, started_at)
 
 
@@ -108,7 +116,7 @@ def _judge_class(env_cls: type[Any], settings: Settings, findings: Findings) -> 
         findings.fail("config", misspelt, where, remedy=MISSPELT)
 
 
-def _run_twice(env_cls: type[Any], settings: Settings, findings: Findings) -> None:
+def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None:
     name = settings.env.tokenizer_name
     with (
         TemporaryDirectory() as folder,
@@ -121,6 +129,10 @@ def _run_twice(env_cls: type[Any], settings: Settings, findings: Findings) -> No
                 f"the tokenizer {name} is not on this machine; one token per character stands in "
                 "for it, and max_token_length is four times as large"
             )
+            findings.note(
+                "its chat template was not tried either: a conversation that it refuses shows with "
+                "a tokenizer that is here, --env.tokenizer_name FOLDER"
+            )
         staged = staged_settings(settings, Path(folder), is_stand_in=is_stand_in)
         if staged.env.group_size != settings.env.group_size:
             findings.note(
@@ -129,8 +141,11 @@ def _run_twice(env_cls: type[Any], settings: Settings, findings: Findings) -> No
             )
         first = _run(env_cls, staged, findings, output, is_stand_in=is_stand_in)
         if first:
-            second = _run(env_cls, staged, Findings(), None, is_stand_in=is_stand_in)
-            judge_determinism(env_cls, first, second, findings)
+            second, third = (
+                _run(env_cls, staged, Findings(), None, is_stand_in=is_stand_in, rollout_seed=seed)
+                for seed in (None, OTHER_SEED)
+            )
+            judge_determinism(env_cls, first, second, third, findings)
     judge_network(attempts, findings)
 
 
@@ -141,6 +156,7 @@ def _run(
     output: CapturedOutput | None,
     *,
     is_stand_in: bool,
+    rollout_seed: int | None = None,
 ) -> list[Rehearsal]:
     """Build an environment, rehearse it and close it; everything is checked where `output` is."""
     _load_slow_modules()
@@ -151,7 +167,7 @@ def _run(
             own = settings._replace(env=settings.env.model_copy(deep=True))
             stage = Stage.build(env_cls, own, is_stand_in=is_stand_in)
             findings.passed("config", f"group_size {own.env.group_size}")
-            return asyncio.run(_perform(stage, findings, output, before))
+            return asyncio.run(_perform(stage, findings, output, before, rollout_seed))
     return []
 
 
@@ -171,7 +187,11 @@ def _load_slow_modules() -> None:
 
 
 async def _perform(
-    stage: Stage, findings: Findings, output: CapturedOutput | None, before: Running
+    stage: Stage,
+    findings: Findings,
+    output: CapturedOutput | None,
+    before: Running,
+    rollout_seed: int | None,
 ) -> list[Rehearsal]:
     env_cls = type(stage.env)
     rehearsals: list[Rehearsal] = []
@@ -180,7 +200,7 @@ async def _perform(
         findings.passed("setup")
         with watch_loop() as stalls:
             with judging(findings, "rollout", env_cls, COLLECTING):
-                rehearsals = await _rehearse_items(stage, findings)
+                rehearsals = await _rehearse_items(stage, findings, rollout_seed)
             if output is not None:
                 await _try_failures(stage, findings, output, rehearsals)
         judge_stalls(stalls, findings)
@@ -193,15 +213,21 @@ async def _perform(
     return rehearsals
 
 
-async def _rehearse_items(stage: Stage, findings: Findings) -> list[Rehearsal]:
-    """Roll out items until enough of them gave a group, and look at what came of each."""
+async def _rehearse_items(
+    stage: Stage, findings: Findings, rollout_seed: int | None
+) -> list[Rehearsal]:
+    """Roll out items until enough of them gave a group, and look at what came of each.
+
+    A `rollout_seed` holds while an item is rolled out; the next item is drawn as without it.
+    """
     rehearsals: list[Rehearsal] = []
     for _ in range(MAX_ITEMS):
         item = await next_item(stage.env)
         if item is None:
             break
         before = data_of(item)
-        rehearsal = await rehearse(stage, item)
+        with nullcontext() if rollout_seed is None else seeded(rollout_seed):
+            rehearsal = await rehearse(stage, item)
         rehearsals.append(rehearsal)
         for tool in UNDESCRIBED_TOOL.findall("".join(r.prompt for r in rehearsal.sampled)):
             findings.note(f"tool {tool} has no docstring; the model is told its name and types")

@@ -25,6 +25,8 @@ from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.resolve import ServerConfigs
 from atroposlib.envs.settings_text import shown_settings
 from atroposlib.utils.cli import UsageError
+from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
 __all__ = [
     "DATASET_PATH_FLAG",
@@ -72,6 +74,9 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
         yaml_config = load_yaml(self.config) if self.config else {}
         settings = self.layered(yaml_config)
         self.check(settings)
+        self.require_places(settings)
+        if self.command != "check":
+            self.env_cls.check_inputs(settings.env)
         extra = self.extra_arguments(yaml_config)
         outside_event_loop(lambda: self.execute(settings, extra))
 
@@ -88,12 +93,33 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
     def check(self, settings: Settings) -> None:
         """Refuse or warn about settings this command cannot use. Called before anything starts."""
 
+    def require_places(self, settings: Settings) -> None:
+        """Find out before any work whether the places that this command writes to can be written.
+
+        Raises:
+            ConfigError: one cannot; the message names it and the setting.
+        """
+        env = settings.env
+        if env.data_path_to_save_groups is not None and self.command != "evaluate":
+            # Not the file: a new name is taken where it exists.
+            folder = Path(env.data_path_to_save_groups).parent
+            require_writable_folder(folder, "--env.data_path_to_save_groups")
+        if env.data_dir_to_save_evals is not None and self.command != "process":
+            require_writable_folder(env.data_dir_to_save_evals, "--env.data_dir_to_save_evals")
+        if env.metrics_path is not None:
+            require_writable_file(env.metrics_path, "--env.metrics_path")
+        else:
+            logs = Path("logs")
+            require_writable_folder(logs if logs.exists() else logs.parent, "--env.metrics_path")
+
     def extra_arguments(self, yaml_config: Mapping[str, Any]) -> dict[str, Any]:
         """Constructor arguments beyond the usual four, for subclasses that add flags."""
         return {}
 
-    def shown_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Those arguments as sections of a YAML file, secrets masked."""
+    def shown_extra(
+        self, extra: Mapping[str, Any], *, only_changed: bool = False
+    ) -> dict[str, Any]:
+        """Those arguments as sections of a YAML file, secrets masked; all, or what is changed."""
         return {}
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
@@ -117,9 +143,15 @@ class ServeCommand(ViewedCommand):
     command = "serve"
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
-        """Print the effective settings and run the main loop."""
+        """Print the settings that are not the defaults and run the main loop."""
         env = build_environment(self.env_cls, settings, extra)
-        sys.stdout.write(_yaml_text({**shown_settings(settings), **self.shown_extra(extra)}))
+        env.settings_yaml = _yaml_text({**shown_settings(settings), **self.shown_extra(extra)})
+        changed = {
+            **shown_settings(settings, only_changed=True),
+            **self.shown_extra(extra, only_changed=True),
+        }
+        sys.stdout.write("# settings that differ from the defaults of the library\n")
+        sys.stdout.write(_yaml_text(changed))
         sys.stdout.flush()
         run_foreground(run_viewed(env, env.env_manager, quiet=self.quiet))
 
@@ -193,6 +225,12 @@ class CheckCommand(EnvCommand):
             )
         return {**flags, f"{ENV_PREFIX}{DATASET_PATH_SETTING}": path}
 
+    def require_places(self, settings: Settings) -> None:
+        """Find out whether the report can be written; nothing else is."""
+        path = self.typed_flags().get(JSON_FLAG)
+        if path is not None:
+            require_writable_file(path, f"--{JSON_FLAG}")
+
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
         """Print the report, and write it as JSON where that was asked for.
 
@@ -247,7 +285,7 @@ def _warn_if_local(servers: ServerConfigs) -> None:
         url = server.base_url if isinstance(server, APIServerConfig) else None
         if url and any(host in url for host in _LOCAL_HOSTS):
             warnings.warn(
-                f"the inference server is on this machine ({url}); "
+                f"the inference server is on this machine ({without_secrets(url)}); "
                 "use --openai.base_url for another one",
                 UserWarning,
                 stacklevel=2,

@@ -33,11 +33,14 @@ class TeacherServeCommand(ServeCommand):
         )
         return extra if servers is None else {**extra, _ARGUMENT: servers}
 
-    def shown_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def shown_extra(
+        self, extra: Mapping[str, Any], *, only_changed: bool = False
+    ) -> dict[str, Any]:
         """The YAML section of the teacher."""
-        shown = super().shown_extra(extra)
+        shown = super().shown_extra(extra, only_changed=only_changed)
         if _ARGUMENT in extra:
-            shown[self.env_cls.teacher_namespace] = shown_servers(extra[_ARGUMENT])
+            servers = shown_servers(extra[_ARGUMENT], only_changed=only_changed)
+            shown[self.env_cls.teacher_namespace] = servers
         return shown
 
 

@@ -12,18 +12,29 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic_cli import FailedExecutionException
 
+from atroposlib.envs.command_classes import ViewedCommand
 from atroposlib.envs.command_factory import (
+    CHECK_FLAGS,
     check_command,
     evaluate_command,
     process_command,
     serve_command,
 )
-from atroposlib.envs.config_layers import COMMANDS
-from atroposlib.envs.flag_help import help_text
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.config_layers import COMMANDS, ENV_PREFIX, OPENAI_PREFIX
+from atroposlib.envs.flag_help import help_text, short_help_text
 from atroposlib.envs.flags import HELP_WORDS, Flag, flags_of, read_flags
+from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.settings_text import shown_default
-from atroposlib.errors import ConfigError, InferenceError, MissingExtraError, NoDataError
+from atroposlib.errors import (
+    ConfigError,
+    InferenceError,
+    MissingExtraError,
+    NoDataError,
+    TrajectoryApiError,
+)
 from atroposlib.utils.cli import UsageError, near_name, refused_values
+from atroposlib.utils.command_parser import exit_code_of
 
 __all__ = ["check_command", "evaluate_command", "process_command", "run_cli", "serve_command"]
 
@@ -34,9 +45,9 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     """Run the command that this process's command line asks for; never returns.
 
     Raises:
-        SystemExit: 0 when the command ended, 1 when it got no data or no completions, 2 with a
-            message on a usage error or a setting that cannot be used, 128 + the signal number after
-            a signal. Other exceptions of the command pass through.
+        SystemExit: 0 when the command ended, 1 when it got no data or no completions or the
+            service went away, 2 with a message on a usage error or a setting that cannot be used,
+            128 + the signal number after a signal. Other exceptions of the command pass through.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -44,34 +55,37 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     except FailedExecutionException as error:
         sys.stderr.write(f"{program}: error: {error.message}\n")
         sys.exit(error.exit_code)
-    except (ConfigError, MissingExtraError) as error:
+    except (
+        ConfigError,
+        MissingExtraError,
+        InferenceError,
+        NoDataError,
+        TrajectoryApiError,
+    ) as error:
         sys.stderr.write(f"{program}: error: {error}\n")
-        sys.exit(2)
-    except (InferenceError, NoDataError) as error:
-        sys.stderr.write(f"{program}: error: {error}\n")
-        sys.exit(1)
+        sys.exit(exit_code_of(error))
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     sys.exit(0)
 
 
 def _run_words(env_cls: type[Any], words: Sequence[str], program: str) -> None:
-    if words and words[0] in HELP_WORDS:
-        sys.stdout.write(_overview(env_cls, program))
+    if words and _is_help(words[0]):
+        sys.stdout.write(_overview(env_cls, program, is_full=_wants_all(words)))
         return
-    usage = f"usage: {program} {{{','.join(COMMANDS)}}} [--name value ...]; --help lists all names"
-    if not words:
-        raise UsageError(f"no command given\n{usage}")
+    if not words or words[0].startswith("-"):
+        usage = f"usage: {program} {{{','.join(COMMANDS)}}} [--name value ...]"
+        raise UsageError(f"no command given; {usage}; --help explains them")
     name, flag_words = words[0], words[1:]
     if name not in COMMANDS:
-        raise UsageError(f"unknown command {name!r}{near_name(name, COMMANDS)}\n{usage}")
+        hint = near_name(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        raise UsageError(f"unknown command {name!r}{hint} (see {program} --help)")
     command_class = _command_class(env_cls, name)
     flags = flags_of(command_class)
-    if any(word in HELP_WORDS for word in flag_words):
+    if any(map(_is_help, flag_words)):
         intro = (command_class.__doc__ or "").strip()
-        sys.stdout.write(
-            help_text(flags, usage=f"{program} {name} [--name value ...]", intro=intro)
-        )
+        usage = f"{program} {name} [--name value ...]"
+        sys.stdout.write(_help(flags, usage, intro, is_full=_wants_all(flag_words)))
         return
     try:
         command = command_class(**read_flags(flag_words, flags))
@@ -79,6 +93,33 @@ def _run_words(env_cls: type[Any], words: Sequence[str], program: str) -> None:
         raise refused_values(error) from error
     _show_progress_messages()
     command.run()
+
+
+def _is_help(word: str) -> bool:
+    return word.partition("=")[0] in HELP_WORDS
+
+
+def _wants_all(words: Sequence[str]) -> bool:
+    """Whether `--help` is followed by `all`."""
+    position = next(i for i, word in enumerate(words) if _is_help(word))
+    return words[position].endswith("=all") or list(words[position + 1 : position + 2]) == ["all"]
+
+
+def _help(flags: Sequence[Flag], usage: str, intro: str, *, is_full: bool) -> str:
+    if is_full:
+        return help_text(flags, usage=usage, intro=intro)
+    shared = {
+        *(f"{ENV_PREFIX}{name}" for name in BaseEnvConfig.model_fields),
+        *(
+            f"{prefix}{name}"
+            for prefix in (OPENAI_PREFIX, "teacher.")
+            for name in APIServerConfig.model_fields
+        ),
+        *ServerManagerConfig.model_fields,
+        *ViewedCommand.model_fields,
+        *CHECK_FLAGS,
+    }
+    return short_help_text(flags, shared=shared, usage=usage, intro=intro)
 
 
 def _command_class(env_cls: type[Any], name: str) -> Any:
@@ -92,7 +133,7 @@ def _command_class(env_cls: type[Any], name: str) -> Any:
     return hooks[name]()
 
 
-def _overview(env_cls: type[Any], program: str) -> str:
+def _overview(env_cls: type[Any], program: str, *, is_full: bool) -> str:
     """Help of all commands: the flags with the defaults of `serve`, and where others differ."""
     classes = {name: _command_class(env_cls, name) for name in COMMANDS}
     flags = {name: flags_of(command_class) for name, command_class in classes.items()}
@@ -104,7 +145,7 @@ def _overview(env_cls: type[Any], program: str) -> str:
         changed = ", ".join(_differences(flags["serve"], flags[name]))
         lines += [f"Under {name} others hold: {changed}."] if changed else []
     usage = f"{program} {{{','.join(COMMANDS)}}} [--name value ...]"
-    return help_text(flags["serve"], usage=usage, intro="\n".join(lines))
+    return _help(flags["serve"], usage, "\n".join(lines), is_full=is_full)
 
 
 def _differences(serve: Sequence[Flag], other: Sequence[Flag]) -> list[str]:

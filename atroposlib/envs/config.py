@@ -61,7 +61,7 @@ class BaseEnvConfig(BaseModel):
     max_num_workers: int = Field(
         -1,
         ge=-1,
-        description="Groups rolled out at once; "
+        description="Groups rolled out at once, by `serve` and `process`; "
         "-1 means max_num_workers_per_node times the number of inference servers.",
     )
     max_eval_workers: int = Field(
@@ -111,6 +111,17 @@ class BaseEnvConfig(BaseModel):
         ge=-1,
         description="Trainer steps after which the environment ends, -1 takes the trainer's; "
         "under `process` the number of groups to make.",
+    )
+    end_with_trainer: bool = Field(
+        True,
+        description="Whether the environment ends when the trainer has done the steps that it "
+        "registered, where total_steps is more; False waits for further steps.",
+    )
+    engine_timeout: float = Field(
+        900.0,
+        ge=0,
+        description="Seconds without any inference server, once one has answered, after which "
+        "`serve` ends; 0 waits without limit. When the training run is over, at most 60 s.",
     )
     wandb_name: str | None = Field(
         None,

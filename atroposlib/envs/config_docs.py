@@ -34,7 +34,8 @@ SECTIONS = (
         "Environment",
         "atroposlib.envs.config:BaseEnvConfig",
         "Flags `--env.<name>` and section `env:` of the YAML file. Environments add fields of "
-        "their own and change defaults: `python <environment>.py --help` lists what holds there.",
+        "their own and change defaults: `python <environment>.py --help all` lists what holds "
+        "there.",
     ),
     Section(
         "Inference server",
@@ -77,8 +78,9 @@ ENVIRONMENT_VARIABLES = {
     "ATROPOS_PROXY_URL": "Managed-server proxy, when `proxy_url` is not given.",
     # pragma: allowlist nextline secret
     "ATROPOS_PROXY_KEY": "Administrator's key of that proxy, where it asks for one.",
-    "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "`1` lets a server that reports no tokens stand in for "
-    "a managed server, with placeholder tokens: for tests of environments, not for training.",
+    "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "`1` gives sessions at a server of type openai "
+    "placeholder tokens instead of those of its texts: for tests of environments; exports and "
+    "trainers refuse them.",
     "ATROPOS_DEBUG_REQUESTS": "`1` logs every request to an inference server.",
     "ATROPOS_SANDBOX": "Kind of sandbox for programs that a model wrote, when no setting names it: "
     "bubblewrap, container or gvisor; bubblewrap when not set.",
@@ -109,7 +111,9 @@ An environment script takes its settings from four places; later ones win:
 Every flag takes a value, booleans too: `--env.use_wandb false`. Only `--quiet` may stand alone: it
 has `serve` and `process` write plain log lines instead of a live view. A list takes several words
 or one JSON array, a mapping takes one JSON object, `None` empties an optional setting. Names are
-written in full. Unknown flags are errors, and so are names in the file that resemble a setting;
+written in full, except that `env.` and `openai.` may be left out where the rest is unambiguous:
+`--group_size 8`, `--model_name NAME`; `--tokenizer_name` is the environment's. Unknown flags are
+errors, and so are names in the file that resemble a setting;
 other names in the file are warned about, and those under `env:` become attributes of the config.
 
 ```yaml

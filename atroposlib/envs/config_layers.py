@@ -30,7 +30,7 @@ from atroposlib.utils.cli import (
     near_name,
     refused_values,
 )
-from atroposlib.utils.secret_masking import MASK
+from atroposlib.utils.secret_masking import is_masked
 
 __all__ = [
     "COMMANDS",
@@ -248,7 +248,7 @@ def _unknown_keys(given: Iterable[Any], known: set[str], prefix: str) -> list[An
 
 
 def _without_masked(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if value != MASK}
+    return {key: value for key, value in section.items() if not is_masked(value)}
 
 
 def _opened(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

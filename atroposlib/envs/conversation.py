@@ -8,12 +8,27 @@ The other side of the conversation knows nothing of tokens, servers or groups.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["ChatMessage", "Conversation", "Outcome", "Reply", "Turn", "visible_text"]
+from atroposlib.envs.reward_parts import Reward
+
+__all__ = [
+    "ChatMessage",
+    "Conversation",
+    "Outcome",
+    "Reply",
+    "Turn",
+    "checked_chat",
+    "is_chat",
+    "visible_text",
+]
+
+A_CHAT = 'a list of messages such as [{"role": "user", "content": "..."}]'
+"""What errors call a chat."""
 
 ChatMessage = Mapping[str, Any]
 """One entry of a chat: `role` and `content`."""
@@ -29,6 +44,35 @@ def visible_text(text: str) -> str:
     """
     before, opened, _ = text.rpartition("</think>")[2].partition("<think>")
     return before.strip() if opened else before.lstrip()
+
+
+def checked_chat(chat: Any, method: str, *, signature: str) -> Sequence[ChatMessage]:
+    """Return what an author's method gave as a chat.
+
+    Args:
+        chat: what it gave.
+        method: its class and name, as `Chain.opening`.
+        signature: how it is written, as `def opening(self)`.
+
+    Raises:
+        TypeError: it is not a list of messages; the text says how to write the method.
+    """
+    if inspect.isawaitable(chat):
+        if inspect.iscoroutine(chat):
+            chat.close()  # otherwise Python warns that it was never awaited
+        raise TypeError(f"{method} is async: write `{signature}` without async")
+    if not is_chat(chat):
+        raise TypeError(f"{method} returned {chat!r:.100}; expected {A_CHAT}")
+    return list(chat)
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages, at least one, each with a role."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(message, Mapping) and "role" in message for message in value)
+    )
 
 
 @dataclass(frozen=True)
@@ -55,12 +99,14 @@ class Reply:
     Example:
         Reply("too low", reward=-0.1)
         Reply(reward=1.0, is_done=True)
+        Reply("two letters fit", reward={"letters": 0.4, "format": 0.1})
     """
 
     messages: str | Sequence[ChatMessage] = ()
     """What the policy reads next; a text is one user message."""
-    reward: float = 0.0
-    """Reward of the turn that is answered."""
+    reward: Reward = 0.0
+    """Reward of the turn that is answered: a number, or named parts that are weighed by the setting
+    `reward_weights` and summed."""
     is_done: bool = False
     """Whether the conversation is over."""
     history: Sequence[ChatMessage] | None = None
@@ -81,10 +127,11 @@ class Conversation(ABC):
     raises fails the rollout.
 
     Attributes:
-        unfinished_reward: added to the last turn when a limit ended the conversation.
+        unfinished_reward: added to the last turn when a limit ended the conversation; a number,
+            or named parts as in a `Reply`.
     """
 
-    unfinished_reward: float = 0.0
+    unfinished_reward: Reward = 0.0
 
     @abstractmethod
     def opening(self) -> Sequence[ChatMessage]:

@@ -6,7 +6,7 @@ groups -> signal and size -> lengths -> messages -> table of rollouts -> JSONL -
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from atroposlib.envs.admission import (
@@ -20,15 +20,21 @@ from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_metrics import ReportingEnv
 from atroposlib.envs.env_session import EnvSession
 from atroposlib.envs.group_writer import GroupWriter
+from atroposlib.envs.server_handling.weight_versions import SampledVersions
 from atroposlib.errors import GroupError, TrajectoryApiError
-from atroposlib.scored_data import GROUP_FIELDS, ScoredDataGroup
+from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, ScoredDataGroup
 from atroposlib.type_definitions import Item
 from atroposlib.utils.long_decode import decode_long
 from atroposlib.utils.milestones import is_milestone
 from atroposlib.utils.plain_json import to_plain
 from atroposlib.utils.side_thread import SideThread
 
-__all__ = ["DeliveringEnv", "stamp_policy_version"]
+__all__ = [
+    "DeliveringEnv",
+    "mark_tokenized_from_text",
+    "stamp_finish_reasons",
+    "stamp_policy_version",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +123,8 @@ class DeliveringEnv(ReportingEnv):
             else []
         )
         self.run_figures.add_group(group, num_tokens=sum(lengths))
+        if is_well_formed:
+            self.reward_parts_since_log.add(group.get("reward_parts"))
         if admission.is_accepted:
             for name in DEFAULTED_FIELDS:
                 group.setdefault(name, None)
@@ -135,6 +143,8 @@ class DeliveringEnv(ReportingEnv):
                 [{"role": "user", "content": await decode_long(self.tokenizer, tokens)}]
                 for tokens in group["tokens"]
             ]
+        if group.get("tokenized_from_text"):
+            self.note_counts["tokenized_from_text"] += 1
         await settle(self.add_rollouts_for_wandb(group, item))
         return await self._save_group(group)
 
@@ -209,6 +219,54 @@ def stamp_policy_version(groups: Any, version: int | None) -> None:
     for group in groups if isinstance(groups, list) else [groups]:
         if isinstance(group, MutableMapping):
             group.setdefault("policy_version", version)
+
+
+def stamp_finish_reasons(groups: Any, sampled: SampledVersions) -> None:
+    """Write into finished groups, in place, why the engine ended each trajectory's last completion.
+
+    Args:
+        groups: what a rollout returned: a group or a list of groups and Nones. A group that has
+            the field keeps it; one whose tokens were changed after sampling gets none.
+        sampled: what the rollout recorded.
+    """
+    for group in groups if isinstance(groups, list) else [groups]:
+        if isinstance(group, MutableMapping) and group.get("finish_reasons") is None:
+            try:
+                reasons = sampled.finish_reasons(group.get("tokens") or ())
+            except (TypeError, ValueError):
+                continue  # not rows of tokens: admission says what is wrong with them
+            if reasons is not None:
+                group["finish_reasons"] = reasons
+
+
+def mark_tokenized_from_text(groups: Any, *, has_text: bool) -> None:
+    """Mark finished groups whose tokens were made from a server's text, in place.
+
+    A group with such tokens carries no logprobs: nobody knows those of its tokens. Which groups of
+    a rollout they are is told by the logprobs, which have none where such a token is trained; all
+    of them where an environment sends no logprobs.
+
+    Args:
+        groups: what a rollout returned: a group or a list of groups and Nones.
+        has_text: whether the rollout made tokens from text at all.
+    """
+    if not has_text:
+        return
+    for group in groups if isinstance(groups, list) else [groups]:
+        if isinstance(group, MutableMapping) and _lacks_logprobs(group):
+            group["inference_logprobs"] = None
+            group["tokenized_from_text"] = True
+
+
+def _lacks_logprobs(group: Mapping[str, Any]) -> bool:
+    rows = group.get("inference_logprobs")
+    if rows is None or len(rows) == 0:
+        return True
+    return any(
+        logprob > 0 and mask != IGNORE_INDEX
+        for masks, row in zip(group.get("masks") or (), rows, strict=False)
+        for mask, logprob in zip(masks, row, strict=False)
+    )
 
 
 def _make_plain(group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import string
 import sys
@@ -16,15 +17,22 @@ from atroposlib.envs import checkpoint, eval_log
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_scoring import ScoringEnv
 from atroposlib.envs.metric_summaries import completion_length_metrics, duration_metrics
+from atroposlib.envs.reward_parts import PartSums
 from atroposlib.envs.run_figures import RunFigures
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import NoDataError
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
 from atroposlib.utils.long_decode import decode_long
 from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.writable import unwritable
 
 __all__ = ["ReportingEnv", "dated_run_name"]
 
 logger = logging.getLogger(__name__)
+
+OTHER_CLIENTS = frozenset({"aiohttp", "anthropic", "httpx", "litellm", "openai", "requests"})
+"""Packages by which an environment may ask models past its server manager."""
 
 
 def dated_run_name(stem: str, *, now: float) -> str:
@@ -39,6 +47,11 @@ def _run_opened_elsewhere() -> Any:
     return None if wandb is None else wandb.run
 
 
+def _is_measured(value: Any) -> bool:
+    """Whether a metric says that something was measured: any value but 0 and NaN."""
+    return isinstance(value, int | float) and value != 0 and not math.isnan(value)
+
+
 class ReportingEnv(ScoringEnv):
     """The reporting half of an environment.
 
@@ -48,18 +61,25 @@ class ReportingEnv(ScoringEnv):
     Attributes:
         drop_counts: groups not sent, by reason; `drops/<reason>` in the metrics.
         failure_counts: failed rollouts and hooks, by exception name; `failures/<name>`.
+        note_counts: admitted groups with a note, by its name; `groups/tokenized_from_text`.
         straggler_counts: rollouts that took too long, by what became of them;
             `stragglers/retried`, `stragglers/left_out`, `stragglers/given_up`.
+        reward_parts_since_log: means of the `reward_parts` of groups; `train/reward/<part>`.
         run_log: where the metrics go.
+        settings_yaml: effective settings of the command, to be saved; None when they are, or there
+            is no command.
         run_figures: what was made lately, for the view in the terminal.
     """
 
     run_log: RunLog
+    settings_yaml: str | None = None
     run_figures: RunFigures
     drop_counts: Counter[str]
     failure_counts: Counter[str]
+    note_counts: Counter[str]
     straggler_counts: Counter[str]
     completion_lengths: list[int]
+    reward_parts_since_log: PartSums
     rollouts_for_wandb: list[Any]
     task_duration: list[float]
     succeeded_task_duration: list[float]
@@ -73,6 +93,8 @@ class ReportingEnv(ScoringEnv):
     wandb_group: str | None
     wandb_prepend: str | None
     checkpoint_dir: str
+    testing: bool
+    _num_answered_before: int | None = None
 
     @property
     def desired_name(self) -> str:
@@ -100,6 +122,21 @@ class ReportingEnv(ScoringEnv):
         if self.run_log.metrics_path is None:
             self.run_log.metrics_path = Path("logs", registered_name, "metrics.jsonl")
             logger.info("metrics go to %s", self.run_log.metrics_path)
+        self._save_settings(self.run_log.metrics_path)
+
+    def _save_settings(self, metrics_path: Path) -> None:
+        """Write the effective settings beside the metrics, once; `--config` reads them."""
+        text, self.settings_yaml = self.settings_yaml, None
+        if text is None:
+            return
+        path = metrics_path.with_suffix(".settings.yaml")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            logger.warning("the settings are not saved: %s", unwritable(path, error, None))
+        else:
+            logger.info("all settings are in %s", path)
 
     def _start_run_log(self, *, name: str | None) -> None:
         self.run_log.start(
@@ -127,10 +164,13 @@ class ReportingEnv(ScoringEnv):
         metrics = {} if wandb_metrics is None else wandb_metrics
         limit = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
         metrics.update(completion_length_metrics(self.completion_lengths, max_token_len=limit))
+        metrics.update(self.reward_parts_since_log.means("train"))
+        self.reward_parts_since_log = PartSums()
         metrics = await settle(self.create_rollout_table(metrics)) or metrics
         metrics = self.perf_stats(metrics) or metrics
         metrics.update({f"drops/{reason}": n for reason, n in self.drop_counts.items()})
         metrics.update({f"failures/{name}": n for name, n in self.failure_counts.items()})
+        metrics.update({f"groups/{note}": n for note, n in self.note_counts.items()})
         metrics.update({f"stragglers/{name}": n for name, n in self.straggler_counts.items()})
         metrics.update(self._score_metrics())
         self.rollouts_for_wandb = []
@@ -212,11 +252,16 @@ class ReportingEnv(ScoringEnv):
             generation_parameters: laid over `{"max_new_tokens": max_token_length}`.
             samples: one record per question.
             verbose: print a table.
+
+        Raises:
+            NoDataError: no request had an answer since the evaluation began, and every metric is 0:
+                that says nothing about the model.
         """
         if model_name is None:
             model_name = getattr(self.config, "model_name", None)  # a field subclasses may add
         if model_name is None and self.server.servers:
             model_name = self.server.servers[0].config.model_name
+        self._require_answers(metrics)
         parameters = {"max_new_tokens": self.config.max_token_length}
         eval_log.evaluate_log(
             metrics,
@@ -228,6 +273,49 @@ class ReportingEnv(ScoringEnv):
             generation_parameters={**parameters, **(generation_parameters or {})},
             samples=samples,
             verbose=verbose,
+        )
+
+    def _begin_evaluation(self) -> None:
+        """Note that what is answered from now on is the evaluation's."""
+        self._num_answered_before = self._num_answered()
+
+    def _num_answered(self) -> int:
+        return self.server.num_answered if isinstance(self.server, ServerManager) else 0
+
+    def _require_answers(self, metrics: Mapping[str, Any] | None) -> None:
+        """Refuse the result of an evaluation that had no answer from a model.
+
+        Args:
+            metrics: the result; None: there is none.
+        """
+        before = self._num_answered_before
+        if before is None or not isinstance(self.server, ServerManager) or self.testing:
+            return
+        if self._num_answered() > before:
+            return
+        if metrics is not None and any(_is_measured(value) for value in metrics.values()):
+            self._num_answered_before = None  # asked through a client of its own
+            return
+        if self.server.setup_error is not None:
+            raise self.server.setup_error
+        if metrics is None and self._has_own_client():
+            return
+        how = self.server.failures_text()
+        text = "the evaluation made no request to a model, so nothing was measured"
+        if how:
+            text = f"the evaluation had no answer from a model: of its requests {how}"
+        if metrics is None and not how:
+            logger.warning("%s; are there items to evaluate?", text)
+            return
+        raise NoDataError(f"{text}; no result is reported")
+
+    def _has_own_client(self) -> bool:
+        """Whether requests may have gone by a way that is not counted here."""
+        return any(
+            isinstance(value, ServerManager)
+            or type(value).__module__.partition(".")[0] in OTHER_CLIENTS
+            for name, value in vars(self).items()
+            if name != "server"
         )
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:

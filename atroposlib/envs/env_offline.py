@@ -1,22 +1,27 @@
 """Running an environment without a trajectory service: `process` and `evaluate`.
 
-process: item -> rollouts -> group with gold answer -> JSONL, until enough; then a page of them
+process: items -> rollouts, several at once -> groups with gold answers, in the order of the items
+         -> JSONL, until enough; then a page of them
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import MutableMapping
 from contextlib import AsyncExitStack
 from numbers import Real
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+from atroposlib.envs.env_delivery import mark_tokenized_from_text, stamp_finish_reasons
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_serving import ServingEnv
 from atroposlib.envs.group_assembly import as_pair
 from atroposlib.envs.recent_errors import RecentErrors
+from atroposlib.envs.server_handling.weight_versions import sampled_versions
 from atroposlib.errors import NoDataError
 from atroposlib.utils.short_score import short_score
 
@@ -26,6 +31,17 @@ logger = logging.getLogger(__name__)
 
 MAX_EMPTY_GROUPS_IN_A_ROW = 100
 """`process` gives up after so many items without data; without a limit it would never end."""
+
+MAX_UNWRITTEN = 4
+"""Groups started for each that may run at once: finished ones wait for those before them."""
+
+
+class _Rollout(NamedTuple):
+    """What came of one item under `process`."""
+
+    item: Any
+    collected: Any
+    duration_s: float
 
 
 class OfflineEnv(ServingEnv):
@@ -54,57 +70,121 @@ class OfflineEnv(ServingEnv):
             logging.getLogger().addHandler(reasons)
             ending.callback(logging.getLogger().removeHandler, reasons)
             ending.push(self._write_group_page)
-            ending.callback(self._close_records)
+            ending.push(self._close_records)
             ending.push_async_callback(self._run_close_hook)
             await settle(self.setup())
             self._start_local_run()
             self.curr_step = 0
             self._processed_scores: list[list[Any]] = []
+            self._expect_engine_tokenizer()
             self.run_figures.begin()
             await self._process_all_groups(reasons)
             self._report_scores()
 
     async def _process_all_groups(self, reasons: RecentErrors) -> None:
-        num_empty = 0
+        started: deque[asyncio.Task[_Rollout]] = deque()
+        try:
+            await self._deliver_in_order(started, reasons)
+        except BaseException:
+            await self._deliver_finished(started)
+            raise
+        finally:
+            for task in started:
+                task.cancel()
+            await asyncio.gather(*started, return_exceptions=True)
+        if not self._processed_scores and self._num_unusable_groups():
+            raise NoDataError(
+                f"all {self.curr_step} groups were dropped; {self._why_no_data(reasons)}"
+            )
+
+    async def _deliver_finished(self, started: deque[asyncio.Task[_Rollout]]) -> None:
+        """Write the finished groups of later items when an earlier one ends the run."""
+        for task in started:
+            if not task.done() or task.cancelled() or task.exception() is not None:
+                continue
+            if task.result().collected:
+                await self._write_rollout(task.result())
+
+    async def _deliver_in_order(
+        self, started: deque[asyncio.Task[_Rollout]], reasons: RecentErrors
+    ) -> None:
+        """Roll out as many items at once as `max_num_workers` allows; write groups in item order.
+
+        Args:
+            started: rollouts whose groups are not written yet, in item order; changed in place.
+            reasons: the latest warnings, for when nothing comes of the items.
+        """
+        num_empty, has_items = 0, True
         while self.curr_step < self.n_groups_to_process:
-            item = await settle(self.get_next_item())
-            if item is None:
+            has_items = has_items and await self._start_rollouts(started)
+            if not started:
                 logger.info("no items left after %d groups", self.curr_step)
                 return
-            self.run_figures.begin_item()
-            self.config.group_size = self.group_size_to_process
-            started_at = time.monotonic()
-            collected, _ = as_pair(await settle(self.collect_trajectories(item)))
-            if collected:
-                collected = await settle(self.postprocess_histories(collected))
-            if not collected:
+            if not started[0].done():
+                running = {task for task in started if not task.done()}
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            rollout = started.popleft().result()
+            if not rollout.collected:
                 num_empty += 1
                 logger.info(
-                    "an item gave no group, %.1f s; %d in a row",
-                    time.monotonic() - started_at,
-                    num_empty,
+                    "an item gave no group, %.1f s; %d in a row", rollout.duration_s, num_empty
                 )
+                setup_error = self._setup_error()
+                if setup_error is not None:
+                    raise setup_error
                 if num_empty >= MAX_EMPTY_GROUPS_IN_A_ROW:
                     raise NoDataError(
                         f"{num_empty} items in a row gave no data; {self._why_no_data(reasons)}"
                     )
                 continue
             num_empty = 0
-            await self._add_gold_answer(collected, item)
-            num_unusable = self._num_unusable_groups()
-            await settle(
-                self.handle_send_to_api(
-                    collected, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
-                )
+            await self._write_rollout(rollout)
+
+    async def _write_rollout(self, rollout: _Rollout) -> None:
+        item, collected, duration_s = rollout
+        await self._add_gold_answer(collected, item)
+        num_unusable = self._num_unusable_groups()
+        await settle(
+            self.handle_send_to_api(
+                collected, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
             )
-            await settle(self.wandb_log({}))
-            self.curr_step += 1
-            if not self._is_unusable(collected, before=num_unusable):
-                self._report_processed_groups(collected, duration_s=time.monotonic() - started_at)
-        if not self._processed_scores and self._num_unusable_groups():
-            raise NoDataError(
-                f"all {self.curr_step} groups were dropped; {self._why_no_data(reasons)}"
-            )
+        )
+        await settle(self.wandb_log({}))
+        self.curr_step += 1
+        if not self._is_unusable(collected, before=num_unusable):
+            self._report_processed_groups(collected, duration_s=duration_s)
+
+    async def _start_rollouts(self, started: deque[asyncio.Task[_Rollout]]) -> bool:
+        """Start what may start; tell whether there may be more items."""
+        most = max(1, self.max_num_workers)
+        while True:
+            num_running = sum(not task.done() for task in started)
+            is_failed = any(task.done() and task.exception() is not None for task in started)
+            num_wanted = self.n_groups_to_process - self.curr_step - len(started)
+            if num_wanted <= 0 or num_running >= most or len(started) >= MAX_UNWRITTEN * most:
+                return True
+            if is_failed:
+                return True  # what it raised ends the run once the groups before it are written
+            item = await settle(self.get_next_item())
+            if item is None:
+                return False
+            self.config.group_size = self.group_size_to_process
+            started.append(asyncio.create_task(self._roll_out(item)))
+
+    async def _roll_out(self, item: Any) -> _Rollout:
+        number = self.run_figures.begin_item()
+        started_at = time.monotonic()
+        try:
+            with sampled_versions() as sampled:
+                collected, _ = as_pair(await settle(self.collect_trajectories(item)))
+                if collected:
+                    collected = await settle(self.postprocess_histories(collected))
+        finally:
+            self.run_figures.end_item(number)
+        stamp_finish_reasons(collected, sampled)
+        mark_tokenized_from_text(collected, has_text=sampled.has_text)
+        return _Rollout(item, collected, time.monotonic() - started_at)
 
     async def _add_gold_answer(self, collected: Any, item: Any) -> None:
         """Write the gold answer of an item into its groups: whoever looks at scores needs it."""
@@ -172,10 +252,20 @@ class OfflineEnv(ServingEnv):
         generate_html(path)
 
     async def _run_evaluate(self) -> None:
-        """Set up and evaluate once, without a service."""
+        """Set up and evaluate once, without a service.
+
+        Raises:
+            NoDataError: no request to a model had an answer.
+        """
         async with AsyncExitStack() as ending:  # runs from the last line to the first
-            ending.callback(self._close_records)
+            ending.push(self._close_records)
             ending.push_async_callback(self._run_close_hook)
             await settle(self.setup())
             self._start_local_run()
+            self._expect_engine_tokenizer()
+            self._begin_evaluation()
             await settle(self.evaluate())
+            self._require_answers(None)
+            for name, value in self.run_log.latest.items():
+                if "eval/" in name and isinstance(value, Real):
+                    logger.info("%s: %.4g", name, value)

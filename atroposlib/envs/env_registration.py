@@ -39,7 +39,7 @@ class RegisteredEnv(DeliveringEnv):
     status_dict: dict[str, Any] | None
     max_num_workers: int
     checkpoint_interval: int
-    _takes_trainer_steps: bool
+    _asked_steps: int
     _groups_in_status: int
 
     def _open_session(self) -> EnvSession:
@@ -82,7 +82,11 @@ class RegisteredEnv(DeliveringEnv):
 
     async def _register_env(self) -> dict[str, Any]:
         """Ask once to be registered; return the reply."""
-        return await self._joined_session().client.register_env(
+        session = self._joined_session()
+        # Where a trainer took over from an export or another trainer, the environment keeps its id.
+        earlier = session.earlier_registration
+        return await session.client.register_env(
+            **({} if earlier is None else {"earlier": earlier}),
             max_token_length=self.config.max_token_length,
             desired_name=self.desired_name,
             weight=self.config.inference_weight,
@@ -112,18 +116,26 @@ class RegisteredEnv(DeliveringEnv):
         self.checkpoint_dir = reply["checkpoint_dir"]
         self.checkpoint_interval = reply["checkpoint_interval"]
         self._trainer_steps = reply["num_steps"]
-        if self._takes_trainer_steps:
-            if reply["num_steps"] == -1:
-                raise ConfigError(
-                    "total_steps is -1, but the trainer registered no number of steps either; "
-                    "set --env.total_steps"
-                )
-            self.config.total_steps = reply["num_steps"]
+        self.config.total_steps = self._last_step(reply["num_steps"])
         session.enter(reply["env_id"], run_id=reply.get("run_id"))
         self._name_metrics_file(reply["wandb_name"])
         logger.info("registered as %s at step %d", self.wandb_prepend, self.curr_step)
         if is_first and self.curr_step > 0:
             self.load_checkpoint()
+
+    def _last_step(self, trainer_steps: int) -> int:
+        """Return the step to end at: the trainer's last, or `total_steps` where that is less."""
+        asked = self._asked_steps
+        if asked == -1:
+            if trainer_steps == -1:
+                raise ConfigError(
+                    "total_steps is -1, but the trainer registered no number of steps either; "
+                    "set --env.total_steps"
+                )
+            return trainer_steps
+        if self.config.end_with_trainer and 0 < trainer_steps < asked:
+            return trainer_steps
+        return asked
 
     async def get_server_info(self) -> None:
         """Take batch size and length limit from the trainer.
@@ -165,7 +177,9 @@ class RegisteredEnv(DeliveringEnv):
                 except TrajectoryApiError as error:
                     if error.status not in UNKNOWN_ENV_STATUSES:
                         raise
-                    logger.warning("the service does not know us any more (%s)", error)
+                    logger.warning(
+                        "the service does not know us any more (%s); registering again", error
+                    )
                 session.forget_registration()
                 await settle(self.register_env())
                 await settle(self.get_server_info())

@@ -2,7 +2,7 @@
 
 setup -> wandb -> register -> info -> [ status -> step checks ] every moment
                                       [ fill -> handle_env -> send ] whenever there is room
-at the end, however it comes: rollouts end, close(), disconnect, logs closed
+at the end, however it comes: rollouts end, last metrics, close(), disconnect, logs closed
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any
 
@@ -23,17 +23,27 @@ from atroposlib.envs.capacity import (
     worker_limit,
 )
 from atroposlib.envs.config import EvalHandlingEnum, StragglerPolicyEnum
-from atroposlib.envs.env_delivery import stamp_policy_version
+from atroposlib.envs.engine_watch import EngineWatch
+from atroposlib.envs.env_delivery import (
+    mark_tokenized_from_text,
+    stamp_finish_reasons,
+    stamp_policy_version,
+)
 from atroposlib.envs.env_hooks import settle
 from atroposlib.envs.env_registration import RegisteredEnv
 from atroposlib.envs.evaluation_runner import EvaluationRunner
 from atroposlib.envs.group_assembly import as_pair
+from atroposlib.envs.recent_errors import RepeatedErrors
 from atroposlib.envs.rollout_scheduler import RolloutScheduler
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.weight_versions import sampled_versions
+from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, MissingExtraError
 
 __all__ = ["ServingEnv"]
 
 logger = logging.getLogger(__name__)
+
+LONGEST_LOOK_PAUSE_S = 15.0
 
 
 class PartAttribute:
@@ -59,6 +69,8 @@ class ServingEnv(RegisteredEnv):
         status_interval_s: seconds between two looks at the service's queue.
         shutdown_grace_s: seconds a finished group may take to be sent when the run ends.
         empty_rollout_s: seconds a rollout without data keeps its slot at least.
+        final_engine_timeout_s: seconds for which no inference server may be up while the final
+            evaluation waits for one; the training run is over then.
         rollout_scheduler: owner of the rollout tasks.
         evaluation_runner: owner of the evaluation task.
     """
@@ -66,6 +78,7 @@ class ServingEnv(RegisteredEnv):
     status_interval_s = 0.2
     shutdown_grace_s = 10.0
     empty_rollout_s = 0.1
+    final_engine_timeout_s = 60.0
 
     workers = PartAttribute("rollout_scheduler", "workers")
     backlog = PartAttribute("rollout_scheduler", "backlog")
@@ -77,7 +90,11 @@ class ServingEnv(RegisteredEnv):
     evaluation_runner: EvaluationRunner
     last_loop_time: float | None
     _failures_in_a_row: int
+    _failures_told: int
+    _repeated_errors: RepeatedErrors
     _trainer_steps: int
+    _num_evaluations_logged: int
+    _engine_watch: EngineWatch
 
     async def env_manager(self) -> None:
         """Serve until the trainer has done its steps.
@@ -85,28 +102,98 @@ class ServingEnv(RegisteredEnv):
         Waits for the service and the trainer. Cancelling is safe and the way to stop early:
         rollouts may go on for `rollout_grace_s`, what is finished is delivered, `close` is called,
         the service is told, logs are closed. Cancelling again cuts the grace short.
+
+        Raises:
+            InferenceError: no inference server was up for `engine_timeout`, before the last step.
         """
         self.service_session = self._open_session()
         async with AsyncExitStack() as ending:  # runs from the last line to the first
-            ending.callback(self._close_records)
+            ending.push(self._close_records)
             ending.push_async_callback(self.service_session.leave, timeout_s=self.shutdown_grace_s)
             ending.push_async_callback(self._run_close_hook)
+            ending.push_async_callback(self._log_last_metrics)
             ending.push_async_exit(self._end_rollouts)
             ending.push_async_callback(
                 self.evaluation_runner.shut_down, grace_s=self.shutdown_grace_s
             )
             await settle(self.setup())
+            self._expect_engine_tokenizer()
             await self.setup_wandb()
             await settle(self.register_env())
             await settle(self.get_server_info())
             self.run_figures.begin()
-            await self.rollout_scheduler.run(
-                refresh=self._refresh_status,
-                fill=self._fill_workers,
-                interval_s=self.status_interval_s,
+            if isinstance(self.server, ServerManager):
+                self._engine_watch = EngineWatch(self.server.servers)
+            async with self._ending_without_engines():
+                await self.rollout_scheduler.run(
+                    refresh=self._refresh_status,
+                    fill=self._fill_workers,
+                    interval_s=self.status_interval_s,
+                )
+            logger.info("%s", self._ending_text())
+            await self._finish_evaluation()
+
+    def _ending_text(self) -> str:
+        """Say at which step serving ends, and whose last step that is."""
+        total_steps = self.config.total_steps
+        if total_steps < self._trainer_steps:
+            return (
+                f"done: step {total_steps} is reached (--env.total_steps); the trainer goes on to "
+                f"step {self._trainer_steps} without this environment"
             )
-            logger.info("the trainer has done its %d steps", self.config.total_steps)
-            await self.evaluation_runner.finish()
+        return f"done: the training run has ended with step {total_steps}"
+
+    @asynccontextmanager
+    async def _ending_without_engines(self) -> AsyncIterator[None]:
+        """Have the rollouts end when no inference server has been up for `engine_timeout`."""
+        limit_s = self.config.engine_timeout
+
+        async def watch() -> None:
+            await self._wait_until_engines_left(limit_s)
+            self.rollout_scheduler.stop(
+                InferenceError(
+                    f"no inference server was up for {limit_s:g} s ({self._engine_watch.names}), "
+                    f"and step {self.curr_step} of {self.config.total_steps} is not the last: the "
+                    "engine may have left with the trainer. Start them again, then this "
+                    "environment; --env.engine_timeout sets how long is waited, 0 without limit"
+                )
+            )
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            await _cancelled(watching)
+
+    async def _wait_until_engines_left(self, limit_s: float) -> None:
+        """Wait until no inference server has been up for so long; 0: without end."""
+        pause_s = limit_s / 20 if limit_s else LONGEST_LOOK_PAUSE_S
+        while True:
+            await self._engine_watch.look()
+            if 0 < limit_s <= self._engine_watch.away_s:
+                return
+            await asyncio.sleep(min(LONGEST_LOOK_PAUSE_S, pause_s))
+
+    async def _finish_evaluation(self) -> None:
+        """Wait for the final evaluation as long as there is an inference server for it."""
+        limit_s = self.final_engine_timeout_s
+        if self.config.engine_timeout:
+            limit_s = min(limit_s, self.config.engine_timeout)
+        finishing = asyncio.create_task(self.evaluation_runner.finish())
+        watching = asyncio.create_task(self._wait_until_engines_left(limit_s))
+        try:
+            await asyncio.wait({finishing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not finishing.done():
+                self.count_failure("final_evaluation")
+                logger.error(
+                    "the final evaluation is given up: no inference server was up for %g s (%s). "
+                    "The training run is over, the engine may have left with the trainer",
+                    limit_s,
+                    self._engine_watch.names,
+                )
+        finally:
+            await _cancelled(finishing)
+            await _cancelled(watching)
 
     async def _end_rollouts(
         self,
@@ -121,13 +208,31 @@ class ServingEnv(RegisteredEnv):
             rollout_grace_s=self.config.rollout_grace_s if is_stopped else 0.0,
         )
 
+    async def _log_last_metrics(self) -> None:
+        """Log what nothing has logged yet: the last rollouts, the final evaluation."""
+        has_rollouts = self.items_sent_this_step > 0 or bool(self.rollouts_for_wandb)
+        if has_rollouts or self.evaluation_runner.num_ended > self._num_evaluations_logged:
+            await self._log_metrics()
+
+    async def _log_metrics(self) -> None:
+        self.items_sent_this_step = 0
+        self._num_evaluations_logged = self.evaluation_runner.num_ended
+        await self._run_tolerated(_called(self.wandb_log, {}), "wandb_log")
+
     async def _run_close_hook(self) -> None:
         self.run_figures.end()
         await self._run_tolerated(self.close(), "close")
         await self._run_tolerated(self._close_score_pool(), "closing the score pool")
         await self._run_tolerated(self.server.close(), "closing the inference connections")
 
-    def _close_records(self) -> None:
+    def _close_records(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        if isinstance(error, Exception) and not self.failure_counts:
+            self.count_failure(type(error).__name__)  # what ends the run has failed, too
         self.run_log.finish()
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()
@@ -143,9 +248,9 @@ class ServingEnv(RegisteredEnv):
         """Await a hook without which the run can go on; count and log when it fails."""
         try:
             await settle(result)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged, with its traceback where it is new
             self.count_failure(type(error).__name__)
-            logger.exception("%s failed", hook)
+            self._repeated_errors.log(f"{hook} failed", error)
 
     async def _refresh_status(self) -> bool:
         """Look at the service once; tell whether the run goes on."""
@@ -180,7 +285,7 @@ class ServingEnv(RegisteredEnv):
         if 0 < self._trainer_steps <= new_step < self.config.total_steps:
             logger.info(
                 "the trainer has done the %d steps that it registered; waiting for more, up to "
-                "total_steps (%d); --env.total_steps -1 ends with the trainer",
+                "total_steps (%d); --env.end_with_trainer true ends with the trainer",
                 self._trainer_steps,
                 self.config.total_steps,
             )
@@ -191,11 +296,14 @@ class ServingEnv(RegisteredEnv):
             self._queue_status().queue_groups,
             len(self.running_items),
         )
+        is_last = is_run_finished(current_step=new_step, total_steps=self.config.total_steps)
+        if is_last:
+            return  # logged once the rollouts and the final evaluation have ended
         if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
-            self.items_sent_this_step = 0
-            await self._run_tolerated(_called(self.wandb_log, {}), "wandb_log")
+            await self._log_metrics()
 
     def _start_evaluation(self) -> None:
+        self._begin_evaluation()
         self.evaluation_runner.start(lambda: settle(self.evaluate()))
         if self.config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
             num_items = self.rollout_scheduler.set_running_aside()
@@ -205,12 +313,18 @@ class ServingEnv(RegisteredEnv):
         """Start what may start, slowly while every rollout fails."""
         pause_s = failure_pause_s(self._failures_in_a_row)
         if pause_s > 0:
-            logger.warning(
-                "%d rollouts failed in a row; waiting %.1f s before the next",
+            is_told = self._failures_in_a_row >= 10 * self._failures_told
+            logger.log(
+                logging.WARNING if is_told else logging.DEBUG,
+                "%d rollouts failed in a row; waiting %.1f s before the next (failures so far: %s)",
                 self._failures_in_a_row,
                 pause_s,
+                dict(self.failure_counts),
             )
+            self._failures_told = self._failures_in_a_row if is_told else self._failures_told
             await asyncio.sleep(pause_s)
+        else:
+            self._failures_told = 0
         if len(self.workers) < self.max_num_workers and not self._are_starts_held_back():
             await settle(self.add_train_workers())
 
@@ -270,7 +384,10 @@ class ServingEnv(RegisteredEnv):
             self.succeeded_task_duration.append(duration_s)
         if scored:
             stamp_policy_version(scored, policy_version)
-            self.run_figures.add_staleness(self.curr_step - first_step)
+            stamp_finish_reasons(scored, sampled)
+            mark_tokenized_from_text(scored, has_text=sampled.has_text)
+            if self.curr_step >= first_step:  # else the trainer went back to a checkpoint
+                self.run_figures.add_staleness(self.curr_step - first_step)
             num_unusable = self._num_unusable_groups()
             await self._run_tolerated(
                 self.handle_send_to_api(scored, record["item"]), "sending a group"
@@ -292,14 +409,46 @@ class ServingEnv(RegisteredEnv):
             self.backlog.extend(backlog)
             if collected:
                 collected = await settle(self.postprocess_histories(collected))
-        except Exception as error:  # a failed rollout is a result: counted, the run goes on
+        except Exception as error:  # noqa: BLE001 - a failed rollout is a result, and counted
             self.count_failure(type(error).__name__)
             self._failures_in_a_row += 1
-            logger.exception("a rollout failed; its group is lost")
+            if not self._end_over(error):
+                self._repeated_errors.log("a rollout failed, its group is lost", error)
             return None
         if not collected:
             self._failures_in_a_row = 0
+            self._end_over(self._setup_error())
         return collected
+
+    def _end_over(self, error: Exception | None) -> bool:
+        """End the run over wrong settings met before the first group; tell whether it ends.
+
+        Later the same error is a failed rollout: an engine may be restarted with other settings.
+        """
+        is_final = isinstance(error, ConfigError | MissingExtraError)
+        if error is None or not is_final or self.run_figures.num_groups:
+            return False
+        self.rollout_scheduler.stop(error)
+        return True
+
+    def _setup_error(self) -> EngineSetupError | None:
+        """Return why no request has had an answer, where the environment has caught it."""
+        return self.server.setup_error if isinstance(self.server, ServerManager) else None
+
+    def _expect_engine_tokenizer(self) -> None:
+        """Have the engines' ids compared with those of the environment's tokenizer."""
+        if isinstance(self.server, ServerManager):
+            self.server.expect_tokenizer(
+                self.tokenizer, name=self.config.tokenizer_name, is_for_all=True
+            )
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel a task of ours and wait until it has ended; what it failed with is raised."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
 
 
 async def _called(hook: Any, *args: Any) -> Awaitable[Any]:

@@ -84,6 +84,13 @@ class EnvSession:
         """Whether the service knows this environment, as far as we have heard."""
         return self._is_registered.is_set()
 
+    @property
+    def earlier_registration(self) -> tuple[int, str] | None:
+        """Id and run of the latest registration; None before it, or when the run has no name."""
+        if self.env_id is None or self._run_id is None:
+            return None
+        return self.env_id, self._run_id
+
     async def ask(
         self,
         question: Callable[[], Awaitable[Answer | None]],
@@ -212,7 +219,9 @@ class EnvSession:
         status = await self.client.status_env(env_id)
         if run_id is not None and status.get("run_id", run_id) != run_id:
             raise TrajectoryApiError(
-                f"environment id {env_id} is of another run than the one served now", status=404
+                f"environment id {env_id} is of another run than the one served now: a trainer "
+                "has replaced its settings, or a new run has begun",
+                status=404,
             )
         return status
 

@@ -95,8 +95,9 @@ def _offline_part(env: OfflineEnv) -> dict[str, Any]:
         "activity": "closing" if is_over else "rolling out",
         "step_word": "group",
         "total_steps": env.n_groups_to_process,
-        "groups_running": int(not is_over),
-        "oldest_rollout_s": None if is_over else env.run_figures.item_s,
+        "groups_running": env.run_figures.num_items_running,
+        "most_groups_running": env.max_num_workers,
+        "oldest_rollout_s": env.run_figures.oldest_item_s,
     }
 
 

@@ -5,7 +5,6 @@ setup_data -> run_item x all, at the same time -> mean per metric -> metrics.jso
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import math
@@ -18,6 +17,7 @@ from atroposlib.envs.eval_log import evaluate_log
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
+from atroposlib.utils.command_parser import CommandParser
 
 __all__ = ["EvalBase", "eval_runner", "evaluate_log", "logger", "pass_at_k"]
 
@@ -144,7 +144,7 @@ async def eval_runner(eval_env: EvalBase) -> dict[str, Any]:
     Returns:
         Its metrics.
     """
-    parser = argparse.ArgumentParser(description=(type(eval_env).__doc__ or "").partition("\n")[0])
+    parser = CommandParser(description=(type(eval_env).__doc__ or "").partition("\n")[0])
     parser.add_argument("--server-url", default="http://localhost:8000", help="%(default)s")
     parser.add_argument("--model-name", default=None, help="as the server knows it")
     arguments = parser.parse_args()

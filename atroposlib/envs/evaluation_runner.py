@@ -12,6 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from atroposlib.envs.recent_errors import RepeatedErrors
+
 __all__ = ["EvaluationRunner"]
 
 logger = logging.getLogger(__name__)
@@ -26,12 +28,15 @@ class EvaluationRunner:
 
     Attributes:
         task: the running evaluations or the latest, None before the first.
+        num_ended: evaluations that have ended, failed ones included.
     """
 
     def __init__(self, *, on_end: Callable[[], None], count_failure: Callable[[str], None]) -> None:
         self.task: asyncio.Task[Any] | None = None
+        self.num_ended = 0
         self._on_end = on_end
         self._count_failure = count_failure
+        self._errors = RepeatedErrors(logger)
         self._wanted: Callable[[], Awaitable[Any]] | None = None
 
     @property
@@ -58,9 +63,10 @@ class EvaluationRunner:
     async def _evaluate(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
         try:
             await evaluate()
-        except Exception as error:  # a failed evaluation is counted, training goes on
+        except Exception as error:  # noqa: BLE001 - counted and logged, training goes on
             self._count_failure(type(error).__name__)
-            logger.exception("the evaluation failed")
+            self._errors.log("the evaluation failed", error)
+        self.num_ended += 1
 
     async def finish(self) -> None:
         """Wait for the running evaluation and one that waits for it, if there are any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from atroposlib.envs.flags import Flag
 from atroposlib.envs.settings_text import shown_default
 
-__all__ = ["describe_type", "help_text"]
+__all__ = ["describe_type", "help_text", "short_help_text"]
 
 _WIDTH = 100
 _INDENT = 6
@@ -24,6 +24,56 @@ _GROUP_TITLES = {
     "teacher": "Teacher's inference server",
     "": "Other",
 }
+
+
+OFTEN_NEEDED = (
+    "config",
+    *(
+        f"env.{name}"
+        for name in (
+            "tokenizer_name",
+            "group_size",
+            "max_token_length",
+            "total_steps",
+            "steps_per_eval",
+            "rollout_server_url",
+            "use_wandb",
+            "include_messages",
+            "data_path_to_save_groups",
+            "data_dir_to_save_evals",
+        )
+    ),
+    *(f"openai.{name}" for name in ("base_url", "model_name", "api_key", "server_type")),
+    *("teacher.base_url", "teacher.model_name"),
+    *("quiet", "dataset-path", "json"),
+)
+"""What the short help shows of the settings that all environments have."""
+
+
+def short_help_text(
+    flags: Sequence[Flag], *, shared: Collection[str], usage: str, intro: str = ""
+) -> str:
+    """Write the help of one command without what is seldom needed.
+
+    Args:
+        flags: What the command takes.
+        shared: Names of the flags that every environment has.
+        usage: Line that shows how the command is called.
+        intro: Paragraphs between the usage and the flags.
+    """
+    own = [flag for flag in flags if flag.name not in shared]
+    by_name = {flag.name: flag for flag in flags if flag.name in shared}
+    often = [by_name[name] for name in OFTEN_NEEDED if name in by_name]
+    blocks = [f"usage: {usage}", *([intro] if intro else [])]
+    if own:
+        blocks.append("\n".join(["Settings of this environment:", *map(_entry, own)]))
+    blocks.append("\n".join(["Often needed:", *map(_entry, often)]))
+    num_others = len(by_name) - len(often)
+    blocks.append(
+        f"All others, {num_others} of them: --help all. env. and openai. may be left out where the "
+        "name is unambiguous."
+    )
+    return "\n\n".join(blocks) + "\n"
 
 
 def help_text(flags: Sequence[Flag], *, usage: str, intro: str = "") -> str:

@@ -1,6 +1,7 @@
 """Read `--name value` words into typed values, as declared by a pydantic model.
 
-The grammar, in full: `--name=value` and `--name value`; every flag takes a value, booleans too,
+The grammar, in full: `--name=value` and `--name value`; `env.` and `openai.` may be left out where
+the name is then still unambiguous; every flag takes a value, booleans too,
 except those few that may stand alone and are true then; a list takes several words, or repeated
 flags, or one JSON array; a mapping is one JSON object; `None` empties an optional setting; names
 are never abbreviated. A following word is a value unless it begins with two dashes, so `-1` and
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel
 
+from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.utils.cli import UsageError, near_name
 
 __all__ = ["HELP_WORDS", "MAY_STAND_ALONE", "Flag", "flags_of", "is_structured", "read_flags"]
@@ -25,6 +27,10 @@ HELP_WORDS = ("--help", "-h")
 
 MAY_STAND_ALONE = "may_stand_alone"
 """Key in `json_schema_extra` of a boolean field whose flag needs no value."""
+
+SHORT_FORMS = {"tokenizer_name": f"{ENV_NAMESPACE}{NAMESPACE_SEP}tokenizer_name"}
+"""What a name without its prefix means where both configs have it and one meaning is customary:
+the environment's tokenizer makes the tokens, the server's follows from its model."""
 
 _SEQUENCES = (list, tuple, set, frozenset, Sequence)
 
@@ -70,13 +76,12 @@ def read_flags(words: Sequence[str], flags: Sequence[Flag]) -> dict[str, Any]:
         coerce, so that its message names the field.
 
     Raises:
-        UsageError: an unknown flag, a flag without value, or a stray word.
+        UsageError: an unknown or ambiguous flag, a flag without value, or a stray word.
     """
     by_name = {flag.name: flag for flag in flags}
     typed: dict[str, list[str]] = {}
-    for name, values in _occurrences(words):
-        if name not in by_name:
-            raise UsageError(f"unknown flag --{name}{_suggestion(name, by_name)}")
+    for given, values in _occurrences(words):
+        name = _full_name(given, by_name)
         if not values and by_name[name].may_stand_alone:
             values = ["true"]
         if not values:
@@ -112,9 +117,26 @@ def _occurrences(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield current
 
 
+def _full_name(name: str, known: Mapping[str, Flag]) -> str:
+    """Return the flag that a typed name means, its prefix added where that was left out."""
+    if name in known:
+        return name
+    prefixed = [f"{space}{NAMESPACE_SEP}{name}" for space in (ENV_NAMESPACE, OPENAI_NAMESPACE)]
+    meant = [full for full in prefixed if full in known]
+    if SHORT_FORMS.get(name) in meant:
+        return SHORT_FORMS[name]
+    if len(meant) > 1:
+        raise UsageError(
+            f"--{name} is ambiguous: write {' or '.join(f'--{full}' for full in meant)}"
+        )
+    if not meant:
+        raise UsageError(f"unknown flag --{name}{_suggestion(name, known)}")
+    return meant[0]
+
+
 def _suggestion(name: str, known: Mapping[str, Flag]) -> str:
     hint = near_name(name.replace("-", "_"), known)
-    return hint.replace("did you mean ", "did you mean --")
+    return hint.replace("did you mean ", "did you mean --") or "; --help all lists every flag"
 
 
 def _boolean_hint(flag: Flag) -> str:

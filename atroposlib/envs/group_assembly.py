@@ -22,6 +22,7 @@ __all__ = ["as_pair", "assemble_group", "gather_rollouts"]
 
 logger = logging.getLogger(__name__)
 
+MAX_CHARACTERS = 500
 REQUIRED = tuple(field.name for field in GROUP_FIELDS if field.required)
 
 
@@ -57,7 +58,12 @@ async def gather_rollouts(
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if len(errors) > 1:
         names = Counter(type(error).__name__ for error in errors)
-        logger.warning("%d rollouts of one group failed: %s", len(errors), dict(names))
+        logger.warning(
+            "%d rollouts of one group failed: %s; the first: %s",
+            len(errors),
+            dict(names),
+            str(errors[0])[:MAX_CHARACTERS],
+        )
     if errors:
         if isinstance(errors[0], asyncio.CancelledError):
             # Passed on as it is, it would look as if this whole group had been cancelled.

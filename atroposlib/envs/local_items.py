@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from atroposlib.utils.local_records import read_splits
+from atroposlib.utils.local_records import read_splits, require_data
 
 __all__ = ["LocalItems", "LocalItemsConfig"]
 
@@ -54,6 +54,12 @@ class LocalItems(BaseEnv):
         self.iter = 0
         self.train: list[dict[str, Any]] = []
         self.test: list[dict[str, Any]] = []
+
+    @classmethod
+    def check_inputs(cls, config: BaseEnvConfig) -> None:
+        """Find out whether the data set is there; one of the hub is left to `setup`."""
+        if isinstance(config, LocalItemsConfig) and config.dataset_path:
+            require_data(Path(config.dataset_path), cls.columns)
 
     async def setup(self) -> None:
         """Read the rows; a `ConfigError` names the files or columns that are missing."""

@@ -18,7 +18,8 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
-from atroposlib.envs.multi_turn import Limits, Rollout, group_of_rollouts, play
+from atroposlib.envs.multi_turn import Limits, Rollout, group_of_rollouts, parts_of, play
+from atroposlib.envs.reward_parts import RewardWeights, check_weight_names, part_means
 from atroposlib.envs.turn_policies import ChatPolicy, TokenPolicy
 from atroposlib.envs.turn_rewards import Normalization, discounted_return
 from atroposlib.utils.awaiting import all_results
@@ -53,6 +54,10 @@ class MultiTurnEnvConfig(BaseEnvConfig):
     reward_discount: float = Field(
         1.0, ge=0, le=1, description="Weight of the next turn's return in a turn's return."
     )
+    reward_weights: RewardWeights = Field(
+        default_factory=dict,
+        description="Weights of the named parts of a reward, by name; a part without one counts 1.",
+    )
     advantage_normalization: Normalization = Field(
         "returns",
         description="What is set in relation to the group: the turns' returns, their rewards "
@@ -86,7 +91,12 @@ class MultiTurnEnv(BaseEnv):
         """Play one conversation about an item on a server that gives token ids."""
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             policy = TokenPolicy(managed, self.tokenizer, temperature=self.config.temperature)
-            rollout = await play(self.start_conversation(item), policy, limits=self.limits())
+            rollout = await play(
+                self.start_conversation(item),
+                policy,
+                limits=self.limits(),
+                reward_weights=self.config.reward_weights,
+            )
         return rollout, []
 
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
@@ -101,6 +111,7 @@ class MultiTurnEnv(BaseEnv):
                 self.config.max_token_length,
             )
             return None
+        self._check_weights(trajectories)
         self.rollouts_since_log += trajectories
         # In a thread: long groups hold a million tokens.
         return await self._side_thread.run(
@@ -119,7 +130,10 @@ class MultiTurnEnv(BaseEnv):
         if not rollouts:
             logger.info("no evaluation: eval_items gives none")
             return
-        metrics = self.metrics_of(rollouts, "eval")
+        self._check_weights(rollouts)
+        discount = self.config.reward_discount
+        parts = [parts_of(rollout, discount=discount) for rollout in rollouts]
+        metrics = {**part_means(parts, "eval"), **self.metrics_of(rollouts, "eval")}
         await self.evaluate_log(
             metrics=metrics,
             samples=[
@@ -128,8 +142,9 @@ class MultiTurnEnv(BaseEnv):
                     "score": self.score_of(rollout),
                     "rewards": rollout.rewards,
                     "outcome": rollout.outcome,
+                    **({"reward_parts": of_rollout} if of_rollout else {}),
                 }
-                for rollout in rollouts
+                for rollout, of_rollout in zip(rollouts, parts, strict=True)
             ],
             start_time=started_at,
             end_time=time.time(),
@@ -142,7 +157,17 @@ class MultiTurnEnv(BaseEnv):
         policy = ChatPolicy(
             self.server, self.tokenizer, temperature=self.config.eval_temperature, split="eval"
         )
-        return await play(self.start_conversation(item), policy, limits=self.limits())
+        return await play(
+            self.start_conversation(item),
+            policy,
+            limits=self.limits(),
+            reward_weights=self.config.reward_weights,
+        )
+
+    def _check_weights(self, rollouts: Sequence[Rollout]) -> None:
+        given = [parts for rollout in rollouts for parts in rollout.reward_parts]
+        owner = type(rollouts[0].conversation).__name__
+        check_weight_names(self.config.reward_weights, given, f"{owner}.reply")
 
     def score_of(self, rollout: Rollout) -> float:
         """Return what an evaluated conversation is worth: its return unless overridden."""

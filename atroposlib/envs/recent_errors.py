@@ -1,14 +1,72 @@
-"""The latest warnings and errors of the log, for the terminal view."""
+"""Errors that repeat: told once in the log, and kept as one line for the terminal view."""
 
 from __future__ import annotations
 
 import logging
+import re
+import traceback
 
 from atroposlib.envs.run_snapshot import ErrorLine
+from atroposlib.utils.milestones import is_milestone
 
-__all__ = ["RecentErrors"]
+__all__ = ["RecentErrors", "RepeatedErrors"]
 
 MAX_CHARACTERS = 500
+MAX_TEXTS = 10
+"""Different messages of one error that are told each."""
+MAX_KINDS = 200
+"""Different errors told apart; beyond that all count as one."""
+
+
+class RepeatedErrors:
+    """Logs an error with its traceback once; the same error again is only counted.
+
+    Errors are the same when they have one type and were raised at one place. Another message of
+    such an error is told in one line, a few times; the count is told at 10, 100 and so on.
+
+    Args:
+        logger: where the lines go.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._counts: dict[tuple[str, ...], int] = {}
+        self._texts: dict[tuple[str, ...], set[str]] = {}
+
+    def log(self, what: str, error: BaseException) -> None:
+        """Log one error.
+
+        Args:
+            what: what failed, in a few words: "a rollout failed".
+            error: what it raised.
+        """
+        kind = (what, type(error).__name__, *_place_of(error))
+        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
+            kind = (what, "others")
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        text = str(error)[:MAX_CHARACTERS]
+        if count == 1:
+            self._texts[kind] = {_without_numbers(text)}
+            self._logger.error("%s: %s", what, text, exc_info=error)
+            return
+        told = self._texts[kind]
+        is_new = _without_numbers(text) not in told and len(told) < MAX_TEXTS
+        if is_new:
+            told.add(_without_numbers(text))
+        if is_new or is_milestone(count):
+            name = type(error).__name__
+            self._logger.error("%s, %d times so far with %s: %s", what, count, name, text)
+        else:
+            self._logger.debug("%s: %s", what, text)
+
+
+def _place_of(error: BaseException) -> tuple[str, ...]:
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    return (frames[-1].filename, str(frames[-1].lineno)) if frames else ()
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "#", text)
 
 
 class RecentErrors(logging.Handler):

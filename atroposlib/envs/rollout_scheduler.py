@@ -27,6 +27,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
+from atroposlib.envs.recent_errors import RepeatedErrors
+
 __all__ = ["RolloutScheduler"]
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,9 @@ class RolloutScheduler:
         self._second_tries: list[tuple[Any, int]] = []  # item, tries it has left
         self._now = now
         self._ending: set[asyncio.Task[Any]] = set()
+        self._errors = RepeatedErrors(logger)
+        self._fatal: BaseException | None = None
+        self._is_stopped = asyncio.Event()
         self._changed = asyncio.Event()
         self._refresh_wanted = asyncio.Event()
 
@@ -88,17 +93,20 @@ class RolloutScheduler:
             fill: starts what may start. Called after every refresh, rollout and `wake`.
             interval_s: seconds between two refreshes.
 
-        Cancelling is safe; `shut_down` ends what is still running. Exceptions of both functions
-        are passed on.
+        Cancelling is safe; `shut_down` ends what is still running. Exceptions of both functions,
+        and what `stop` was given, are passed on.
         """
         if not await refresh():
             return
         poller = asyncio.create_task(self._keep_fresh(refresh, interval_s))
         filler = asyncio.create_task(self._keep_filled(fill))
+        stopper = asyncio.create_task(self._is_stopped.wait())
         try:
-            await asyncio.wait({poller, filler}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({poller, filler, stopper}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel_all({poller, filler})
+            await _cancel_all({poller, filler, stopper})
+        if self._fatal is not None:
+            raise self._fatal
         for task in (poller, filler):
             if not task.cancelled():
                 task.result()
@@ -125,6 +133,12 @@ class RolloutScheduler:
             self._changed.clear()  # before filling: a change during it must not be missed
             await fill()
             await self._changed.wait()
+
+    def stop(self, error: BaseException) -> None:
+        """Have `run` raise an error: no rollout can succeed. The first one counts."""
+        if self._fatal is None:
+            self._fatal = error
+        self._is_stopped.set()
 
     def wake(self) -> None:
         """Have `run` fill again: something else than a rollout made room."""
@@ -187,7 +201,7 @@ class RolloutScheduler:
         error = worker.exception()
         if error is not None:
             self._count_failure(type(error).__name__)
-            logger.error("rollout %s failed: %s", item_uuid, error, exc_info=error)
+            self._errors.log("a rollout failed", error)
         elif worker.result():
             self.last_completed_item = worker.result()
 

@@ -44,16 +44,23 @@ class RunFigures:
         self._now = now
         self._arrivals: deque[tuple[float, int]] = deque()  # when, tokens
         self._counted_from = 0.0
-        self._item_begun_at = 0.0
+        self._items_begun_at: dict[int, float] = {}
+        self._num_items_begun = 0
 
     def begin(self) -> None:
         """Start the clock: rollouts begin now."""
         if self.begun_at is None:
-            self.begun_at = self._counted_from = self._item_begun_at = self._now()
+            self.begun_at = self._counted_from = self._now()
 
-    def begin_item(self) -> None:
-        """Note that the only rollout, where there is one at a time, begins now."""
-        self._item_begun_at = self._now()
+    def begin_item(self) -> int:
+        """Note that the rollout of an item begins now; return what `end_item` takes."""
+        self._num_items_begun += 1
+        self._items_begun_at[self._num_items_begun] = self._now()
+        return self._num_items_begun
+
+    def end_item(self, number: int) -> None:
+        """Note that the rollout of an item has ended."""
+        self._items_begun_at.pop(number, None)
 
     def end(self) -> None:
         """Note that no rollout runs any more."""
@@ -83,9 +90,15 @@ class RunFigures:
         return 0.0 if self.begun_at is None else self._now() - self.begun_at
 
     @property
-    def item_s(self) -> float:
-        """Seconds since `begin_item`."""
-        return self._now() - self._item_begun_at
+    def num_items_running(self) -> int:
+        """Items whose rollouts have begun and not ended."""
+        return len(self._items_begun_at)
+
+    @property
+    def oldest_item_s(self) -> float | None:
+        """Seconds the longest running item has taken; None when nothing runs."""
+        begun_at = min(self._items_begun_at.values(), default=None)
+        return None if begun_at is None else self._now() - begun_at
 
     def rates(self) -> tuple[float, float]:
         """Return groups and tokens per second of the last minute, or of the latest groups."""

@@ -15,13 +15,22 @@ from atroposlib.utils.secret_masking import mask_secrets
 __all__ = ["shown_default", "shown_servers", "shown_settings"]
 
 
-def shown_settings(settings: Settings) -> dict[str, Any]:
+def shown_settings(settings: Settings, *, only_changed: bool = False) -> dict[str, Any]:
     """The effective settings in the shape of a YAML file, so that a run can be repeated from it.
 
     Servers that are discovered stand as the few settings somebody changed, usually none; what is
     left to the server manager's own defaults is not listed.
+
+    Args:
+        settings: of the run.
+        only_changed: Whether to leave out what has the default of its class, and empty sections.
     """
     manager = settings.manager.model_dump(include=set(settings.manager_given))
+    if only_changed:
+        env = settings.env.model_dump(mode="json", exclude_defaults=True, fallback=str)
+        servers = shown_servers(settings.servers, only_changed=True)
+        shown = {"env": _plain(env), "openai": servers, **_plain(manager)}
+        return {name: section for name, section in shown.items() if section}
     return {
         "env": _plain(settings.env),
         "openai": shown_servers(settings.servers),
@@ -46,11 +55,21 @@ def shown_default(name: str, default: Any) -> str | None:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def shown_servers(servers: ServerConfigs) -> Any:
-    """Servers as a section of a YAML file."""
+def shown_servers(servers: ServerConfigs, *, only_changed: bool = False) -> Any:
+    """Servers as a section of a YAML file.
+
+    Args:
+        servers: of the run.
+        only_changed: Whether to leave out what has the default of its class.
+    """
     if isinstance(servers, ServerBaseline) and not isinstance(servers, APIServerConfig):
         return _plain(servers.model_dump(exclude_unset=True))
-    return _plain(servers)
+    if not only_changed:
+        return _plain(servers)
+    if isinstance(servers, ServerBaseline):
+        return _plain(servers.model_dump(exclude_defaults=True))
+    changed = [server.model_dump(exclude_defaults=True) for server in servers]
+    return _plain(changed if any(changed) else [])
 
 
 def _plain(value: Any) -> Any:

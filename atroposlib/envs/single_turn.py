@@ -5,11 +5,14 @@ messages -> sample_trajectories -> [G] Trajectory -> scores of the environment -
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from atroposlib.envs.reward_parts import complete_parts
 from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.errors import NoTextCompletionsError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
 
@@ -18,9 +21,12 @@ __all__ = [
     "Trajectory",
     "ask",
     "build_group",
+    "complete",
     "completion_budget",
     "sample_trajectories",
 ]
+
+logger = logging.getLogger(__name__)
 
 RESERVED_TOKENS = 2
 
@@ -35,7 +41,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One completion of a prompt, with the tokens the engine reported."""
+    """One completion of a prompt, with the tokens the engine reported, or those of its text."""
 
     completion: str
     """What the policy wrote, as text."""
@@ -46,7 +52,8 @@ class Trajectory:
     masks: list[int]
     """[L] -100 on the prompt, the ids on the completion."""
     inference_logprobs: list[float]
-    """[L] 1.0 on the prompt, the policy's logprobs on the completion."""
+    """[L] 1.0 on the prompt, the policy's logprobs on the completion; 1.0 there too where the
+    tokens are those of its text."""
 
     @property
     def is_truncated(self) -> bool:
@@ -94,18 +101,54 @@ async def ask(
         server: a `ServerManager` or a managed server.
         tokenizer: renders the prompt where there is a prefill.
         messages: the prompt.
-        prefill: how every completion begins; it is part of what the policy reads.
+        prefill: how every completion begins; it is part of what the policy reads. A server that
+            answers chats only is asked without it.
         sampling: what the engine takes, as `n` and `max_tokens`. A prompt that leaves no token is
             not sent, which engines refuse; its completions are empty and cut.
     """
     if sampling.get("max_tokens", 1) < 1:
         return [Answer("", "length")] * sampling.get("n", 1)
     if not prefill:
-        chat = await server.chat_completion(messages=list(messages), **sampling)
-        return [Answer(c.message.content or "", c.finish_reason or "stop") for c in chat.choices]
+        return await _chat(server, messages, sampling)
     prompt = render_messages(tokenizer, messages) + prefill
-    texts = await server.completion(prompt=prompt, **sampling)
+    return await complete(server, prompt, prefill=prefill, chat=messages, **sampling)
+
+
+async def complete(
+    server: Any,
+    prompt: str,
+    *,
+    prefill: str = "",
+    chat: Sequence[Mapping[str, Any]] | None = None,
+    **sampling: Any,
+) -> list[Answer]:
+    """Wait for the continuations of a text; a server that answers chats only is asked a chat.
+
+    Args:
+        server: a `ServerManager` or a managed server.
+        prompt: the text.
+        prefill: end of `prompt` that belongs to the completions.
+        chat: what a server is asked that cannot continue a text: the messages that `prompt`
+            renders; None asks with `prompt` as one user message.
+        sampling: what the engine takes.
+
+    Returns:
+        [n] completions. An answer to `chat` is given as it is, for it did not read the prefill.
+    """
+    try:
+        texts = await server.completion(prompt=prompt, **sampling)
+    except NoTextCompletionsError as error:
+        logger.debug("%s", error)
+        asked = [{"role": "user", "content": prompt}] if chat is None else chat
+        return await _chat(server, asked, sampling)
     return [Answer(prefill + c.text, c.finish_reason or "stop") for c in texts.choices]
+
+
+async def _chat(
+    server: Any, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]
+) -> list[Answer]:
+    chat = await server.chat_completion(messages=list(messages), **sampling)
+    return [Answer(c.message.content or "", c.finish_reason or "stop") for c in chat.choices]
 
 
 async def sample_trajectories(
@@ -155,6 +198,7 @@ def build_group(
     is_muted: Sequence[bool],
     generation_params: Mapping[str, Any],
     include_messages: bool,
+    reward_parts: Sequence[Mapping[str, float]] = (),
 ) -> ScoredDataGroup:
     """Put trajectories and their scores together.
 
@@ -165,6 +209,7 @@ def build_group(
         is_muted: [G] whether a trajectory must not move the policy (`set_advantage_to_zero`).
         generation_params: sampling settings, for the record.
         include_messages: add the chats.
+        reward_parts: [G] named parts of each score, before weighing; left out where there are none.
     """
     group: ScoredDataGroup = {
         "tokens": [trajectory.tokens for trajectory in trajectories],
@@ -173,7 +218,11 @@ def build_group(
         "inference_logprobs": [trajectory.inference_logprobs for trajectory in trajectories],
         "overrides": [{"set_advantage_to_zero": True} if muted else {} for muted in is_muted],
         "generation_params": dict(generation_params),
+        "finish_reasons": [trajectory.finish_reason for trajectory in trajectories],
     }
+    parts = complete_parts(reward_parts)
+    if parts is not None:
+        group["reward_parts"] = parts
     if include_messages:
         group["messages"] = [trajectory.chat(messages) for trajectory in trajectories]
     return group

@@ -16,10 +16,17 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.admission import as_number
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
-from atroposlib.envs.conversation import visible_text
+from atroposlib.envs.conversation import checked_chat, visible_text
 from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.reward_parts import (
+    Reward,
+    RewardWeights,
+    WeighedReward,
+    check_weight_names,
+    part_means,
+    weigh,
+)
 from atroposlib.envs.single_turn import (
     Trajectory,
     ask,
@@ -42,6 +49,10 @@ class SingleTurnEnvConfig(BaseEnvConfig):
     mute_truncated: bool = Field(
         False, description="Keep completions that were cut from moving the policy."
     )
+    reward_weights: RewardWeights = Field(
+        default_factory=dict,
+        description="Weights of the named parts of a score, by name; a part without one counts 1.",
+    )
 
 
 class SingleTurnEnv(BaseEnv):
@@ -51,7 +62,7 @@ class SingleTurnEnv(BaseEnv):
         scores_thinking: whether `score` reads the thinking as well.
         min_trained_tokens: shorter completions stay in their group but do not move the policy.
         prefill: how every completion begins; read by the policy, not trained.
-        scores_since_log: what `score` returned since the last log.
+        scores_since_log: what `score` returned since the last log, its parts weighed and summed.
     """
 
     scores_thinking: ClassVar[bool] = False
@@ -69,8 +80,11 @@ class SingleTurnEnv(BaseEnv):
         """Return the messages that pose an item."""
 
     @abstractmethod
-    async def score(self, item: Item, answer: str) -> float:
+    async def score(self, item: Item, answer: str) -> Reward:
         """Return what an answer is worth; what it raises fails the group.
+
+        A mapping such as `{"answer": 1.0, "format": 0.2}` names the parts of the score: they are
+        weighed by the setting `reward_weights` and summed, and each one is logged and shown.
 
         Args:
             item: what was asked.
@@ -78,7 +92,7 @@ class SingleTurnEnv(BaseEnv):
                 when the completion was cut, for half an answer is none.
         """
 
-    async def score_all(self, item: Item, answers: Sequence[str]) -> Sequence[float]:
+    async def score_all(self, item: Item, answers: Sequence[str]) -> Sequence[Reward]:
         """Return the scores of all answers to an item; the default asks `score` for each.
 
         Override it where answers are looked at together.
@@ -130,7 +144,11 @@ class SingleTurnEnv(BaseEnv):
             **self.sampling(),
         )
         answers = [self._shown(t.completion, is_cut=t.is_truncated) for t in trajectories]
-        scores = await self.score_all(item, answers)
+        rewards = await self.weighed_scores(item, answers)
+        check_weight_names(
+            self.config.reward_weights, [reward.parts for reward in rewards], self._score_name
+        )
+        scores = [reward.total for reward in rewards]
         self.scores_since_log += scores
         group = build_group(
             messages,
@@ -139,6 +157,7 @@ class SingleTurnEnv(BaseEnv):
             is_muted=[self._is_muted(trajectory) for trajectory in trajectories],
             generation_params=self.sampling(),
             include_messages=self.config.include_messages,
+            reward_parts=[reward.parts for reward in rewards],
         )
         return group, []
 
@@ -149,7 +168,9 @@ class SingleTurnEnv(BaseEnv):
         if not samples:
             logger.info("no evaluation: eval_items gives none")
             return
-        metrics = self.evaluation_metrics(samples)
+        parts = [sample.get("reward_parts", {}) for sample in samples]
+        check_weight_names(self.config.reward_weights, parts, self._score_name)
+        metrics = {**part_means(parts, "eval"), **self.evaluation_metrics(samples)}
         await self.evaluate_log(
             metrics=metrics,
             samples=samples,
@@ -173,10 +194,11 @@ class SingleTurnEnv(BaseEnv):
             split="eval",
         )
         shown = self._shown(answer.completion, is_cut=answer.finish_reason == "length")
-        [score] = await self.score_all(item, [shown])
+        [score] = await self.weighed_scores(item, [shown])
         return {
             "messages": [*messages, {"role": "assistant", "content": answer.completion}],
-            "score": score,
+            "score": score.total,
+            **({"reward_parts": score.parts} if score.parts else {}),
             "finish_reason": answer.finish_reason,
         }
 
@@ -193,19 +215,24 @@ class SingleTurnEnv(BaseEnv):
             return ""
         return completion if self.scores_thinking else visible_text(completion)
 
-    async def _checked_score(self, item: Item, answer: str) -> float:
-        score = await settle(self.score(item, answer))
-        return as_number(score, f"{type(self).__name__}.score returned")
+    @property
+    def _score_name(self) -> str:
+        return f"{type(self).__name__}.score"
+
+    async def _checked_score(self, item: Item, answer: str) -> Reward:
+        score: Reward = await settle(self.score(item, answer))
+        weigh(score, {}, f"{self._score_name} returned")  # raises as soon as one score is wrong
+        return score
+
+    async def weighed_scores(self, item: Item, answers: Sequence[str]) -> list[WeighedReward]:
+        """Wait for `score_all` and sum the parts of each score by `reward_weights`."""
+        weights = self.config.reward_weights
+        rewards = await self.score_all(item, answers)
+        return [weigh(reward, weights, f"{self._score_name} returned") for reward in rewards]
 
     def _checked_prompt(self, item: Item) -> Sequence[Mapping[str, Any]]:
-        messages = self.prompt(item)
-        is_chat = isinstance(messages, list | tuple) and len(messages) > 0
-        if not is_chat or not all(isinstance(message, Mapping) for message in messages):
-            raise TypeError(
-                f"{type(self).__name__}.prompt returned {str(messages)[:100]!r}; expected a list "
-                'of messages such as [{"role": "user", "content": "..."}]'
-            )
-        return messages
+        signature = "def prompt(self, item)"
+        return checked_chat(self.prompt(item), f"{type(self).__name__}.prompt", signature=signature)
 
     def _is_muted(self, trajectory: Trajectory) -> bool:
         is_cut = self.config.mute_truncated and trajectory.is_truncated

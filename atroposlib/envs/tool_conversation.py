@@ -14,8 +14,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from atroposlib.envs.admission import as_number
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
+from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.reward_parts import Reward, weigh
 from atroposlib.envs.tools import Tool, ToolCall, ToolResult, parse_tool_calls, run_tool_calls
 
 __all__ = ["ToolConversation", "tool_instructions"]
@@ -62,14 +63,14 @@ class ToolConversation(Conversation):
         self.results: list[ToolResult] = []
 
     @abstractmethod
-    async def score(self, turn: Turn) -> float:
+    async def score(self, turn: Turn) -> Reward:
         """Return the reward of the turn that answers, the first without a call."""
 
     def find_calls(self, answer: str) -> list[ToolCall]:
         """Return the calls of a turn; override it for models that write them another way."""
         return parse_tool_calls(answer)
 
-    def reward_of_calls(self, results: Sequence[ToolResult]) -> float:
+    def reward_of_calls(self, results: Sequence[ToolResult]) -> Reward:
         """Return the reward of a turn that called tools; 0 unless overridden."""
         return 0.0
 
@@ -85,7 +86,8 @@ class ToolConversation(Conversation):
         """Run the calls of a turn, outside its thinking; without calls it is the answer."""
         calls = self.find_calls(turn.answer)
         if not calls:
-            score = as_number(await self.score(turn), f"{type(self).__name__}.score returned")
+            score = await settle(self.score(turn))
+            weigh(score, {}, f"{type(self).__name__}.score returned")  # raises under its own name
             return Reply(reward=score, is_done=True)
         results = await run_tool_calls(calls, self.tools, timeout_s=self.tool_timeout_s)
         self.results += results

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from atroposlib.envs.conversation import ChatMessage
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
-from atroposlib.envs.single_turn import RESERVED_TOKENS, completion_budget
+from atroposlib.envs.single_turn import RESERVED_TOKENS, ask, complete, completion_budget
 from atroposlib.envs.turn_rewards import TurnSpan
 from atroposlib.scored_data import IGNORE_INDEX
 
@@ -32,7 +32,7 @@ class TokenSequence:
     """One token sequence of a rollout, with the turns sampled in it."""
 
     tokens: list[int]
-    """[L] ids as the engine reported them."""
+    """[L] ids as the engine reported them, or those of its texts."""
     masks: list[int]
     """[L] the id where it was sampled, -100 elsewhere."""
     inference_logprobs: list[float]
@@ -41,6 +41,8 @@ class TokenSequence:
     """The chat, as far as it goes in this sequence."""
     spans: list[TurnSpan]
     """The turns."""
+    finish_reason: str | None = None
+    """Why the engine ended the last turn; None where unknown."""
 
 
 class Written(Protocol):
@@ -144,17 +146,19 @@ class TokenPolicy:
         else:
             prompt = self._node.full_text + added
         known_length = 0 if self._node is None else len(self._node.tokens)
-        answer = await self._managed.completion(
-            prompt=prompt, n=1, max_tokens=max_tokens, **self._sampling
-        )
-        [choice] = answer.choices
+        sampling = {"n": 1, "max_tokens": max_tokens, **self._sampling}
+        if getattr(self._managed, "is_text_only", False):  # which servers of users need not have
+            # A provider renders chats by itself, perhaps with another template.
+            [answer] = await ask(self._managed, self._tokenizer, chat, **sampling)
+        else:
+            [answer] = await complete(self._managed, prompt, chat=chat, **sampling)
         node: SequenceNode = self._managed.get_state()["nodes"][-1]
         start = _start_of_last_run(node.masked_tokens, known_length)
         self._spans.append(TurnSpan(self._num_turns, start, len(node.tokens)))
         self._num_turns += 1
         self._node = node
-        self._chat = [*chat, {"role": "assistant", "content": choice.text}]
-        return _Written(choice.text, choice.finish_reason == "length")
+        self._chat = [*chat, {"role": "assistant", "content": answer.completion}]
+        return _Written(answer.completion, answer.finish_reason == "length")
 
     def sequences(self) -> list[TokenSequence]:
         """Return the sequences in the order they were started."""
@@ -191,6 +195,7 @@ class TokenPolicy:
             inference_logprobs=self._node.logprobs,
             messages=list(self._chat),
             spans=list(self._spans),
+            finish_reason=(self._node.metadata or {}).get("finish_reason"),
         )
 
 

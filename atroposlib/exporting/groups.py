@@ -40,6 +40,8 @@ class ExportGroup(msgspec.Struct, gc=False):
     """[G][L] -100, or the id where it is trained on; None when the group has none."""
     messages: list[Any] | None = None
     """[G] one chat per trajectory; None when the environment gave none."""
+    tokenized_from_text: bool | None = None
+    """Whether the tokens were made from the text of a server that reports none."""
 
 
 _decoder = msgspec.json.Decoder(ExportGroup)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.columns import read_columns, write_columns
 from atroposlib.exporting.lines import Line, content_key
+from atroposlib.utils.writable import unwritable
 
 __all__ = ["Existing", "Mode", "Output", "OutputKind", "kind_of", "open_output"]
 
@@ -142,7 +143,7 @@ def open_output(path: Path, kind: OutputKind, mode: Mode) -> Output:
         existing = _read_existing(part) if part.exists() else Existing()
         file = part.open("xb" if mode == "new" else "ab")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise unwritable(path, error, None) from error
     return Output(path, kind, file, existing)
 
 

@@ -57,6 +57,7 @@ def read_groups(
                 tell(f"{raw.where} is left out: {error}")
             continue
         report.num_groups += 1
+        report.num_from_text += bool(group.tokenized_from_text)
         report.num_sequences += len(group.tokens)
         yield raw.where, group
 
@@ -121,7 +122,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 class _Writer:
-    """Sorts out what was said before and writes the rest."""
+    """Leaves out records that were written before and writes the rest."""
 
     def __init__(
         self, output: Output, report: ExportReport, *, has_score: bool, keeps_duplicates: bool

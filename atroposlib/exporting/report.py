@@ -11,7 +11,7 @@ from atroposlib.exporting.histogram import histogram_lines
 
 __all__ = ["DUPLICATE", "ExportReport", "report_text"]
 
-DUPLICATE = "said before"
+DUPLICATE = "duplicate of a record already written"
 _MOST_NAMED = 10
 
 
@@ -23,6 +23,8 @@ class ExportReport:
     """Groups that could be read."""
     num_sequences: int = 0
     """Their trajectories."""
+    num_from_text: int = 0
+    """Groups whose tokens were made from the text of a server that reports none."""
     num_records: int = 0
     """Records written."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -88,6 +90,11 @@ def report_text(report: ExportReport, *, unit: str) -> str:
         lines += [f"  {line}" for line in report.broken]
         if report.num_broken > len(report.broken):
             lines.append(f"  and {report.num_broken - len(report.broken)} more")
+    if report.num_from_text:
+        lines.append(
+            f"tokenized from text: {report.num_from_text} of the groups, whose server reported no "
+            "token ids"
+        )
     if report.num_repaired:
         lines.append(f"half characters replaced in {report.num_repaired} {unit}")
     lines += _truncation_lines(report, unit)

@@ -6,7 +6,7 @@ The output is checked before anything else: an export that is refused has touche
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -25,10 +25,13 @@ from atroposlib.exporting.sources.stored_run import find_run, read_run
 from atroposlib.exporting.texts import Decoder, decoder_of, load_tokenizer
 from atroposlib.exporting.tokenizer_check import check_tokenizer
 from atroposlib.exporting.trajectories import TruncationRule
+from atroposlib.utils.secret_masking import without_secrets
 
 __all__ = ["ExportRequest", "ExportStoppedError", "SourceRequest", "run_export"]
 
 _GROUPS_TO_JUDGE = 32
+_SERVICE_START_S = 60.0
+_SECONDS_BEFORE_NOTE = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class SourceRequest:
     """Shown to the service."""
     waits: bool = True
     """Whether `live` waits for groups to come."""
+    stand_in: Mapping[str, Any] | None = None
+    """Of `live`: what to register as consumer with while there is no trainer; None only looks."""
     register: Callable[[], None] | None = None
     """Of `consume`: resets the run and registers as its trainer."""
 
@@ -170,12 +175,53 @@ def _open_source(
         return consume_groups(
             lambda: asyncio.run(fetch_batch(request.api_url, token=request.token))
         )
+    return _open_service(request, ending, tell)
+
+
+def _open_service(
+    request: SourceRequest, ending: ExitStack, tell: Callable[[str], None]
+) -> Iterator[RawGroup]:
+    """Look at a running service, standing in for a trainer while there is none."""
+    from atroposlib.api.client_consumer import Consumer
     from atroposlib.api.client_inspection import InspectionClient
     from atroposlib.exporting.sources.live import check_inspectable, watch_groups
 
     client = ending.enter_context(InspectionClient(request.api_url, token=request.token))
-    check_inspectable(client)
-    return watch_groups(client, is_endless=request.waits, tell=tell)
+    consumer = None
+    if request.waits and request.stand_in is not None:
+        _wait_for_service(request, tell)
+        consumer = Consumer(request.api_url, request.stand_in, tell, token=request.token)
+        ending.enter_context(consumer)
+    try:
+        check_inspectable(client)
+    except ConfigError:
+        # An older service: its groups are seen only by taking them.
+        if consumer is None or int(client.info()["batch_size"]) >= 0:
+            raise
+        consumer.register()
+        return consume_groups(
+            lambda: asyncio.run(fetch_batch(request.api_url, token=request.token))
+        )
+    return watch_groups(client, is_endless=request.waits, tell=tell, consumer=consumer)
+
+
+def _wait_for_service(request: SourceRequest, tell: Callable[[str], None]) -> None:
+    """Let a service that is started with the same line come up."""
+    from atroposlib.api.client import TrainerClient
+
+    is_told = False
+
+    def say(waited_s: float) -> None:
+        nonlocal is_told
+        if waited_s >= _SECONDS_BEFORE_NOTE and not is_told:
+            is_told = True
+            tell(
+                f"waiting up to {_SERVICE_START_S:.0f} s for the service at "
+                f"{without_secrets(request.api_url)}; `run-api` starts one"
+            )
+
+    with TrainerClient(request.api_url, token=request.token) as trainer:
+        trainer.wait_until_up(_SERVICE_START_S, on_wait=say)
 
 
 def _check(

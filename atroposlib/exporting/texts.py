@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.model_paths import missing_folder
 
 __all__ = ["Decoder", "TextPair", "Tokenizer", "decoder_of", "load_tokenizer", "split_texts"]
 
@@ -45,6 +46,7 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = missing_folder(name) or reason
         raise ConfigError(
             f"the tokenizer {name} cannot be loaded ({reason}); --tokenizer takes the name or the "
             "folder of the one the groups were made with"

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.splitting import has_prompt_masks, prompt_lengths
-from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.scored_data import IGNORE_INDEX, has_placeholder_tokens
 
 __all__ = ["UNKNOWN_ENDS", "Trajectory", "TrajectoryReader", "TruncationRule"]
 
 NOTHING_TRAINED = "nothing of it is trained on"
 TRUNCATED = "cut before its end"
+PLACEHOLDERS = "placeholder tokens of ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 
 
 class TruncationRule(NamedTuple):
@@ -56,6 +57,8 @@ class TrajectoryReader:
         for i, prompt_length in enumerate(prompt_lengths(group)):
             messages = group.messages[i] if group.messages else None
             reason = self._why_not(prompt_length, messages)
+            if has_placeholder_tokens(group.tokens[i]):
+                reason = PLACEHOLDERS  # its messages too may be made of them
             mask = masks[i] if masks else None
             is_cut = reason is None and self._is_cut(group.tokens[i], mask)
             if is_cut and self._drops:

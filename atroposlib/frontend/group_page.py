@@ -19,16 +19,23 @@ from string import Template
 from typing import Any
 
 from atroposlib.frontend.message_text import render_markdown
-from atroposlib.utils.inert_text import inert_markup
+from atroposlib.utils.inert_text import inert_line, inert_markup
 from atroposlib.utils.short_score import short_score
 
-__all__ = ["create_html_for_group", "get_score_class", "render_markdown", "render_page"]
+__all__ = [
+    "create_html_for_group",
+    "get_score_class",
+    "render_markdown",
+    "render_page",
+    "scores_differ",
+]
 
 logger = logging.getLogger(__name__)
 
 IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
 """How base64 of an image begins."""
 PROMPT_ROLES = frozenset({"system", "developer", "user", "environment"})
+MAX_QUESTION_CHARACTERS = 120
 INLINE_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
 
 
@@ -48,7 +55,9 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
         group_data: `messages` [G], each a text or a chat, and `scores` [G]. Unequal lengths are
             cut to the shorter one with a warning. A prompt that all of them begin with is
             folded from the second on. Base64 texts in `images` are shown above them, each once,
-            and so is `gold_answer`, a text or one per turn.
+            and so is `gold_answer`, a text or one per turn. `reward_parts` [G], numbers by name,
+            are shown after the score. The heading has the `step`, else `policy_version`, and the
+            first line of the question.
         index: number of the group on the page.
 
     Returns:
@@ -68,8 +77,16 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     if not pairs:
         return ""
     num_shared = _num_shared([chat for chat, _ in pairs])
+    parts = group_data.get("reward_parts")
+    parts = parts if isinstance(parts, list) else []
     items = "\n".join(
-        _item(_render_chat(chat, num_folded=num_shared if i else 0), score, index, i)
+        _item(
+            _render_chat(chat, num_folded=num_shared if i else 0),
+            score,
+            index,
+            i,
+            parts=parts[i] if i < len(parts) else None,
+        )
         for i, (chat, score) in enumerate(pairs)
     )
     numbers = [score for _, score in pairs if get_score_class(score)]
@@ -77,18 +94,21 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     mean = sum(numbers) / len(numbers) if numbers else ""
     return (
         f'<details class="group" id="group-{index}" data-index="{index}" data-best="{best}" '
-        f'data-mean="{mean}">\n<summary>Group {index}</summary>\n'
+        f'data-mean="{mean}" data-differs="{int(len(set(numbers)) > 1)}">\n'
+        f"<summary>Group {index}{_about(group_data, pairs[0][0])}</summary>\n"
+        f"{_from_text(group_data)}"
         f"{_group_images(group_data.get('images'))}{_gold(group_data.get('gold_answer'))}"
         f"{items}\n</details>"
     )
 
 
-def render_page(input_name: str, groups: Sequence[str]) -> str:
+def render_page(input_name: str, groups: Sequence[str], *, num_from_text: int = 0) -> str:
     """Return the whole page: one file that loads nothing from elsewhere.
 
     Args:
         input_name: named in the title.
-        groups: what `create_html_for_group` returned, in file order.
+        groups: what `create_html_for_group` returned, in the order they are to be shown.
+        num_from_text: how many of them are `tokenized_from_text`.
     """
     script = _resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -96,21 +116,62 @@ def render_page(input_name: str, groups: Sequence[str]) -> str:
     return Template(_resource("template.html")).substitute(
         title=inert_markup(f"Rendered Messages - {input_name}"),
         style=_resource("page.css"),
+        note=(
+            f'<p class="hint">{num_from_text} of {len(groups)} groups are tokenized from text: the '
+            "server reported no token ids.</p>"
+            if num_from_text
+            else ""
+        ),
         groups="\n".join(groups) or empty,
         script=script,
         script_hash=digest,
     )
 
 
-def _item(content: str, score: Any, group: int, i: int) -> str:
+def scores_differ(group_data: Mapping[str, Any]) -> bool:
+    """Whether the group has at least two different scores, and so something to learn from."""
+    scores = group_data.get("scores")
+    numbers = {s for s in scores if get_score_class(s)} if isinstance(scores, list) else set()
+    return len(numbers) > 1
+
+
+def _about(group_data: Mapping[str, Any], chat: Any) -> str:
+    """Return what a heading says after the number: the step and the question, where known."""
+    steps = (group_data.get(key) for key in ("step", "policy_version"))
+    step = next((s for s in steps if isinstance(s, int) and not isinstance(s, bool)), None)
+    facts = [] if step is None else [f"step {step}"]
+    question = _question(chat)
+    facts += [question] if question else []
+    return f'<span class="about">{inert_markup(": ".join(facts))}</span>' if facts else ""
+
+
+def _question(chat: Any) -> str:
+    """Return the first message of a user on one line, empty where there is none."""
+    for message in chat if isinstance(chat, list) else []:
+        if isinstance(message, dict) and str(message.get("role")).lower() == "user":
+            text, _ = _split_content(message.get("content"))
+            return inert_line(text, max_characters=MAX_QUESTION_CHARACTERS)
+    return ""
+
+
+def _item(content: str, score: Any, group: int, i: int, *, parts: Any) -> str:
     classes = f"item {get_score_class(score)}".strip()
     number = short_score(score) if get_score_class(score) else ""
     return (
         f'<div class="{classes}" id="group-{group}-item-{i}" tabindex="0" data-score="{number}">\n'
         f"<h3>Content {i}</h3>\n"
         f'<div class="content-block">{content}</div>\n'
-        f'<p class="reward">Reward: {inert_markup(str(short_score(score)))}</p>\n</div>'
+        f'<p class="reward">Reward: {inert_markup(str(short_score(score)))}</p>\n'
+        f"{_parts(parts)}</div>"
     )
+
+
+def _parts(parts: Any) -> str:
+    """Return the named parts of a reward, before they were weighed."""
+    if not isinstance(parts, dict) or not parts:
+        return ""
+    texts = ", ".join(f"{name} {short_score(value)}" for name, value in parts.items())
+    return f'<p class="reward-parts">Parts: {inert_markup(texts)}</p>\n'
 
 
 def _num_shared(chats: Sequence[Any]) -> int:
@@ -185,6 +246,13 @@ def _group_images(images: Any) -> str:
     found = [text for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
     addresses = (_as_address(text) for text in dict.fromkeys(found))
     return "".join(f"{_image(address)}\n" for address in addresses)
+
+
+def _from_text(group: Mapping[str, Any]) -> str:
+    """Say of a group whose tokens no engine reported where they come from."""
+    if not group.get("tokenized_from_text"):
+        return ""
+    return '<p class="hint">tokenized from text: no token ids or logprobs of the server</p>\n'
 
 
 def _gold(answer: Any) -> str:

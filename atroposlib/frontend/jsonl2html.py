@@ -8,14 +8,19 @@ be opened, sent or archived by itself.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from atroposlib.frontend.group_page import create_html_for_group, get_score_class, render_page
+from atroposlib.frontend.group_page import (
+    create_html_for_group,
+    get_score_class,
+    render_page,
+    scores_differ,
+)
+from atroposlib.utils.command_parser import CommandParser
 from atroposlib.utils.loose_json import decode_line
 
 __all__ = ["create_html_for_group", "generate_html", "get_score_class", "main"]
@@ -24,7 +29,8 @@ __all__ = ["create_html_for_group", "generate_html", "get_score_class", "main"]
 def generate_html(input_path: str | Path, output_path: str | Path | None = None) -> None:
     """Write the page of a JSON Lines file of groups.
 
-    Lines that hold no group are skipped with a warning that gives their number.
+    Lines that hold no group are skipped with a warning that gives their number. Groups whose scores
+    differ come first; a group keeps its number in the file.
 
     Args:
         input_path: the file to read.
@@ -38,13 +44,18 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
         _fail(f"no such file: {source}")
     target = Path(output_path) if output_path else source.with_suffix(".html")
     try:
-        blocks: list[str] = []
+        differing: list[str] = []
+        equal: list[str] = []
+        num_from_text = 0
         for group in _read_groups(source):
-            block = create_html_for_group(group, len(blocks))
+            block = create_html_for_group(group, len(differing) + len(equal))
             if block:
-                blocks.append(block)
+                (differing if scores_differ(group) else equal).append(block)
+                num_from_text += bool(group.get("tokenized_from_text"))
+        blocks = [*differing, *equal]
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(render_page(source.name, blocks), encoding="utf-8", errors="replace")
+        page = render_page(source.name, blocks, num_from_text=num_from_text)
+        target.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         _fail(f"cannot make {target} from {source}: {error}")
     print(f"wrote {len(blocks)} groups to {target}")
@@ -52,7 +63,7 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="jsonl2html", description="Page of a file of groups.")
+    parser = CommandParser(prog="jsonl2html", description="Page of a file of groups.")
     parser.add_argument("input", nargs="?", help="JSON Lines file of groups")
     parser.add_argument("output", nargs="?", help="page to write (default: INPUT with .html)")
     parser.add_argument("--input_path", help="same as INPUT")

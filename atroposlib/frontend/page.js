@@ -62,6 +62,7 @@
   }
 
   var comparisons = {
+    differs: function (a, b) { return number(b, "differs", 0) - number(a, "differs", 0); },
     file: function (a, b) { return number(a, "index", 0) - number(b, "index", 0); },
     best: function (a, b) { return number(b, "best", -Infinity) - number(a, "best", -Infinity); },
     worst: function (a, b) { return number(a, "best", Infinity) - number(b, "best", Infinity); },

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.command_parser import CommandParser
 
 __all__ = ["ConfigHandler"]
 
@@ -114,7 +115,7 @@ def _resolve_device(device: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Run an environment from its YAML files.")
+    parser = CommandParser(description="Run an environment from its YAML files.")
     parser.add_argument("--env", default="crosswords", help="file under envs/")
     parser.add_argument("--agent", default="nous_hermes", help="file under agents/")
     parser.add_argument("--config", help="file under datasets/")

@@ -7,12 +7,15 @@ the window's title, characters that turn the writing direction, half a surrogate
 from __future__ import annotations
 
 import html
+import re
 import unicodedata
 
-__all__ = ["inert_block", "inert_line", "inert_markup"]
+__all__ = ["inert_block", "inert_line", "inert_markup", "shown_name"]
 
 CONTROL_PICTURES = 0x2400  # U+2400 + n is the visible sign of control character n
 REPLACEMENT = "\ufffd"
+MAX_NAME_CHARACTERS = 100
+USUAL_NAME = re.compile(rf"[\w./:@+-]{{1,{MAX_NAME_CHARACTERS}}}")
 UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
@@ -27,6 +30,17 @@ def inert_line(text: str, *, max_characters: int) -> str:
     cut = len(start) > max_characters or len(text) > 4 * max_characters
     shown = start[: max_characters - 1] + "…" if cut else start
     return inert_block(shown)
+
+
+def shown_name(name: str) -> str:
+    """Return a name that another program chose as a message may quote it.
+
+    One of the usual characters stays as it is, so that it can be copied. Any other is quoted as
+    Python does, and a long one is cut.
+    """
+    if USUAL_NAME.fullmatch(name):
+        return name
+    return repr(inert_line(name, max_characters=MAX_NAME_CHARACTERS))
 
 
 def inert_block(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from atroposlib.errors import ConfigError
 
-__all__ = ["find_split", "read_records", "read_splits"]
+__all__ = ["find_split", "read_records", "read_splits", "require_data"]
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -34,6 +34,22 @@ def find_split(folder: Path, names: Sequence[str]) -> Path:
     raise ConfigError(f"no data in {folder}: expected one of {wanted}")
 
 
+def require_data(path: Path, columns: Sequence[str]) -> None:
+    """Find out whether there is a file or a folder with files at a place; nothing is read.
+
+    Args:
+        path: the place.
+        columns: what rows must have, for the message.
+
+    Raises:
+        ConfigError: there is none; the message says what is expected.
+    """
+    if path.is_dir():
+        find_split(path, ["train"])
+    elif not path.is_file():
+        raise ConfigError(f"no data file {path}; {_expected(columns)}{_sample_hint(path)}")
+
+
 def read_records(
     path: Path, columns: Sequence[str], *, optional: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
@@ -48,9 +64,9 @@ def read_records(
         ConfigError: the file is missing, unreadable, empty or lacks a column; the message says
             which columns are expected.
     """
-    expected = f"expected rows with the columns {', '.join(columns)}"
+    expected = _expected(columns)
     if not path.is_file():
-        raise ConfigError(f"no data file {path}; {expected}")
+        raise ConfigError(f"no data file {path}; {expected}{_sample_hint(path)}")
     try:
         rows = _read(path)
     except (ValueError, OSError) as error:
@@ -96,6 +112,20 @@ def read_splits(
     random.Random(shuffle_seed).shuffle(rows)
     num_test = max(1, round(test_fraction * len(rows)))
     return rows[num_test:] or rows, rows[:num_test]
+
+
+def _expected(columns: Sequence[str]) -> str:
+    return f"expected rows with the columns {', '.join(columns)}"
+
+
+def _sample_hint(path: Path) -> str:
+    """Return where the sample of a shipped environment comes from; empty for another path."""
+    if path.parent.name != "data" or not path.name.endswith("_sample"):
+        return ""
+    return (
+        f". This sample is environments/data/{path.name} of the repository: copy it to that place, "
+        "or name another file with --env.dataset_path"
+    )
 
 
 def _read(path: Path) -> list[Any]:

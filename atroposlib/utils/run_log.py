@@ -43,6 +43,7 @@ class RunLog:
         wandb_run: the open Weights & Biases run, or None.
         metrics_path: the local file; may be set until the first `log`, since a run learns its
             registered name late.
+        latest: what the last `log` recorded.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class RunLog:
         self._use_tensorboard = use_tensorboard
         self._tensorboard: TensorboardLog | None = None
         self.metrics_path = metrics_path
+        self.latest: Mapping[str, Any] = {}
         self._now = now
         self._file: TextIO | None = None
 
@@ -113,6 +115,7 @@ class RunLog:
             metrics: name to number, text or what `table` returned.
             step: trainer step.
         """
+        self.latest = metrics
         self._log_locally(metrics, step)
         if self._use_tensorboard:
             self._log_to_tensorboard(metrics, step)

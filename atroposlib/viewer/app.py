@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from atroposlib.errors import MissingExtraError
-from atroposlib.viewer.listening import require_free_port
+from atroposlib.utils.listening import require_free_port
 from atroposlib.viewer.screen import Screen
 from atroposlib.viewer.view_state import ROWS_PER_PAGE, BrowserTab, ViewState, filter_of
 from atroposlib.viewer.viewer import Viewer
@@ -67,7 +67,7 @@ def launch_app(
         share: also open a public link through Gradio's servers.
 
     Raises:
-        OSError: the address cannot be listened on; the message says why.
+        CannotListenError: the address cannot be listened on; the message says why.
     """
     import gradio as gr
 

@@ -139,6 +139,20 @@ class GroupIndex:
             found.setdefault(row.environment, []).extend(row.scores)
         return found
 
+    def rewards_by_step(
+        self, max_groups: int = 20_000, *, max_points: int = 120
+    ) -> dict[str, list[tuple[int, float]]]:
+        """Return the mean score at each step by the name of the environment, steps ascending.
+
+        Where more than `max_points` steps are known, neighbours share a point. Groups whose step
+        nobody told are left out.
+        """
+        found: dict[str, dict[int, list[float]]] = {}
+        for row in self._rows[-max_groups:]:
+            if row.step is not None and row.scores:
+                found.setdefault(row.environment, {}).setdefault(row.step, []).extend(row.scores)
+        return {name: _thinned(by_step, max_points) for name, by_step in found.items()}
+
     def _search(self, text: str) -> TextSearch:
         with self._lock:
             search = self._searches.pop(text, None) or self.texts.search(text)
@@ -169,3 +183,14 @@ class GroupIndex:
             row.longest,
             _NO_STEP if row.step is None else row.step,
         )
+
+
+def _thinned(by_step: dict[int, list[float]], max_points: int) -> list[tuple[int, float]]:
+    """Return (last step, mean score) of as many neighbouring steps as leave `max_points`."""
+    steps = sorted(by_step)
+    size = -(-len(steps) // max_points)
+    points = []
+    for i in range(0, len(steps), size):
+        scores = [score for step in steps[i : i + size] for score in by_step[step]]
+        points.append((steps[i : i + size][-1], sum(scores) / len(scores)))
+    return points

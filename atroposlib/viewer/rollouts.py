@@ -31,6 +31,8 @@ class Rollout:
     """[L] token-level advantages."""
     messages: Any = None  # a chat, a text, or None
     overrides: Any = None  # whatever the environment put there
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of its score, before they were weighed."""
 
     def is_trained(self, position: int) -> bool:
         """Whether a token carries loss."""
@@ -103,9 +105,10 @@ def group_of(fields: Mapping[str, Any]) -> Group:
     columns = {
         name: _rows(fields.get(name))
         for name in (
-            "tokens", "masks", "scores", "inference_logprobs", "advantages", "messages", "overrides"
+            *("tokens", "masks", "scores", "inference_logprobs", "advantages", "messages"),
+            *("overrides", "reward_parts"),
         )
-    }  # fmt: skip
+    }
     count = max(len(columns[name]) for name in ("tokens", "scores", "messages"))
     return Group([_rollout(columns, number) for number in range(count)], fields)
 
@@ -143,6 +146,7 @@ def _rollout(columns: Mapping[str, Sequence[Any]], number: int) -> Rollout:
         advantages=_numbers(entry("advantages")),
         messages=entry("messages"),
         overrides=entry("overrides"),
+        reward_parts=_parts(entry("reward_parts")),
     )
 
 
@@ -156,6 +160,13 @@ def _integers(value: Any) -> Sequence[int]:
 
 def _numbers(value: Any) -> Sequence[float]:
     return value if isinstance(value, list) and set(map(type, value)) <= {int, float} else ()
+
+
+def _parts(value: Any) -> Mapping[str, float]:
+    """Return the parts that are numbers."""
+    named = value.items() if isinstance(value, dict) else ()
+    found = ((str(name), _number(part)) for name, part in named)
+    return {name: part for name, part in found if part is not None}
 
 
 def _number(value: Any) -> float | None:

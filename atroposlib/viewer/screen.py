@@ -144,6 +144,7 @@ class Screen:
             viewer.source.figures(),
             viewer.source.problems,
             viewer.index.scores_by_environment(),
+            rewards=viewer.index.rewards_by_step(),
             num_groups=len(viewer.index),
             num_equal=len(equal.positions),
             metric_drops=viewer.metric_drops(),

@@ -38,9 +38,11 @@ class TokenReader:
     Args:
         name: what `load` is given.
         load: returns a tokenizer; called once, in a thread of its own.
+        is_lazy: load when tokens are first asked for, or at `start`, and not at once: where groups
+            have messages nobody may ask.
     """
 
-    def __init__(self, name: str, load: Callable[[str], Any]) -> None:
+    def __init__(self, name: str, load: Callable[[str], Any], *, is_lazy: bool = False) -> None:
         self.name = name
         self.problem: str | None = None
         """Why there is no tokenizer; None while it is being loaded and when it is there."""
@@ -49,9 +51,19 @@ class TokenReader:
         self._special: frozenset[int] = frozenset()
         self._size = 0
         self._ready = threading.Event()
-        threading.Thread(
-            target=self._load, args=(load,), name="tokenizer-loader", daemon=True
-        ).start()
+        self._starting = threading.Lock()
+        self._load_once: Callable[[str], Any] | None = load
+        if not is_lazy:
+            self.start()
+
+    def start(self) -> None:
+        """Begin to load; nothing happens the second time."""
+        with self._starting:
+            load, self._load_once = self._load_once, None
+        if load is not None:
+            threading.Thread(
+                target=self._load, args=(load,), name="tokenizer-loader", daemon=True
+            ).start()
 
     @property
     def is_ready(self) -> bool:
@@ -71,6 +83,8 @@ class TokenReader:
 
     def pieces(self, ids: Sequence[int]) -> list[TokenPiece]:
         """Return the text of each token; a character spread over several is given to the last."""
+        if ids:
+            self.start()
         pieces = [self._piece(token_id) for token_id in ids]
         if not self.is_ready:
             return pieces

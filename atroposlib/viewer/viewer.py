@@ -140,7 +140,11 @@ class Viewer:
 
     def _add_texts_of_tokens(self) -> bool:
         """Let groups without messages be searched by the text of their tokens, a few at a time."""
-        if self.is_reading or not self.reader.is_ready:
+        if self.is_reading:
+            return False
+        if not self.reader.is_ready:
+            if any(not self.index[i].excerpt for i in range(self._num_checked, len(self.index))):
+                self.reader.start()
             return False
         while self._num_checked < len(self.index):
             position = self._num_checked

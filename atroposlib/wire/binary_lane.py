@@ -132,6 +132,7 @@ def _decode_plain(body: bytes | memoryview, content: bytes | memoryview) -> Deco
         max_score=max(scores),
         policy_version=group.policy_version,
         is_loose=is_loose(lengths),
+        is_from_text=opaque_text(group, "tokenized_from_text") == b"true",
     )
 
 

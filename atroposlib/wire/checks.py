@@ -38,6 +38,27 @@ def check_opaque(name: str, value: Any) -> None:
         for i, override in enumerate(value):
             if not isinstance(override, dict):
                 raise GroupError(f"{name}[{i}]: expected an object")
+    elif name == "reward_parts":
+        _check_reward_parts(value)
+    elif name == "finish_reasons":
+        if not isinstance(value, list):
+            raise GroupError(f"{name}: expected a list of strings or null")
+        for i, reason in enumerate(value):
+            if not isinstance(reason, str | None):
+                raise GroupError(f"{name}[{i}]: expected a string or null")
+    elif name == "tokenized_from_text" and not isinstance(value, bool):
+        raise GroupError(f"{name}: expected true, false or null")
+
+
+def _check_reward_parts(value: Any) -> None:
+    if not isinstance(value, list):
+        raise GroupError("reward_parts: expected a list of objects or null")
+    for i, parts in enumerate(value):
+        if not isinstance(parts, dict | None):
+            raise GroupError(f"reward_parts[{i}]: expected an object or null")
+        for part, number in (parts or {}).items():
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise GroupError(f"reward_parts[{i}].{part}: expected a number, got {number!r:.60}")
 
 
 def _check_messages(value: Any) -> None:

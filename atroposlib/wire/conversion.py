@@ -68,7 +68,7 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
         as_arrays: give rows of numbers as arrays, views on `blob` where possible, not as lists.
 
     Returns:
-        The fourteen fields, None where absent, and `policy_version` where the group has one.
+        The fourteen fields, None where absent; notes and `policy_version` where the group has them.
 
     Raises:
         WireError: the blob is not a group.
@@ -83,6 +83,8 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
             values[field.name] = _values(numbers[field.name], as_arrays=as_arrays)
         else:
             text = opaque_text(group, field.name)
+            if text is None and field.is_note:
+                continue
             values[field.name] = decode_value(_any_decoder, text or b"null", (field.name,))
     if group.policy_version is not None:
         values["policy_version"] = group.policy_version

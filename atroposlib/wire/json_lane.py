@@ -58,6 +58,7 @@ _LIST_OPENING = re.compile(rb"[ \t\r\n]*\[")
 _NEXT_GROUP = re.compile(rb"[ \t\r\n]*,")
 _LIST_CLOSING = re.compile(rb"[ \t\r\n]*\][ \t\r\n]*\Z")
 _NAMES = (*(field.name for field in GROUP_FIELDS), "policy_version")
+_NOTES = {field.name for field in GROUP_FIELDS if field.is_note} | {"policy_version"}
 
 
 def _parsed_field(field: GroupField, *, is_rest: bool) -> Any:
@@ -102,7 +103,7 @@ def decode_json_groups(body: bytes) -> list[DecodedGroup]:
 def encode_json_group(group: Mapping[str, Any]) -> bytes:
     """Write one group in canonical form; raises `GroupError` naming the field at fault."""
     check_group(group)
-    names = list(_NAMES) if group.get("policy_version") is not None else _NAMES[:-1]
+    names = [name for name in _NAMES if name not in _NOTES or group.get(name) is not None]
     return b"{%b}" % b",".join(
         b'"%b":%b' % (name.encode(), write_field(name, group.get(name))) for name in names
     )
@@ -221,6 +222,7 @@ def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
         max_score=max(scores.values),
         policy_version=read_integer("policy_version", fields.get("policy_version") or NULL),
         is_loose=is_loose(lengths),
+        is_from_text=bytes(texts.get("tokenized_from_text", NULL)) == b"true",
     )
 
 
@@ -242,7 +244,9 @@ def splice(texts: Mapping[str, JsonText]) -> bytes:
     """Put a payload together from the canonical text of the fields that are there."""
     pieces: list[JsonText] = []
     for field in GROUP_FIELDS:
-        pieces += (b',"%b":' % field.name.encode(), texts.get(field.name, NULL))
+        text = texts.get(field.name, NULL)
+        if not field.is_note or text != NULL:
+            pieces += (b',"%b":' % field.name.encode(), text)
     pieces[0] = b'{"%b":' % GROUP_FIELDS[0].name.encode()
     return b"".join([*pieces, b"}"])
 

@@ -64,6 +64,8 @@ class DecodedGroup(NamedTuple):
     """The version of the policy that sampled it, when the sender stamped one."""
     is_loose: bool
     """Whether an optional field does not line up with `tokens`: accepted, but worth counting."""
+    is_from_text: bool = False
+    """Whether its tokens were made from text, as it says of itself."""
 
 
 class StoredPayload(NamedTuple):

@@ -13,15 +13,11 @@ from typing import Any
 import httpx
 
 from example_trainer.demo.held_out import measure_held_out
+from example_trainer.demo.plan import demo_plan, environment_settings
 from example_trainer.demo.repository import REPOSITORY
 from example_trainer.demo.settings import DemoPaths, DemoSettings
-from example_trainer.demo.stack import (
-    common_variables,
-    engine_arguments,
-    engine_variables,
-    environment_settings,
-)
 from example_trainer.demo.task import held_out_problems
+from example_trainer.launch.stack import common_variables, engine_arguments, engine_variables
 from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready
 
 __all__ = ["ENVIRONMENT", "Teacher", "serve_teacher"]
@@ -62,9 +58,7 @@ class Teacher:
 
     def accuracy(self, settings: DemoSettings) -> float:
         """Measure it on the problems, and in the way, the student is measured."""
-        env = environment_settings(
-            settings, DemoPaths(Path()), model="", engine_url="", service_url=""
-        )["env"]
+        env = environment_settings(settings)
         return measure_held_out(
             self.base_url,
             model_name=str(self.model),
@@ -86,11 +80,12 @@ def serve_teacher(settings: DemoSettings, model: Path, *, log_path: Path) -> Ite
     port, on_gpu = find_free_port(), torch.cuda.is_available()
     # A teacher reads whole trajectories and is asked for one token after them.
     room = replace(settings, max_tokens=settings.max_tokens + 1)
+    plan = demo_plan(room, DemoPaths(Path()), model=str(model), on_gpu=on_gpu)
     process = ManagedProcess(
         "teacher",
-        [sys.executable, *engine_arguments(room, model=str(model), port=port, on_gpu=on_gpu)],
+        [sys.executable, *engine_arguments(plan, port=port)],
         log_path=log_path,
-        env={**common_variables(settings, os.environ), **engine_variables(on_gpu=on_gpu)},
+        env={**common_variables(plan, os.environ), **engine_variables(plan, os.environ)},
         cwd=REPOSITORY,
     )
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment_training_parts.lesson import Lesson, Messages, WarmUp
-from example_trainer.demo.report import SHARE_RIGHT
 from example_trainer.demo.settings import DemoSettings
 from example_trainer.demo.task import training_problems
+from example_trainer.launch.report import SHARE_RIGHT
 
 __all__ = ["arithmetic", "worked_out"]
 

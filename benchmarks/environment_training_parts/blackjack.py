@@ -6,16 +6,15 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from atroposlib.tasks.blackjack import ACTIONS, Table
+from atroposlib.tasks.games import NUM_TRAINING_SEEDS
 from benchmarks.environment_training_parts.lesson import Lesson, Messages, WarmUp, played_out
 from environments.game_environments.gymnasium.blackjack.blackjack_env_no_thinking import (
     BlackjackEnvNoThinkingConfig,
     BlackjackGame,
 )
-from environments.game_environments.gymnasium.blackjack.table import Table
-from environments.game_environments.gymnasium.blackjack.values import ACTIONS
-from environments.shared.games import NUM_TRAINING_SEEDS
-from example_trainer.demo.report import RewardMetric
 from example_trainer.demo.settings import DemoSettings
+from example_trainer.launch.report import RewardMetric
 
 __all__ = ["blackjack"]
 

@@ -11,13 +11,17 @@ from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
 
+from atroposlib.tasks.games import words_at
 from benchmarks.environment_training_parts.lesson import Lesson, Messages, WarmUp, played_out
-from environments.game_environments.hangman.game import LEVELS, HangmanGame
-from environments.game_environments.hangman.hangman_env import Hangman, HangmanEnvConfig
-from environments.shared.word_clues import words_at
-from example_trainer.demo.report import RewardMetric
+from environments.game_environments.hangman.hangman_env import (
+    LEVELS,
+    Hangman,
+    HangmanEnvConfig,
+    HangmanGame,
+)
 from example_trainer.demo.settings import DemoSettings
 from example_trainer.demo.tiny_model import TinyModelShape
+from example_trainer.launch.report import RewardMetric
 
 __all__ = ["guess_letter", "hangman", "split_words"]
 

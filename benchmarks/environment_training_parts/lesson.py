@@ -13,8 +13,8 @@ from typing import Any
 from atroposlib.envs.conversation import ChatMessage, Conversation
 from atroposlib.envs.multi_turn import Limits, play
 from atroposlib.envs.turn_policies import TokenSequence
-from example_trainer.demo.report import RewardMetric
 from example_trainer.demo.settings import DemoSettings
+from example_trainer.launch.report import RewardMetric
 
 __all__ = ["Lesson", "WarmUp", "played_out"]
 

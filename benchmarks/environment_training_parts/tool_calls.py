@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from atroposlib.tasks.single_turn_parts import DEEP_THINKING
+from atroposlib.tasks.tool_calls import CLOSE, OPEN, read_calls
 from atroposlib.utils.local_records import read_records
 from benchmarks.environment_training_parts.lesson import Lesson, Messages, WarmUp
-from environments.shared.thinking import DEEP_THINKING
-from environments.shared.tool_calls import CLOSE, OPEN, read_calls
 from environments.tool_calling_server import SAMPLE, request_of
-from example_trainer.demo.report import SHARE_RIGHT
 from example_trainer.demo.settings import DemoSettings
 from example_trainer.demo.tiny_model import TinyModelShape
+from example_trainer.launch.report import SHARE_RIGHT
 
 __all__ = ["spoiled", "tool_calling"]
 

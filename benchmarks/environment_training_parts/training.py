@@ -7,6 +7,7 @@ conversations of a poor player ──► tokenizer, tiny model ──supervised�
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,16 +22,17 @@ from benchmarks.environment_training_parts.evaluation import (
     read_evaluation,
 )
 from benchmarks.environment_training_parts.lesson import Lesson, Messages
-from example_trainer.demo import report
 from example_trainer.demo.learning import encode_conversation, supervised_steps
-from example_trainer.demo.loop import TrainingLoop
-from example_trainer.demo.progress import DemoProgress
+from example_trainer.demo.plan import demo_plan
 from example_trainer.demo.settings import DemoPaths
-from example_trainer.demo.stack import build_stack, repository_process, write_yaml
 from example_trainer.demo.student import Student, student_of
-from example_trainer.demo.supervisor import Supervisor
 from example_trainer.demo.tiny_model import save_tiny_model
-from example_trainer.processes import find_free_ports
+from example_trainer.launch import report
+from example_trainer.launch.loop import TrainingLoop
+from example_trainer.launch.progress import RunProgress
+from example_trainer.launch.stack import build_stack, common_variables, write_yaml
+from example_trainer.launch.supervisor import Supervisor
+from example_trainer.processes import ManagedProcess, find_free_ports
 
 __all__ = ["Trained", "train"]
 
@@ -49,7 +51,7 @@ class Trained(NamedTuple):
     seconds: float
 
 
-def train(lesson: Lesson, paths: DemoPaths, progress: DemoProgress) -> Trained:
+def train(lesson: Lesson, paths: DemoPaths, progress: RunProgress) -> Trained:
     """Go through a lesson; every process it starts has ended when this returns or raises.
 
     Raises:
@@ -80,20 +82,14 @@ def train(lesson: Lesson, paths: DemoPaths, progress: DemoProgress) -> Trained:
 
 
 def _build_loop(
-    lesson: Lesson, paths: DemoPaths, progress: DemoProgress, supervisor: Supervisor
+    lesson: Lesson, paths: DemoPaths, progress: RunProgress, supervisor: Supervisor
 ) -> TrainingLoop:
     engine_port, service_port = find_free_ports(2)
-    stack = build_stack(
-        lesson.settings,
-        paths,
-        model=str(paths.tiny_model),
-        ports=(engine_port, service_port),
-        inherited=os.environ,
-        on_gpu=False,
-    )
+    plan = demo_plan(lesson.settings, paths, model=str(paths.tiny_model), on_gpu=False)
+    stack = build_stack(plan, paths, ports=(engine_port, service_port), inherited=os.environ)
     return TrainingLoop(
         stack,
-        lesson.settings,
+        plan,
         paths,
         progress=progress,
         supervisor=supervisor,
@@ -106,7 +102,7 @@ def _imitate(
     lesson: Lesson,
     conversations: Sequence[Messages],
     loop: TrainingLoop,
-    progress: DemoProgress,
+    progress: RunProgress,
 ) -> None:
     """Teach the student what the player does, and write it again."""
     import torch
@@ -136,7 +132,7 @@ def _evaluate(
     lesson: Lesson,
     paths: DemoPaths,
     loop: TrainingLoop,
-    progress: DemoProgress,
+    progress: RunProgress,
     supervisor: Supervisor,
     when: str,
 ) -> Measured:
@@ -146,12 +142,16 @@ def _evaluate(
     config = folder / "environment.yaml"
     training = yaml.safe_load(paths.environment_config.read_text(encoding="utf-8"))
     write_yaml(evaluation_settings(training, lesson.evaluation, folder=folder), config)
-    process = repository_process(
+    plan = demo_plan(lesson.settings, paths, model=str(paths.tiny_model), on_gpu=False)
+    process = ManagedProcess(
         f"evaluation {when}",
-        [str(lesson.settings.environment_door), "evaluate", "--config", str(config)],
-        settings=lesson.settings,
-        paths=paths,
-        inherited=os.environ,
+        [
+            *(sys.executable, str(lesson.settings.environment_door)),
+            *("evaluate", "--config", str(config)),
+        ],
+        log_path=paths.logs / f"evaluation_{when}.log",
+        env=common_variables(plan, os.environ),
+        cwd=plan.working_folder,
     )
     supervisor.start(process, may_finish=True)
     while process.is_alive():

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from atroposlib.api.schemas import MAX_BATCH_SIZE
 from atroposlib.wire import MEDIA_TYPES, Lane
 from service_parts.connection import Connection, request_bytes
 from service_parts.load import (
@@ -70,7 +71,7 @@ def _env_registration() -> bytes:
 def ingest_rate(store: str, lane: Lane, shape: Shape, *, seconds: float) -> Rate:
     """Post groups as fast as they are taken; tokens."""
     requests = post_requests(shape, lane)
-    with service(store, batch_size=1 << 40) as server:
+    with service(store, batch_size=MAX_BATCH_SIZE) as server:
         post_for(server.port, requests, seconds / 5)
         used = server.cpu_s
         count, elapsed = post_for(server.port, requests, seconds)
@@ -110,7 +111,7 @@ def request_rate(store: str, *, seconds: float) -> dict[str, Rate]:
         "POST /scored_data, 4 tokens": tiny,
     }
     rates = {}
-    with service(store, batch_size=1 << 40) as server:
+    with service(store, batch_size=MAX_BATCH_SIZE) as server:
         for name, requests in kinds.items():
             used = server.cpu_s
             count, elapsed = post_for(server.port, requests, seconds)
@@ -124,7 +125,7 @@ def status_latencies(store: str, queued: int, *, seconds: float) -> tuple[Latenc
     Returns:
         The latencies, and the tokens per second that were posted meanwhile.
     """
-    with service(store, batch_size=1 << 40) as server:
+    with service(store, batch_size=MAX_BATCH_SIZE) as server:
         post_until(server.port, post_requests(Shape(1, 4), "msgpack"), queued)
         shape, posted = Shape(8, 1024), []
         requests = post_requests(shape, "msgpack")
@@ -181,7 +182,7 @@ def resident_bytes_per_token(store: str, lane: Lane, *, num_tokens: int) -> floa
     """Queue many groups and see what the process holds per token, beyond its working buffers."""
     shape = Shape(8, 1024)
     requests = post_requests(shape, lane)
-    with service(store, batch_size=1 << 40) as server:
+    with service(store, batch_size=MAX_BATCH_SIZE) as server:
         post_until(server.port, requests, 1000)
         before = server.resident_bytes
         count = num_tokens // shape.num_tokens
@@ -192,7 +193,7 @@ def resident_bytes_per_token(store: str, lane: Lane, *, num_tokens: int) -> floa
 
 def polling_share(store: str, *, seconds: float) -> tuple[float, Latencies]:
     """Let 1,000 environments poll once a second; return the share of a core, and latencies."""
-    with service(store, batch_size=1 << 40, num_envs=_POLLING_ENVS) as server:
+    with service(store, batch_size=MAX_BATCH_SIZE, num_envs=_POLLING_ENVS) as server:
         requests = [status_env_request(env_id) for env_id in range(_POLLING_ENVS)]
         latencies, used, started = [], server.cpu_s, time.perf_counter()
         connections = [Connection(server.port) for _ in range(50)]

@@ -12,11 +12,13 @@ port 9001 and without the hub:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -30,17 +32,112 @@ from atroposlib.envs.single_turn import (
     sample_trajectories,
 )
 from atroposlib.sandbox import SandboxLimits, open_sandbox
+from atroposlib.tasks.answers import last_code_block
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.code_tests import (
+    Problem,
+    arguments_of,
+    expected_values,
+    load_problems,
+    pass_at_k,
+    passes_all_tests,
+)
 from atroposlib.utils.awaiting import all_results
-from environments.code_execution_server.execution import passes_all_tests
-from environments.code_execution_server.figures import Answer, eval_figures, train_figures
-from environments.code_execution_server.lookup import lookup_program
-from environments.code_execution_server.problems import Problem, load_problems
-from environments.shared.card import EnvironmentCard
-from environments.shared.code_blocks import last_code_block
 
-__all__ = ["CodeConfig", "CodingEnv", "prompt_messages", "score"]
+__all__ = [
+    "Answer",
+    "CodeConfig",
+    "CodingEnv",
+    "eval_figures",
+    "lookup_program",
+    "prompt_messages",
+    "score",
+    "train_figures",
+]
 
 logger = logging.getLogger("environments.code_execution_server")
+
+
+def lookup_program(problem: Problem) -> str:
+    """Return a program that passes all tests of a problem by looking the answers up."""
+    if problem.kind == "stdin_stdout":
+        known = {str(test.input).strip(): str(test.output) for test in problem.tests}
+        return f"import sys\nprint({known!r}[sys.stdin.read().strip()])"
+    values = {json.dumps(arguments_of(test)): expected_values(test)[-1] for test in problem.tests}
+    return (
+        f"import json\ndef {problem.function}(*given):\n"
+        f"    return {values!r}[json.dumps(list(given))]"
+    )
+
+
+DIFFICULTIES = ("easy", "medium", "hard")
+
+
+class Answer(NamedTuple):
+    """One completion."""
+
+    passes: bool
+    is_cut: bool
+    length: int
+    """Its tokens."""
+
+
+def train_figures(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    """Return the metrics `train_rewards/*`; none without groups.
+
+    Args:
+        groups: [N][G].
+    """
+    if not any(groups):
+        return {}
+    answers = [answer for group in groups for answer in group]
+    figures = {
+        "rewards": statistics.fmean(1.0 if answer.passes else -1.0 for answer in answers),
+        "pass@group_size": statistics.fmean(any(a.passes for a in group) for group in groups),
+        **_shares_and_lengths(answers),
+    }
+    return {f"train_rewards/{name}": value for name, value in figures.items()}
+
+
+def eval_figures(
+    groups: Sequence[Sequence[Answer]], difficulties: Sequence[str], *, group_size: int
+) -> dict[str, float]:
+    """Return the metrics `eval/*`; none without groups.
+
+    Args:
+        groups: [N] samples of each problem.
+        difficulties: [N] `easy`, `medium`, `hard` or anything else.
+        group_size: k of the second pass@k.
+    """
+    if not any(groups):
+        return {}
+    figures = {"pass_1": statistics.fmean(_pass_at(group, 1) for group in groups)}
+    for difficulty in DIFFICULTIES:
+        rates = [
+            _pass_at(group, 1)
+            for group, other in zip(groups, difficulties, strict=True)
+            if other.lower() == difficulty
+        ]
+        if rates:
+            figures[f"{difficulty}_pass_1"] = statistics.fmean(rates)
+    figures["pass@group_size"] = statistics.fmean(_pass_at(group, group_size) for group in groups)
+    figures |= _shares_and_lengths([answer for group in groups for answer in group])
+    return {f"eval/{name}": value for name, value in figures.items()}
+
+
+def _pass_at(group: Sequence[Answer], k: int) -> float:
+    return pass_at_k(len(group), sum(answer.passes for answer in group), min(k, len(group)))
+
+
+def _shares_and_lengths(answers: Sequence[Answer]) -> dict[str, float]:
+    lengths = {
+        "completion_length": [answer.length for answer in answers],
+        "correct_completion_length": [answer.length for answer in answers if answer.passes],
+        "incorrect_completion_length": [answer.length for answer in answers if not answer.passes],
+    }
+    figures = {name: statistics.fmean(values) for name, values in lengths.items() if values}
+    return {"overlong_ratio": statistics.fmean(answer.is_cut for answer in answers), **figures}
+
 
 CARD = EnvironmentCard(
     task="programming problems with tests",
@@ -52,7 +149,7 @@ CARD = EnvironmentCard(
     "--env.total_steps 4",
 )
 
-SAMPLE = Path(__file__).parents[1] / "data" / "code_execution_sample"
+SAMPLE = Path(__file__).resolve().parent.parent / "data" / "code_execution_sample"
 NUM_EVAL_SAMPLES = 16
 SYSTEM_PROMPT = (
     "You are an expert Python programmer. You are given a programming problem and write a correct "

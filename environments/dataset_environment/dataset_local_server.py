@@ -10,11 +10,17 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from atroposlib.errors import AtroposError
+from atroposlib.tasks.siblings import sibling_imports
 from atroposlib.utils.inert_text import inert_line
-from environments.dataset_environment.dataset_config import RunFile, read_run_file
-from environments.dataset_environment.dataset_env import DatasetEnv
+
+if TYPE_CHECKING or __package__:
+    from environments.dataset_environment.dataset_env import DatasetEnv, RunFile, read_run_file
+else:
+    with sibling_imports(__file__):
+        from dataset_env import DatasetEnv, RunFile, read_run_file
 
 __all__ = ["main", "roll_out_items"]
 

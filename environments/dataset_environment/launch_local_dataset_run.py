@@ -17,11 +17,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from atroposlib.errors import ConfigError
-from environments.dataset_environment.dataset_config import RunFile, read_run_file
+from atroposlib.tasks.siblings import sibling_imports
+from atroposlib.utils.secret_masking import without_secrets
+
+if TYPE_CHECKING or __package__:
+    from environments.dataset_environment.dataset_env import RunFile, read_run_file
+else:
+    with sibling_imports(__file__):
+        from dataset_env import RunFile, read_run_file
 
 __all__ = ["commands", "environment_settings", "main"]
 
@@ -51,8 +58,8 @@ def commands(run: RunFile, env_file: Path) -> dict[str, list[str]]:
     address = urlsplit(run.env.rollout_server_url)
     if address.hostname not in ("localhost", "127.0.0.1"):
         raise ConfigError(
-            f"rollout_server_url is {run.env.rollout_server_url}; expected one on localhost, since "
-            "the service is started here"
+            f"rollout_server_url is {without_secrets(run.env.rollout_server_url)}; expected one on "
+            "localhost, since the service is started here"
         )
     port = str(address.port or DEFAULT_PORT)
     flags = {"atropos-url": run.env.rollout_server_url, **run.trainer}

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from environments.infinimath.answers import is_equal, read_answer
-from environments.infinimath.curriculum import MathCurriculum
-from environments.infinimath.problems import DESCRIPTIONS, GeneratorKind, Problem, ProblemSource
+from atroposlib.tasks.infinimath import (
+    DESCRIPTIONS,
+    GeneratorKind,
+    MathCurriculum,
+    Problem,
+    ProblemSource,
+    is_equal,
+    read_answer,
+)
 
 __all__ = ["InfiniteMath", "Submission"]
 

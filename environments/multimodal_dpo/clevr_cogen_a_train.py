@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
-from environments.multimodal_dpo.answers import RIGHT, WRONG, answer_boxed, usable
-from environments.multimodal_dpo.image_env import DATA, ImageEnv
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.images import RIGHT, WRONG, ImageEnv, answer_boxed, usable
 
 __all__ = ["MultimodalExampleEnv", "gold_count", "score"]
 
@@ -20,7 +20,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong",
     data="leonardPKU/clevr_cogen_a_train from the hub, or `--env.dataset_path`",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.dataset_path environments/data/clevr_cogen_a_train_sample "
     "--env.total_steps 4",
 )
@@ -50,6 +50,9 @@ def score(answer: str, gold: str) -> float:
     return RIGHT if answer_boxed(answer) == gold else WRONG
 
 
+SAMPLE = Path(__file__).resolve().parent.parent / "data" / "clevr_cogen_a_train_sample"
+
+
 class MultimodalExampleEnv(ImageEnv):
     """Counting in drawn scenes."""
 
@@ -59,9 +62,7 @@ class MultimodalExampleEnv(ImageEnv):
     answer_form = "\\boxed{{{}}}"
     max_tokens = 2048
     instructions = INSTRUCTIONS
-    check_settings: ClassVar[dict[str, Any]] = {
-        "dataset_path": str(DATA / "clevr_cogen_a_train_sample")
-    }
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
         """Return the problem."""

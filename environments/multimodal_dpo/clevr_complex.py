@@ -6,12 +6,12 @@ picture, question -> [system, user] -> G completions -> boxed answer -> +1 or -1
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
-from environments.multimodal_dpo.answers import RIGHT, WRONG, answer_boxed, usable
-from environments.multimodal_dpo.image_env import DATA, ImageEnv
-from environments.shared.card import EnvironmentCard
-from environments.shared.marked_answers import tagged_answer
+from atroposlib.tasks.answers import tagged_answer
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.images import RIGHT, WRONG, ImageEnv, answer_boxed, usable
 
 __all__ = ["MultimodalComplexEnv", "score"]
 
@@ -20,7 +20,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong",
     data="MMInstruction/Clevr_CoGenT_TrainA_70K_Complex from the hub, or `--env.dataset_path`",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.dataset_path environments/data/clevr_complex_sample --env.total_steps 4",
 )
 
@@ -44,6 +44,9 @@ def score(answer: str, gold: str) -> float:
     return RIGHT if found == gold else WRONG
 
 
+SAMPLE = Path(__file__).resolve().parent.parent / "data" / "clevr_complex_sample"
+
+
 class MultimodalComplexEnv(ImageEnv):
     """Questions about drawn scenes."""
 
@@ -53,7 +56,7 @@ class MultimodalComplexEnv(ImageEnv):
     answer_form = "\\boxed{{{}}}"
     max_tokens = 2048
     instructions = INSTRUCTIONS
-    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(DATA / "clevr_complex_sample")}
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
         """Return the problem."""

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from environments.multimodal_dpo.image_env import DATA
-from environments.shared.images import require_pillow
+from atroposlib.tasks.images import require_pillow
 
 __all__ = ["draw_samples"]
 
+DATA = Path(__file__).resolve().parent.parent / "data"
 SIZE = 144
 NUM_ROWS = 8
 COLOURS = {"red": (200, 40, 40), "green": (40, 140, 60), "blue": (50, 80, 200)}

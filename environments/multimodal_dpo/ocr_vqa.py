@@ -6,11 +6,11 @@ cover, question -> [system, user] -> G completions -> tagged answer -> +1 or -1
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
-from environments.multimodal_dpo.answers import answer_tagged, score_text, usable
-from environments.multimodal_dpo.image_env import DATA, ImageEnv
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.images import ImageEnv, answer_tagged, score_text, usable
 
 __all__ = ["OcrVqaEnv", "score"]
 
@@ -19,7 +19,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong",
     data="howard-hou/OCR-VQA from the hub, or `--env.dataset_path`",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.dataset_path environments/data/ocr_vqa_sample --env.total_steps 4",
 )
 
@@ -34,6 +34,9 @@ def score(answer: str, gold: str) -> float:
     return score_text(answer_tagged(answer), gold)
 
 
+SAMPLE = Path(__file__).resolve().parent.parent / "data" / "ocr_vqa_sample"
+
+
 class OcrVqaEnv(ImageEnv):
     """Reading book covers."""
 
@@ -41,7 +44,7 @@ class OcrVqaEnv(ImageEnv):
     hub_name = "howard-hou/OCR-VQA"
     columns = ("image", "questions", "answers")
     instructions = INSTRUCTIONS
-    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(DATA / "ocr_vqa_sample")}
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
         """Return the first question of the cover."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
-from environments.multimodal_dpo.answers import RIGHT, WRONG, answer_tagged, usable
-from environments.multimodal_dpo.image_env import DATA, ImageEnv
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.images import RIGHT, WRONG, ImageEnv, answer_tagged, usable
 
 __all__ = ["ClockDatasetEnv", "clock_time", "score"]
 
@@ -22,7 +22,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong",
     data="junyeong-nero/clock-dataset from the hub, or `--env.dataset_path`",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.dataset_path environments/data/pixmo_clocks_sample --env.total_steps 4",
 )
 
@@ -54,6 +54,9 @@ def score(answer: str, gold: str) -> float:
     return RIGHT if found is not None and found == clock_time(gold) else WRONG
 
 
+SAMPLE = Path(__file__).resolve().parent.parent / "data" / "pixmo_clocks_sample"
+
+
 class ClockDatasetEnv(ImageEnv):
     """Reading clocks."""
 
@@ -61,7 +64,7 @@ class ClockDatasetEnv(ImageEnv):
     hub_name = "junyeong-nero/clock-dataset"
     columns = ("image", "hour", "minute")
     instructions = INSTRUCTIONS
-    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(DATA / "pixmo_clocks_sample")}
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
         """Return the same question for all clocks."""

@@ -8,11 +8,11 @@ The data set names addresses; images that are gone, too slow or unreadable are s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
-from environments.multimodal_dpo.answers import answer_tagged, score_text, usable
-from environments.multimodal_dpo.image_env import DATA, ImageEnv
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.images import ImageEnv, answer_tagged, score_text, usable
 
 __all__ = ["PixmoCountEnv", "score"]
 
@@ -21,7 +21,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="+1 right, -1 wrong",
     data="allenai/pixmo-count from the hub, or `--env.dataset_path`",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.dataset_path environments/data/pixmo_count_sample --env.total_steps 4",
 )
 
@@ -37,6 +37,9 @@ def score(answer: str, gold: str) -> float:
     return score_text(answer_tagged(answer), gold)
 
 
+SAMPLE = Path(__file__).resolve().parent.parent / "data" / "pixmo_count_sample"
+
+
 class PixmoCountEnv(ImageEnv):
     """Counting in photographs."""
 
@@ -45,7 +48,7 @@ class PixmoCountEnv(ImageEnv):
     columns = ("image_url", "label", "count")
     image_column = "image_url"
     instructions = INSTRUCTIONS
-    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(DATA / "pixmo_count_sample")}
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
         """Return the question for the row's kind of thing."""

@@ -24,14 +24,14 @@ from atroposlib.envs.single_turn import (
     completion_budget,
     sample_trajectories,
 )
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.reasoning_gym import tasks
+from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
+from atroposlib.tasks.reasoning_gym.curriculum import Curriculum
+from atroposlib.tasks.reasoning_gym.rollout_dump import RolloutDump
+from atroposlib.tasks.reasoning_gym.tasks import TaskItem
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.score_pool import ScorePool
-from environments.reasoning_gym_environment import tasks
-from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
-from environments.reasoning_gym_environment.curriculum import Curriculum
-from environments.reasoning_gym_environment.rollout_dump import RolloutDump
-from environments.reasoning_gym_environment.tasks import TaskItem
-from environments.shared.card import EnvironmentCard
 
 __all__ = ["ReasoningGymEnv", "ReasoningGymEnvConfig", "group_scores"]
 
@@ -42,7 +42,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="0 to 1 from the task's own scorer",
     data="made on the spot",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.task_names chain_sum --env.total_steps 4",
 )
 

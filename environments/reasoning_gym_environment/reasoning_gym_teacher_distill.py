@@ -12,7 +12,7 @@ it:
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -21,9 +21,15 @@ from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
     TeacherDistillationEnv,
 )
-from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
-from environments.reasoning_gym_environment.reasoning_gym_environment import ReasoningGymEnv
-from environments.shared.card import EnvironmentCard
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
+from atroposlib.tasks.siblings import sibling_imports
+
+if TYPE_CHECKING or __package__:
+    from environments.reasoning_gym_environment.reasoning_gym_environment import ReasoningGymEnv
+else:
+    with sibling_imports(__file__):
+        from reasoning_gym_environment import ReasoningGymEnv
 
 __all__ = ["ReasoningGymTeacherDistillConfig", "ReasoningGymTeacherDistillEnv"]
 
@@ -32,7 +38,7 @@ CARD = EnvironmentCard(
     turns="1",
     reward="0 to 1 from the task's own scorer",
     data="made on the spot",
-    needs="`atroposlib[examples]`, a second server for the teacher",
+    needs="`pip install '.[examples]'`, a second server for the teacher",
     command="process --env.teacher_enabled false --env.task_names chain_sum --env.total_steps 4",
 )
 

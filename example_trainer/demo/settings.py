@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from example_trainer.demo.repository import ENVIRONMENT_DOOR
 from example_trainer.demo.tiny_model import TinyModelShape
-from example_trainer.reporting.writing import REPORT_NAME
+from example_trainer.launch.plan import RunPaths
 
 __all__ = ["DemoPaths", "DemoSettings", "TaskSettings", "WarmUpSettings", "settings_for"]
 
@@ -205,21 +205,8 @@ def settings_for(
 
 
 @dataclass(frozen=True)
-class DemoPaths:
-    """Where one run writes; every path lies under `output`."""
-
-    output: Path
-    """Folder of the run, absolute."""
-
-    @property
-    def logs(self) -> Path:
-        """Folder with one log per process."""
-        return self.output / "logs"
-
-    @property
-    def service_data(self) -> Path:
-        """Folder of the trajectory service's run."""
-        return self.output / "service"
+class DemoPaths(RunPaths):
+    """Where one run of the demo writes; the environment's files lie in `output` itself."""
 
     @property
     def tiny_model(self) -> Path:
@@ -240,33 +227,3 @@ class DemoPaths:
     def environment_metrics(self) -> Path:
         """JSONL file of the environment's metrics."""
         return self.output / "environment_metrics.jsonl"
-
-    @property
-    def trainer_metrics(self) -> Path:
-        """JSONL file of the trainer's metrics, one line per step."""
-        return self.output / "trainer_metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder where the trainer saves."""
-        return self.output / "trainer"
-
-    @property
-    def curve(self) -> Path:
-        """Picture of the reward over the steps."""
-        return self.output / "reward_curve.png"
-
-    @property
-    def report(self) -> Path:
-        """Page of the training's curves and settings."""
-        return self.output / REPORT_NAME
-
-    @property
-    def rollouts(self) -> Path:
-        """Page of rollouts from the first and the last steps."""
-        return self.output / "rollouts.html"
-
-    @property
-    def summary(self) -> Path:
-        """JSON file with the figures of the run."""
-        return self.output / "summary.json"

@@ -23,6 +23,10 @@ def kl_BT(
     | k2 | `(l - f)^2 / 2` | biased | that of the true KL, on policy |
     | k3 | `e^(f - l) - (f - l) - 1` | unbiased, never negative | of KL(reference \|\| policy) |
 
+    Multiplied by the ratio `e^(l - sg l)`, as `KlPenalty.is_unbiased` does, a loss has the gradient
+    of its expectation: for k1 and k3 that is KL(policy || reference) itself, for k2 its own biased
+    value.
+
     Source: Schulman 2020, "Approximating KL Divergence". Differs in k3: the exponent is clamped.
     """
     if estimator == "k1":
@@ -37,15 +41,19 @@ def kl_BT(
 class KlPenalty:
     """Adds `coef` times an estimate of KL(policy || reference) to every token's loss.
 
-    Paper: the k3 form is GRPO's, Shao et al. 2024, arXiv:2402.03300, equation 4.
-    Formula: `coef * kl(l, f)`; see `kl_BT`.
+    Paper: the k3 form is GRPO's, Shao et al. 2024, arXiv:2402.03300, equation 4; with the ratio it
+    is DeepSeek-V3.2's, arXiv:2512.02556.
+    Formula: `coef * kl(l, f)`, with `is_unbiased` `coef * r * kl(l, f)`; see `kl_BT`.
     Denominator: the policy loss's own.
-    Differs from the paper: it is not multiplied by a ratio or a correction, as in TRL.
+    Differs from the paper: r is the ratio of each token to the anchor, as in TRL; a correction
+    against the sampler's mismatch does not multiply it.
     """
 
     coef: float
     estimator: KlEstimator = "k3"
+    is_unbiased: bool = False
+    """Whether the estimate is multiplied by the ratio, so that its gradient is unbiased."""
 
     def __call__(self, logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
-        """Return (B, T) the estimate, not yet multiplied by the coefficient."""
+        """Return (B, T) the estimate, neither weighed nor multiplied by the coefficient."""
         return kl_BT(logprobs_BT, ref_logprobs_BT, estimator=self.estimator)

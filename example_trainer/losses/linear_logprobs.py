@@ -24,6 +24,8 @@ class LinearLogprobs(NamedTuple):
     """(N, K) of the targets, with gradient; float32 at least."""
     entropy_N: torch.Tensor
     """(N,) in nats, without gradient."""
+    untempered_N: torch.Tensor | None = None
+    """(N,) of the first target at temperature 1, without gradient; None without temperatures."""
 
 
 def auto_chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -57,10 +59,11 @@ def linear_logprobs(
     dtype = hidden_ND.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-    logprobs_NK, entropy_N = _Function.apply(
+    logprobs_NK, entropy_N, untempered_N = _Function.apply(
         hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, chunk, dtype
     )
-    return LinearLogprobs(logprobs_NK, entropy_N)
+    has_temperatures = temperatures_N is not None
+    return LinearLogprobs(logprobs_NK, entropy_N, untempered_N if has_temperatures else None)
 
 
 class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
@@ -74,16 +77,22 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         temperatures_N: torch.Tensor | None,
         chunk: int,
         dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(dtype, torch.float32)
         num_tokens, num_targets = targets_NK.shape
         logprobs_NK = hidden_ND.new_empty((num_tokens, num_targets), dtype=wide)
         entropy_N = hidden_ND.new_empty(num_tokens, dtype=wide)
         normaliser_N = hidden_ND.new_empty(num_tokens, dtype=wide)
+        has_temperatures = temperatures_N is not None
+        untempered_N = hidden_ND.new_empty(num_tokens if has_temperatures else 0, dtype=wide)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight = weight_VD.to(dtype)
             for part in _parts(num_tokens, chunk):
-                logits = _logits(hidden_ND[part], weight, bias_V, temperatures_N, part, wide)
+                logits = _logits(hidden_ND[part], weight, bias_V, None, part, wide)
+                if temperatures_N is not None:
+                    chosen = logits.gather(-1, targets_NK[part, :1])[:, 0]
+                    untempered_N[part] = chosen - logits.logsumexp(-1)
+                    logits /= temperatures_N[part, None]
                 normaliser_N[part] = logits.logsumexp(-1)
                 logits -= normaliser_N[part, None]
                 logprobs_NK[part] = logits.gather(-1, targets_NK[part])
@@ -92,11 +101,11 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
             hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normaliser_N
         )
         ctx.chunk, ctx.dtype = chunk, dtype
-        ctx.mark_non_differentiable(entropy_N)
-        return logprobs_NK, entropy_N
+        ctx.mark_non_differentiable(entropy_N, untempered_N)
+        return logprobs_NK, entropy_N, untempered_N
 
     @staticmethod
-    def backward(ctx: Any, grad_NK: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_NK: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normaliser_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = normaliser_N.dtype

@@ -122,7 +122,8 @@ class TrainingLoss:
         loss, parts = self.policy_coef * policy_share, {"policy": policy_share}
         kl_BT = self._kl_BT(inputs, mask_BT)
         if self.kl is not None and kl_BT is not None:
-            parts["kl_penalty"] = self.kl.coef * self._reduce(kl_BT, policy, totals)
+            weighed_BT = kl_BT * policy.ratio_BT if self.kl.is_unbiased else kl_BT
+            parts["kl_penalty"] = self.kl.coef * self._reduce(weighed_BT, policy, totals)
             loss = loss + parts["kl_penalty"]
         if is_sft_BT is not None:
             parts["sft"] = self.sft(

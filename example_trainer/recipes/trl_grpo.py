@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,14 @@ from typing import Any
 from atroposlib.api.client import BatchIterator, batches
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
+from atroposlib.utils.command_parser import CommandParser
 from example_trainer.engine_control import EngineControl
-from example_trainer.row_fields import is_demonstration, is_silenced, temperature_of
+from example_trainer.row_fields import (
+    is_demonstration,
+    is_silenced,
+    refuse_unsampled,
+    temperature_of,
+)
 
 __all__ = ["ServiceRollouts", "main", "publish_weights", "service_reward"]
 
@@ -39,15 +46,19 @@ def service_reward(
 class ServiceRollouts:
     """Hands groups of the service to TRL as if they had just been sampled; a `rollout_func`.
 
-    A batch is acknowledged when TRL asks for the next one: its steps are done then.
+    A batch is acknowledged when TRL asks for the next one, as its steps are done then, and the last
+    one when `train` has ended: a callback that this adds to the trainer does it.
 
     Args:
         stream: from `batches`, with as many sequences per batch as TRL asks for at a time: its
             `generation_batch_size`.
+        allow_tokenized_from_text: take groups whose tokens were made from text.
     """
 
-    def __init__(self, stream: BatchIterator) -> None:
+    def __init__(self, stream: BatchIterator, *, allow_tokenized_from_text: bool = False) -> None:
         self._stream = stream
+        self._allows_text = allow_tokenized_from_text
+        self._trainer: Any = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Wait for a batch; returns token ids, logprobs, the mask of trained tokens and scores.
@@ -59,6 +70,9 @@ class ServiceRollouts:
         """
         if trainer.accelerator.num_processes > 1:
             raise ConfigError("this recipe feeds one process; TRL runs on several")
+        if trainer is not self._trainer:
+            trainer.add_callback(_acknowledge_at_end(self))
+            self._trainer = trainer
         batch = next(self._stream, None)
         if batch is None:
             raise ConfigError(
@@ -69,7 +83,10 @@ class ServiceRollouts:
         for i, group in enumerate(batch.groups):
             try:
                 rows += rollouts_of(
-                    group, size=trainer.num_generations, temperature=trainer.temperature
+                    group,
+                    size=trainer.num_generations,
+                    temperature=trainer.temperature,
+                    allow_tokenized_from_text=self._allows_text,
                 )
             except (GroupError, ConfigError) as error:
                 raise type(error)(f"group {i}: {error}") from error
@@ -84,12 +101,18 @@ class ServiceRollouts:
         return output
 
     def finish(self) -> None:
-        """Acknowledge the last batch, once TRL has done its last step."""
+        """Acknowledge the last batch; called when TRL's `train` has ended without an error."""
         for batch in self._stream.held:
             self._stream.ack(batch)
 
 
-def rollouts_of(group: Mapping[str, Any], *, size: int, temperature: float) -> list[dict[str, Any]]:
+def rollouts_of(
+    group: Mapping[str, Any],
+    *,
+    size: int,
+    temperature: float,
+    allow_tokenized_from_text: bool = False,
+) -> list[dict[str, Any]]:
     """Turn a group into what TRL wants of each completion.
 
     A completion begins at the first trained token; `env_mask` is 0 where the environment wrote.
@@ -98,12 +121,16 @@ def rollouts_of(group: Mapping[str, Any], *, size: int, temperature: float) -> l
         group: as the service delivers it.
         size: TRL's `num_generations`.
         temperature: TRL's.
+        allow_tokenized_from_text: take a group whose tokens were made from text.
 
     Raises:
         GroupError, ConfigError: as for `ServiceRollouts`.
     """
     check_group(group)
     _refuse_unused(group)
+    refuse_unsampled(
+        group, [False] * len(group["tokens"]), uses_rewards=True, allow=allow_tokenized_from_text
+    )
     if len(group["tokens"]) != size:
         raise ConfigError(
             f"{len(group['tokens'])} trajectories, TRL's num_generations is {size}: let the "
@@ -154,6 +181,17 @@ def _refuse_unused(group: Mapping[str, Any]) -> None:
             raise GroupError(
                 f"overrides[{i}]: TRL's GRPOTrainer honours neither sft nor set_advantage_to_zero"
             )
+
+
+def _acknowledge_at_end(rollouts: ServiceRollouts) -> Any:
+    """Return a callback of transformers for the batch after which TRL asks for no other."""
+    from transformers import TrainerCallback
+
+    class AcknowledgeLastBatch(TrainerCallback):  # type: ignore[misc]  # it has no types here
+        def on_train_end(self, args: Any, state: Any, control: Any, **_others: Any) -> None:
+            rollouts.finish()
+
+    return AcknowledgeLastBatch()
 
 
 def publish_weights(
@@ -225,7 +263,7 @@ def make_trainer(settings: argparse.Namespace, rollouts: ServiceRollouts) -> Any
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m example_trainer.recipes.trl_grpo",
         description="Train with TRL's GRPOTrainer on groups of the trajectory service.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -244,6 +282,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=1e-6, help="learning rate")
     add("--bf16", action="store_true", help="run the model in bfloat16")
     add("--cpu", action="store_true", help="train on the CPU")
+    add(
+        "--allow-tokenized-from-text",
+        action="store_true",
+        help="take groups of servers without token ids, whose tokens were made from their text",
+    )
     add("--engine-url", help="a vLLM that gets the weights, e.g. http://localhost:9001")
     add("--publish-every", type=int, default=1, help="optimiser steps between weight updates")
     return parser
@@ -264,7 +307,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         token=os.environ.get("ATROPOS_API_TOKEN"),
     )
     with stream:
-        rollouts = ServiceRollouts(stream)
+        rollouts = ServiceRollouts(
+            stream, allow_tokenized_from_text=settings.allow_tokenized_from_text
+        )
         trainer = make_trainer(settings, rollouts)
         if settings.engine_url:
             directory = settings.output_dir / "published"
@@ -274,9 +319,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
             )
         trainer.train()
-        rollouts.finish()
         trainer.save_model(str(settings.output_dir))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)  # the batch in hand was returned when the stream was closed

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.command_parser import CommandParser, end_command
 from example_trainer.reporting.writing import REPORT_NAME, write_report
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the report; exits 0 when done, 2 on wrong flags, 1 when a file cannot be used."""
-    parser = argparse.ArgumentParser(
+    """Write the report; exits 0 when done, 2 on wrong flags or when a file cannot be used."""
+    parser = CommandParser(
         prog="atropos-report",
         description="Write the report of a training run: one HTML file with its curves.",
         allow_abbrev=False,
@@ -39,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             metrics, report, environment_path=arguments.environment, needs_steps=True
         )
     except (ConfigError, OSError) as error:
-        print(f"atropos-report: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        end_command("atropos-report", f"error: {error}", code=2)
     print(f"{report}: {num_steps} steps")
 
 

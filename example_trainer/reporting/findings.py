@@ -78,8 +78,18 @@ def _above(steps: Sequence[Mapping[str, Any]], limit: Limit) -> str | None:
     if last is None or last <= limit.most:
         return None
     return (
-        f"{limit.key} is {short_number(last)} in the last steps, above {limit.most:g}: {limit.what}"
+        f"{limit.key} is {short_number(last)} in the last steps, above {limit.most:g}"
+        f"{_worst(steps, limit.key)}: {limit.what}"
     )
+
+
+def _worst(steps: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Return the largest value of a metric and its step; empty where there is only one."""
+    series = series_of(steps, key, key)
+    if series is None or len(series.ys) < 2:
+        return ""
+    worst = max(range(len(series.ys)), key=lambda i: series.ys[i])
+    return f" (worst: {short_number(series.ys[worst])} at step {series.xs[worst]:.0f})"
 
 
 def _events(steps: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ from example_trainer.reporting.page_style import STYLE
 from example_trainer.reporting.records import series_of
 from example_trainer.reporting.series import Series, short_number
 
-__all__ = ["Fact", "make_page"]
+__all__ = ["Fact", "HeldOut", "make_page"]
 
 _ROWS_PER_END = 5
 _TIMES = (
@@ -33,6 +33,17 @@ class Fact(NamedTuple):
 
     name: str
     value: str
+
+
+class HeldOut(NamedTuple):
+    """What was measured on problems that were not trained on."""
+
+    name: str
+    """What is measured, e.g. `share of right answers`."""
+    before: float | None
+    """Before the training; None where it was not measured."""
+    after: float
+    num_problems: int | None = None
 
 
 class Chart(NamedTuple):
@@ -140,6 +151,8 @@ def make_page(
     settings: Mapping[str, Any],
     changed: Mapping[str, Any],
     accuracy: Series | None = None,
+    reward_parts: Sequence[Series] = (),
+    held_out: Sequence[HeldOut] = (),
     notes: Sequence[str] = (),
 ) -> str:
     """Return the whole page.
@@ -152,13 +165,17 @@ def make_page(
         settings: of the run, without secrets.
         changed: those that are not at their defaults.
         accuracy: what the environment measured over the steps, if known.
+        reward_parts: named parts of the reward over the steps.
+        held_out: results on problems that were not trained on, shown first.
         notes: sentences about the page itself.
     """
     parts = [
         f"<h1>{inert_markup(title)}</h1>",
+        _held_out(held_out),
         _facts(facts),
         _findings(findings, has_steps=bool(steps)),
-        _charts(steps, accuracy),
+        _meanings(steps, accuracy, reward_parts, held_out),
+        _charts(steps, accuracy, reward_parts),
         _table(steps),
         _settings(settings, changed),
         "".join(f'<p class="note">{inert_markup(note)}</p>' for note in notes),
@@ -171,6 +188,62 @@ def make_page(
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{inert_markup(title)}</title><style>{STYLE}</style></head>\n"
         f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def _held_out(results: Sequence[HeldOut]) -> str:
+    if not results:
+        return ""
+    rows = "".join(f"<li>{inert_markup(_sentence(result))}</li>" for result in results)
+    return f'<section class="held-out"><h2>Held-out result</h2><ul>{rows}</ul></section>'
+
+
+def _sentence(result: HeldOut) -> str:
+    """Write a result as `share of right answers: 0.12 before, 0.47 after (+0.35), 100 problems`."""
+    after = short_number(float(f"{result.after:.3g}"))
+    problems = "" if result.num_problems is None else f", {result.num_problems} problems"
+    if result.before is None:
+        return f"{result.name}: {after} after the training{problems}"
+    before = short_number(float(f"{result.before:.3g}"))
+    change = f"{result.after - result.before:+.3g}"
+    return f"{result.name}: {before} before, {after} after ({change}){problems}"
+
+
+def _meanings(
+    steps: Sequence[Mapping[str, Any]],
+    accuracy: Series | None,
+    reward_parts: Sequence[Series],
+    held_out: Sequence[HeldOut],
+) -> str:
+    """Say in a sentence each what the rewards on the page are."""
+    meanings = {}
+    if held_out:
+        meanings["held-out result"] = (
+            "measured on problems that are not trained on, with the model before the training and "
+            "after it"
+        )
+    if any("train/reward_mean" in record for record in steps):
+        meanings["reward"] = (
+            "mean score of the trajectories in the batches that were trained on, as the "
+            "environments sent them; groups whose scores are all equal are usually not among them"
+        )
+    if accuracy is not None:
+        meanings["accuracy"] = (
+            "share of right answers among all tries of the environment since its last log, groups "
+            "that were not sent included"
+        )
+    for part in reward_parts:
+        meanings[part.name] = (
+            "a named part of the environment's reward: mean over all tries, before it is weighed"
+        )
+    rows = "".join(
+        f"<dt>{inert_markup(name)}</dt><dd>{inert_markup(text)}.</dd>"
+        for name, text in meanings.items()
+    )
+    return (
+        f'<section><h2>What the rewards are</h2><dl class="meanings">{rows}</dl></section>'
+        if (rows)
+        else ""
     )
 
 
@@ -188,13 +261,16 @@ def _findings(findings: Sequence[str], *, has_steps: bool) -> str:
     if not findings:
         return '<p class="good">Nothing conspicuous in the metrics.</p>'
     rows = "".join(f"<li>{inert_markup(text)}</li>" for text in findings)
-    return f'<section class="warn"><h2>Look at</h2><ul>{rows}</ul></section>'
+    return f'<section class="warn"><h2>Worth checking</h2><ul>{rows}</ul></section>'
 
 
-def _charts(steps: Sequence[Mapping[str, Any]], accuracy: Series | None) -> str:
+def _charts(
+    steps: Sequence[Mapping[str, Any]], accuracy: Series | None, reward_parts: Sequence[Series]
+) -> str:
     cards = [
         _card("Accuracy", "measured by the environment", [accuracy]) if accuracy is not None else ""
     ]
+    cards.append(_card("Parts of the reward", "means before they are weighed", reward_parts))
     for chart in CHARTS:
         found = [series_of(steps, key, name) for key, name in chart.lines]
         cards.append(_card(chart.title, chart.note, _distinct(found), smooths=chart.smooths))

@@ -20,6 +20,11 @@ h2{font-size:1.1rem;margin:1.5rem 0 .5rem}
 .facts div{border:1px solid var(--edge);border-radius:6px;padding:.5rem .7rem}
 dt{color:var(--dim);font-size:.8rem}dd{margin:0;font-size:1rem;font-weight:600;
 overflow-wrap:anywhere}
+.held-out{border:1px solid var(--edge);border-radius:6px;padding:.6rem 1rem;margin:0 0 1rem}
+.held-out h2{margin:0}.held-out ul{margin:.3rem 0 0;padding-left:1.2rem;font-size:1.1rem;
+font-weight:600;overflow-wrap:anywhere}
+.meanings{display:grid;grid-template-columns:max-content 1fr;gap:.2rem .9rem;margin:0}
+.meanings dt{font-size:.9rem}.meanings dd{font-size:.9rem;font-weight:400}
 .warn,.good{border-left:4px solid var(--good-edge);background:var(--good);padding:.6rem 1rem;
 margin:1rem 0;border-radius:0 6px 6px 0}
 .warn{border-color:var(--warn-edge);background:var(--warn)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.secret_masking import mask_secrets
 from example_trainer.checkpointing import write_file
 from example_trainer.reporting.findings import find
-from example_trainer.reporting.page import Fact, make_page
+from example_trainer.reporting.page import Fact, HeldOut, make_page
 from example_trainer.reporting.records import STEP_SIGN, RunRecords, read_records, series_of
 from example_trainer.reporting.series import Series, short_number
 
@@ -20,6 +21,9 @@ __all__ = ["REPORT_NAME", "read_settings", "settings_path", "write_report", "wri
 
 REPORT_NAME = "report.html"
 _ACCURACY_KEY = "percent_correct"
+_PART_KEY = "train/reward/"
+_MOST_PARTS = 6
+"""As many lines as the charts have colours."""
 _END_SHARE = 10
 """One part of so many of the steps makes a figure of the start, and of the end."""
 
@@ -55,6 +59,7 @@ def write_report(
     report_path: Path,
     *,
     environment_path: Path | None = None,
+    held_out: Sequence[HeldOut] = (),
     needs_steps: bool = False,
 ) -> int:
     """Write the report of the newest run in a metrics file.
@@ -62,7 +67,8 @@ def write_report(
     Args:
         metrics_path: JSON Lines of the trainer; its settings lie beside it, if anywhere.
         report_path: the HTML file.
-        environment_path: JSON Lines of an environment, for its accuracy.
+        environment_path: JSON Lines of an environment, for its accuracy and parts of its reward.
+        held_out: results on problems that were not trained on.
         needs_steps: refuse metrics without a step instead of writing a report of none.
 
     Returns:
@@ -79,7 +85,8 @@ def write_report(
         )
     kept = read_settings(metrics_path)
     settings, changed = kept.get("settings", {}), kept.get("changed", {})
-    accuracy = _accuracy(_lines(environment_path)) if environment_path else None
+    environment = _lines(environment_path) if environment_path else []
+    accuracy = _accuracy(environment)
     page = make_page(
         records.steps,
         title=_title(settings),
@@ -88,6 +95,8 @@ def write_report(
         settings=settings,
         changed=changed,
         accuracy=accuracy,
+        reward_parts=_reward_parts(environment),
+        held_out=held_out,
         notes=_notes(records, settings),
     )
     report_path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,6 +191,25 @@ def _accuracy(lines: Sequence[str]) -> Series | None:
         return None
     steps = sorted(points)
     return Series("share of right answers", steps, [points[step] for step in steps])
+
+
+def _reward_parts(lines: Sequence[str]) -> list[Series]:
+    """Find the named parts of the environment's reward; its name stands before the metric's."""
+    points: dict[str, dict[float, float]] = {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+            step = float(record["step"])
+            found = {k.rpartition(_PART_KEY)[2]: v for k, v in record.items() if _PART_KEY in k}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        for name, value in found.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                points.setdefault(name, {})[step] = float(value)
+    return [
+        Series(name, sorted(values), [values[step] for step in sorted(values)])
+        for name, values in sorted(points.items())
+    ][:_MOST_PARTS]
 
 
 def _notes(records: RunRecords, settings: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,6 @@ for ((index = 0; index < gpus / tp; index++)); do
   devices="$(seq --separator=, $((index * tp)) $((index * tp + tp - 1)))"
   CUDA_VISIBLE_DEVICES="$devices" python -m vllm.entrypoints.openai.api_server \
     --model "$model" --served-model-name "$model" --host 0.0.0.0 --port $((9000 + index)) \
-    --tensor-parallel-size "$tp" &
+    --tensor-parallel-size "$tp" --logprobs-mode processed_logprobs &
 done
 wait -n

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +76,73 @@ def test_a_batch_of_a_loop_that_was_left_comes_again(service):
     assert next(again, None) is None
 
 
+def test_leaving_after_the_last_batch_acknowledges_it(service):
+    with two_per_step(service, num_steps=2) as stream:
+        stream.set_policy_version(0)
+        post(service, 0.0, 1.0)
+        for _ in range(2):
+            next(stream)
+
+    left = status(service)
+    assert left["current_step"] == 2
+    assert "leased_batches" not in left
+
+
+def test_an_error_in_the_last_step_gives_its_batch_back(service):
+    def train():
+        with two_per_step(service, num_steps=1) as stream:
+            stream.set_policy_version(0)
+            post(service, 0.0)
+            next(stream)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+    left = status(service)
+    assert (left["current_step"], left["returned_batches"]) == (0, 1)
+
+
+def test_two_consumers_that_hold_the_last_batches_acknowledge_both(service):
+    with two_per_step(service, num_steps=2) as one, two_per_step(service, num_steps=2) as other:
+        one.set_policy_version(0)
+        post(service, 0.0, 1.0)
+        next(one), next(other)
+
+    assert status(service)["current_step"] == 2
+
+
+OWN_LOOP = """
+import sys
+from atroposlib.api.client import batches
+
+stream = batches(sys.argv[1], batch_size=2, num_steps=2)
+def train():
+    for step in range(2):
+        next(stream)
+train()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "num_steps"), [("", 0, 2), ("raise SystemError", 1, 1)]
+)
+def test_a_program_without_with_acknowledges_its_last_batch_when_it_ends_well(
+    service, end, exit_code, num_steps
+):
+    with two_per_step(service, num_steps=2) as stream:
+        stream.set_policy_version(0)
+        post(service, 0.0, 1.0)
+
+    program = [sys.executable, "-c", OWN_LOOP.format(end=end), service.url]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=300)
+
+    assert ended.returncode == exit_code, ended.stderr
+    left = status(service)
+    assert (left["current_step"], left.get("leased_batches", 0)) == (num_steps, 0)
+
+
 def test_explicit_acknowledgement_lets_several_batches_be_held(service):
     with two_per_step(service, acknowledge="explicit") as stream:
         stream.set_policy_version(0)
@@ -86,6 +155,20 @@ def test_explicit_acknowledgement_lets_several_batches_be_held(service):
 
         assert status(service)["current_step"] == 1
         assert scores_of(next(stream)) == scores_of(second)
+
+
+def test_batch_that_was_not_trained_on_is_no_step(service):
+    with two_per_step(service, num_steps=2) as stream:
+        stream.set_policy_version(0)
+        post(service, 0.0, 1.0, 2.0)
+        seen = []
+        for batch in stream:
+            seen += scores_of(batch)
+            if len(seen) == 1:
+                stream.ack(batch, is_trained=False)
+
+    assert seen == [0.0, 1.0, 2.0]
+    assert (stream.num_acknowledged, status(service)["current_step"]) == (2, 2)
 
 
 def test_iteration_ends_when_nothing_came_for_so_long(service):
@@ -193,6 +276,22 @@ async def test_async_iteration_sees_the_same_and_keeps_a_batch_of_a_cancelled_wa
         seen = [scores_of(batch) async for batch in stream]
 
     assert seen == [[0.0], [1.0]]
+    assert status(service)["current_step"] == 2
+
+
+async def test_async_leaving_acknowledges_the_last_batch_but_none_that_arrived_unseen(service):
+    async with AsyncBatches(two_per_step(service, num_steps=2)) as stream:
+        await stream.set_policy_version(0)
+        post(service, 0.0)
+        await anext(stream)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.05)
+        post(service, 1.0)
+    first = status(service)
+    async with AsyncBatches(two_per_step(service, num_steps=2)) as stream:
+        await anext(stream)
+
+    assert (first["current_step"], first.get("leased_batches", 0)) == (1, 0)
     assert status(service)["current_step"] == 2
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from atroposlib.api import records
@@ -119,17 +117,14 @@ def test_filter_that_finds_nothing_stops_and_says_where_to_go_on(run: FakeRun) -
     run.admit(*[1] * 100_000)
     run.admit(1, env_id=0)
 
-    slowest_s, offset, pages = 0.0, 0, 0
+    offset, pages = 0, 0
     found: list[int] = []
     while offset is not None:
-        started = time.perf_counter()
         page = look(run, "queued", offset=offset, env_id=0)
-        slowest_s = max(slowest_s, time.perf_counter() - started)
         found += ids(page)
         offset, pages = page.next_offset, pages + 1  # type: ignore[assignment]
 
-    assert (found, pages) == ([100_000], 11)
-    assert slowest_s < 0.05
+    assert (found, pages) == ([100_000], 11)  # each page looks at 10,000 groups at most
 
 
 def test_filtered_page_that_is_full_goes_on_behind_its_last_group(run: FakeRun) -> None:

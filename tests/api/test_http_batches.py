@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 
+from atroposlib.api.client_rules import leased_batch
 from atroposlib.api.server import create_app
 from atroposlib.wire import decode_batch, encode_group
 from tests.api.helpers import REGISTRATION, Service, make_group, serve
@@ -59,6 +60,38 @@ def test_lease_counts_once_the_batch_is_acknowledged(service):
     assert service.post(path).json() == {"status": "acknowledged", "current_step": 1}
     assert service.post(path).json() == {"status": "already acknowledged", "current_step": 1}
     assert service.take() is None
+
+
+def test_acknowledgement_makes_a_step_only_where_the_trainer_has_done_more(service):
+    service.push(*[2] * 5)
+
+    steps = []
+    for steps_done in ("1", "1", "0", "7", None):
+        batch_id = service.get("/batch?lease=60").json()["batch_id"]
+        query = "" if steps_done is None else f"?steps_done={steps_done}"
+        answer = service.post(f"/batch/{batch_id}/ack{query}").json()
+        assert answer["status"] == "acknowledged"
+        steps.append(answer["current_step"])
+
+    assert steps == [1, 1, 1, 2, 3]
+    assert service.post("/batch/0-1/ack?steps_done=-1").status_code == 422
+    assert service.get("/metrics").text.count("atropos_batches_without_step_total 2.0") == 1
+
+
+def test_lease_names_the_policy_version_of_each_group_whatever_its_format(service):
+    group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.5]}
+    service.register(batch_size=2)
+    service.post("/scored_data", json={**group, "policy_version": 3})
+    service.post("/scored_data", json=group)
+
+    leased = service.get("/batch?lease=60").json()
+
+    assert leased["policy_versions"] == [3, 0]  # the second arrived at step 0
+    assert all("policy_version" not in delivered for delivered in leased["batch"])
+    filled = leased_batch(leased, "http://x")
+    assert [delivered["policy_version"] for delivered in filled.groups] == [3, 0]
+    older = {key: value for key, value in leased.items() if key != "policy_versions"}
+    assert leased_batch({**older, "batch": [group]}, "http://x").groups == [group]
 
 
 def test_lease_given_back_is_the_next_to_leave_under_another_name(service):

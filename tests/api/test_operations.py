@@ -153,7 +153,7 @@ def test_every_route_has_a_rule(method: str, path: str) -> None:
 def test_every_route_is_served_to_the_roles_of_its_rule_only(
     guarded: Service, method: str, path: str
 ) -> None:
-    rule = rule_for(fill(path))
+    rule = rule_for(fill(path), method)
 
     anonymous = guarded.request(method, fill(path)).status_code
     assert (anonymous == 401) is (path not in OPEN)

@@ -74,7 +74,7 @@ async def test_registration_with_other_settings_is_refused_and_changes_nothing()
 
 
 async def test_small_groups_wait_until_they_add_up():
-    run = await started_run()
+    run = await started_run(batch_size=8)
     await run.register_env(env_request(group_size=4))
 
     sizes = [
@@ -214,7 +214,7 @@ async def test_identical_requests_at_the_same_time_are_stored_once():
 
 
 async def test_full_queue_refuses_but_answers_repeated_keys():
-    run = await started_run(batch_size=2, max_queue_sequences=4)
+    run = await started_run(batch_size=4, max_queue_sequences=4)
     await run.admit([decoded(4)], key="k", digest=1)
 
     with pytest.raises(QueueFullError, match="4 sequences wait") as refusal:
@@ -249,7 +249,7 @@ async def test_restarted_run_goes_on_where_it_was():
     store = MemoryRunStore()
     run = await started_run(store, batch_size=2)
     await run.register_env(env_request(group_size=4))
-    await run.admit([decoded(3, env_id=0), decoded(2)], key="k", digest=1)
+    await run.admit([decoded(2, env_id=0), decoded(2)], key="k", digest=1)
     await run.admit([decoded(), decoded()])
     await take(run)
     in_flight, _ = await run.next_batch()
@@ -261,7 +261,7 @@ async def test_restarted_run_goes_on_where_it_was():
     assert again.state.is_started
     assert again.state.policy_version == 7
     assert again.state.envs.find(0).real_name == "env_0"
-    assert (await again.admit([decoded(3, env_id=0)], key="k", digest=1)).is_repeat
+    assert (await again.admit([decoded(2, env_id=0)], key="k", digest=1)).is_repeat
     # What was being sent when the process ended is sent again.
     assert await take(again) == in_flight.group_ids
 

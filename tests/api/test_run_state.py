@@ -54,7 +54,7 @@ class History:
         self.state.apply(record)
 
     def _next(self) -> Record:
-        kind = self.data.draw(st.sampled_from("aaaaaaffffhkkkkrrtewdvspx"))
+        kind = self.data.draw(st.sampled_from("aaaaaaffffhkkkkrrtewdvspgx"))
         at = float(len(self.records))
         delivery = self.state.delivery
         batch_id, attempt = self.number(delivery.next_id + 1), self.number(3, 1)
@@ -68,7 +68,8 @@ class History:
             case "h":
                 return records.BatchHandedOut(batch_id, attempt, "r", at, at + 5)
             case "k":
-                return records.BatchAcknowledged(batch_id, attempt, at)
+                kinds = [records.BatchAcknowledged, records.BatchPassedOver]
+                return self.data.draw(st.sampled_from(kinds))(batch_id, attempt, at)
             case "r":
                 return records.BatchesReturned([(batch_id, attempt)], "lost", at)
             case "t":
@@ -85,6 +86,8 @@ class History:
                 return records.PolicyVersionSet(self._epoch(), self.number(9))
             case "s":
                 return records.EnvsSeen(self._epoch(), {self.number(3): at})
+            case "g":
+                return records.GroupsRemoved([self.number(max(self.num_groups, 1))], at)
             case "p":
                 return records.TrainerStarted(self._epoch())
             case _:
@@ -157,6 +160,22 @@ def test_step_grows_only_with_acknowledged_batches():
     assert [group.group_id for group in state.past] == [0]
 
 
+def test_batch_that_was_passed_over_is_gone_and_no_step():
+    state = state_of(
+        trainer_registered(batch_size=1, starting_step=5),
+        admitted(0, 1),
+        records.BatchFormed(0, [0], "", 0.0),
+    )
+
+    for _ in range(2):
+        state.apply(records.BatchPassedOver(0, 1, 0.0))
+    state.apply(records.BatchAcknowledged(0, 1, 0.0))
+
+    assert (state.step, state.delivery.num_pending) == (5, 0)
+    assert [group.group_id for group in state.past] == [0]
+    assert (state.counters["batches/delivered"], state.counters["batches/without_step"]) == (1, 1)
+
+
 def test_payloads_are_given_up_when_newer_ones_are_past():
     history: list[Record] = [trainer_registered(batch_size=1), admitted(*range(7))]
     for i in range(6):
@@ -182,6 +201,22 @@ def test_replacing_the_settings_dissolves_returned_batches_to_the_front():
 
     assert [group.group_id for group in state.queue] == [0, 1, 2, 3, 4, 5]
     assert (state.delivery.num_pending, state.step, state.batch_size) == (0, 9, 3)
+
+
+def test_trainer_that_goes_back_knows_no_versions_it_has_not_reached():
+    groups = [QueuedGroup(i, None, 1, 1, version=version) for i, version in enumerate([3, 9, 5, 9])]
+    state = state_of(
+        trainer_registered(batch_size=1, starting_step=9),
+        records.GroupsAdmitted(0, groups, 0.0),
+        records.BatchFormed(0, [3], "", 0.0),
+        trainer_registered(batch_size=1, starting_step=5, replace=True),
+    )
+
+    (in_flight,) = state.delivery.in_flight.values()
+    waiting = [*state.queue, *in_flight.groups]
+    assert [group.known_version for group in waiting] == [3, None, 5, None]
+    assert [state.staleness_of(group) for group in waiting] == [2, None, 0, None]
+    assert state.oldest_staleness == 2
 
 
 def test_joining_trainer_changes_nothing_but_its_id():

@@ -22,7 +22,8 @@ def open_store(request, tmp_path):
         return lambda replica: SqliteRunStore(tmp_path / "run.sqlite")
     server = request.getfixturevalue("redis_server")
     redis = pytest.importorskip("atroposlib.api.store.redis")
-    return lambda replica: redis.RedisRunStore(server.url, "restarted", replica=replica)
+    name = request.node.originalname
+    return lambda replica: redis.RedisRunStore(server.url, name, replica=replica)
 
 
 async def test_run_survives_a_restart(open_store):
@@ -31,7 +32,7 @@ async def test_run_survives_a_restart(open_store):
     await run.next_batch()
     await run.register_env(env_request(group_size=4))
     await run.admit([decoded(content=b"%d" % i) for i in range(6)], key="k", digest=1)
-    await run.admit([decoded(3, env_id=0)])
+    await run.admit([decoded(2, env_id=0)])
     assert await take(run) == [0, 1]
     sent, _ = await run.next_batch()
     leased, _ = await run.next_batch(lease_s=60)
@@ -48,7 +49,25 @@ async def test_run_survives_a_restart(open_store):
     assert await again.acknowledge(leased.token) == "acked"
     assert (await again.admit([decoded()], key="k", digest=1)).is_repeat
     assert (again.state.step, again.state.policy_version) == (2, 5)
-    assert again.state.envs.buffered_sequences == 3
+    assert again.state.envs.buffered_sequences == 2
+    await again.close()
+
+
+async def test_refused_batch_is_no_step_before_and_after_a_restart(open_store):
+    run = await open_run(open_store("r"), replica="r")
+    await run.register_trainer(registration(batch_size=1))
+    await run.admit([decoded(), decoded(), decoded()])
+    for steps_done in (1, 1, 2):
+        handout, _ = await run.next_batch(lease_s=60)
+        assert await run.acknowledge(handout.token, steps_done=steps_done) == "acked"
+    told = run.state.step, snapshot(run.state)
+    await run.close()
+
+    again = await open_run(open_store("r"), replica="r")
+
+    assert (again.state.step, snapshot(again.state)) == told
+    assert again.state.step == 2
+    assert await again.acknowledge(handout.token, steps_done=2) == "repeated"
     await again.close()
 
 

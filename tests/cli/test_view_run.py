@@ -34,7 +34,7 @@ def test_defaults_are_those_of_earlier_versions(module: str) -> None:
 
     args = view_run._parser("view-run", door.DEFAULT_TOKENIZER).parse_args([])
 
-    assert (args.port, args.group_size, args.max_token_len) == (9001, 2, 2048)
+    assert (args.port, args.group_size, args.max_token_len) == (9101, 2, 2048)
     assert args.tokenizer == tokenizer
     assert args.api_url == "http://localhost:8000"
     assert not args.share
@@ -68,7 +68,7 @@ def test_help_answers_without_loading_gradio(module: str) -> None:
 def test_what_cannot_be_shown_is_refused_in_a_line(arguments: list[str], said: str) -> None:
     done = run("view_run", *arguments)
 
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -84,7 +84,7 @@ def test_port_in_use_is_said_with_the_flag_that_chooses_another(tmp_path: Path) 
 
         done = run("view_run", "--file", str(file), "--port", str(port))
 
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"view-run: port {port} is in use; choose another with --port" in done.stderr
     assert "GRADIO" not in done.stderr
 
@@ -97,9 +97,12 @@ def test_address_of_another_machine_is_said_in_a_line() -> None:
         launch_app(None, host="192.0.2.1", port=9001)
 
 
-def read(path: Path, load: Callable[[str], Any]) -> Viewer:
+GROUP = '{"tokens": [[5]], "masks": [[5]], "scores": [1.0]}\n'
+
+
+def read(path: Path, load: Callable[[str], Any], text: str = GROUP) -> Viewer:
     """A viewer of a file, with a tokenizer called bytes."""
-    path.write_text("")
+    path.write_text(text)
     return Viewer(JsonlSource(path), TokenReader("bytes", load))
 
 
@@ -130,6 +133,26 @@ def test_nothing_is_said_when_all_is_there(
 
     viewer.close()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no groups: The file is empty so far; groups appear as they are written."),
+        ("x\n{}\n", "holds no groups; 2 entries cannot be shown, the first: line 1: not JSON"),
+        (GROUP + "{}\n", "holds 1 groups; 1 entries cannot be shown, the first: line 2: neither"),
+    ],
+)
+def test_file_that_shows_no_groups_or_not_all_is_warned_about(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    viewer = read(tmp_path / "groups.jsonl", lambda _: byte_tokenizer(), text)
+
+    view_run._warn("view-run", viewer, None)
+
+    viewer.close()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"view-run: warning: {tmp_path / 'groups.jsonl'} {said}")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ FORBIDDEN = [
     ("atroposlib.api.*", "atroposlib.envs*", "the service serves environments in any language"),
     ("atroposlib.*", "example_trainer*", "any trainer may use the library"),
     ("atroposlib.*", "environments*", "environments build on the library"),
+    ("atroposlib.envs*", "atroposlib.tasks*", "the framework knows none of the tasks"),
+    ("atroposlib.api.*", "atroposlib.tasks*", "the service serves environments in any language"),
     ("example_trainer*", "atroposlib.envs*", "a trainer speaks to environments over HTTP only"),
     ("atroposlib.*", "atroposlib.tests*", "test helpers are for tests"),
     ("atroposlib.utils.*", "atroposlib.envs*", "utilities are leaves"),

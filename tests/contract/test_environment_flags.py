@@ -64,6 +64,8 @@ ENV_DEFAULTS: dict[str, Any] = {
     "straggler_retries": 2,
     "min_group_size": 2,
     "rollout_grace_s": 10.0,
+    "end_with_trainer": True,
+    "engine_timeout": 900.0,
     "score_backend": "PROCESS",
     "num_score_workers": 2,
     "score_timeout_s": 20.0,
@@ -125,6 +127,8 @@ TYPED = {
     "straggler_retries": ("5", 5),
     "min_group_size": ("3", 3),
     "rollout_grace_s": ("2.5", 2.5),
+    "end_with_trainer": ("false", False),
+    "engine_timeout": ("60", 60.0),
     "score_backend": ("THREAD", ScoreBackendEnum.THREAD),
     "num_score_workers": ("3", 3),
     "score_timeout_s": ("1.5", 1.5),
@@ -136,13 +140,16 @@ from atroposlib.envs import commands
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.config import APIServerConfig
 
+class Config(BaseEnvConfig):
+    colour: str = "red"
+
 class Env:
     name = "light"
-    env_config_cls = BaseEnvConfig
+    env_config_cls = Config
     @classmethod
     def config_init(cls):
         # pragma: allowlist nextline secret
-        return BaseEnvConfig(group_size=77), [APIServerConfig(api_key="sk-secret", timeout=55)]
+        return Config(group_size=77), [APIServerConfig(api_key="sk-secret", timeout=55)]
     get_cli_serve_config_cls = classmethod(commands.serve_command)
     get_cli_process_config_cls = classmethod(commands.process_command)
     get_cli_evaluate_config_cls = classmethod(commands.evaluate_command)
@@ -246,7 +253,30 @@ def test_serve_env_flag_sets_its_field(name: str, joined: bool) -> None:
     assert command.typed_flags() == {f"env.{name}": value}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["serve", "--help"], ["process", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["serve", "--help"], ["process", "-h"]])
+def test_help_shows_own_settings_and_what_is_often_needed(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    own, often = done.stdout.split("\nOften needed:\n")
+    assert own.split("\nSettings of this environment:\n")[1].startswith("  --env.colour TEXT\n")
+    for name in ("config", "env.tokenizer_name", "env.group_size", "openai.base_url"):
+        assert f"  --{name} " in often
+    assert "--env.straggler_policy" not in done.stdout
+    assert "--help all" in often
+    assert "sk-secret" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help", "all"], ["-h", "all"], ["serve", "--help=all"], ["process", "--help", "all"]],
+)
 def test_help_lists_every_flag_with_its_effective_default_and_stays_light(
     words: list[str],
 ) -> None:

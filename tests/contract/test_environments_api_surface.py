@@ -54,11 +54,12 @@ GROUP_KEYS = {
     *("overrides", "generation_params", "inference_logprobs", "images", "distill_token_ids"),
     *("distill_logprobs", "env_id"),
 }
+NOTES = {"reward_parts", "finish_reasons", "tokenized_from_text"}
 
 
 def test_group_and_item_are_plain_dicts_with_the_keys_of_the_contract() -> None:
     assert is_typeddict(ScoredDataGroup)
-    assert set(ScoredDataGroup.__annotations__) == GROUP_KEYS
+    assert set(ScoredDataGroup.__annotations__) == GROUP_KEYS | NOTES
     missing = {"inference_logprobs", "generation_params", "env_id"}  # not among an item's keys
     assert set(ScoredDataItem.__annotations__) >= GROUP_KEYS - missing
     assert type(ScoredDataGroup(tokens=[[1]], masks=[[1]], scores=[0.0])) is dict

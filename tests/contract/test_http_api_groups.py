@@ -170,3 +170,15 @@ def test_refused_and_loose_groups_are_counted(service):
 
     assert counters["groups/refused_value_error"] == 1
     assert counters["groups/loose"] == 1
+
+
+def test_group_tokenized_from_text_is_delivered_with_the_key_and_counted(service):
+    service.register(batch_size=2)
+    service.post("/scored_data", json=two(tokenized_from_text=True))
+
+    (delivered,) = service.get("/batch").json()["batch"]
+    counters = service.get("/health/ready").json()["counters"]
+
+    assert delivered["tokenized_from_text"] is True
+    assert counters["groups/tokenized_from_text"] == 1
+    assert "atropos_groups_tokenized_from_text_total 1.0" in service.get("/metrics").text

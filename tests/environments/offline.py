@@ -11,7 +11,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from tests.fakes import CharTokenizer, ScriptedEngine
 
-__all__ = ["PROBED", "make_env", "read_groups", "run_process"]
+__all__ = ["PROBED", "evaluate", "make_env", "read_groups", "run_process"]
 
 PROBED = "ok"
 """First reply of a list: it answers the client's look for a route that gives token ids."""
@@ -48,6 +48,29 @@ async def run_process(env: Any, *, num_groups: int, group_size: int) -> None:
     env.n_groups_to_process = num_groups
     env.group_size_to_process = group_size
     await env.process_manager()
+
+
+async def evaluate(
+    env_cls: type[BaseEnv],
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Run an environment's evaluation and return its report.
+
+    Every request was made at the one temperature that the report names.
+    """
+    env = make_env(env_cls, engine, monkeypatch, data_dir_to_save_evals=str(folder), **settings)
+    await env.setup()
+
+    await env.evaluate()
+    await env.close()
+
+    report: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    reported = report["config_general"]["generation_parameters"]["temperature"]
+    assert {request.body["temperature"] for request in engine.requests} == {reported}
+    return report
 
 
 def read_groups(path: Path) -> list[dict[str, Any]]:

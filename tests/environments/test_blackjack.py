@@ -9,27 +9,26 @@ import pytest
 from atroposlib.envs.check import check_environment
 from atroposlib.errors import MissingExtraError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
+from atroposlib.tasks.blackjack import (
+    PREFILL,
+    Hand,
+    Rules,
+    Table,
+    action_value,
+    best_action,
+    fit_prompt,
+    opening,
+    read_action,
+    score_reply,
+    shorten_thinking,
+    value,
+)
+from atroposlib.tasks.games import load_gymnasium
 from environments.game_environments.gymnasium import blackjack_env
 from environments.game_environments.gymnasium.blackjack.blackjack_env_thinking import (
     BlackjackEnv,
     BlackjackEnvConfig,
 )
-from environments.game_environments.gymnasium.blackjack.chat import fit_prompt, opening
-from environments.game_environments.gymnasium.blackjack.scoring import (
-    PREFILL,
-    read_action,
-    score_reply,
-    shorten_thinking,
-)
-from environments.game_environments.gymnasium.blackjack.table import Table
-from environments.game_environments.gymnasium.blackjack.values import (
-    Hand,
-    Rules,
-    action_value,
-    best_action,
-    value,
-)
-from environments.game_environments.gymnasium.package import load_gymnasium
 from tests.environments.offline import make_env
 from tests.fakes import CharTokenizer, ScriptedEngine
 
@@ -273,7 +272,7 @@ def test_path_of_may_gives_the_same_classes() -> None:
 def test_missing_gymnasium_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
 
-    with pytest.raises(MissingExtraError, match=r"atroposlib\[examples\]"):
+    with pytest.raises(MissingExtraError, match=r"'\.\[examples\]'"):
         load_gymnasium.__wrapped__()
 
 

@@ -8,13 +8,12 @@ import pytest
 
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import ChatMessage
+from atroposlib.tasks.blackjack import Table, best_action
 from environments.game_environments.gymnasium.blackjack.blackjack_env_no_thinking import (
     BlackjackEnvNoThinking,
     BlackjackGame,
     read_action,
 )
-from environments.game_environments.gymnasium.blackjack.table import Table
-from environments.game_environments.gymnasium.blackjack.values import best_action
 from tests.environments.game_players import play_game
 from tests.environments.offline import make_env, read_groups
 from tests.fakes import ScriptedEngine

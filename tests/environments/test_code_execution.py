@@ -8,18 +8,26 @@ import pytest
 from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits, SandboxUnavailableError, open_sandbox
+from atroposlib.tasks.answers import last_code_block
+from atroposlib.tasks.code_tests import (
+    Problem,
+    is_same_output,
+    is_same_value,
+    load_problems,
+    pass_at_k,
+    passes_all_tests,
+    read_problem,
+)
 from environments.code_execution_server.code_execution_server import (
     SAMPLE,
+    Answer,
     CodingEnv,
+    eval_figures,
+    lookup_program,
     prompt_messages,
     score,
+    train_figures,
 )
-from environments.code_execution_server.execution import passes_all_tests
-from environments.code_execution_server.figures import Answer, eval_figures, train_figures
-from environments.code_execution_server.lookup import lookup_program
-from environments.code_execution_server.problems import Problem, load_problems, read_problem
-from environments.code_execution_server.verdicts import is_same_output, is_same_value, pass_at_k
-from environments.shared.code_blocks import last_code_block
 
 LIMITS = SandboxLimits(wall_s=3.0, cpu_s=1)
 

@@ -9,26 +9,22 @@ from hypothesis import strategies as st
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Turn
 from atroposlib.errors import ConfigError
-from environments.game_environments.crosswords.board import (
-    LEVELS,
-    Board,
-    Cell,
-    Entry,
-    Level,
-    make_board,
-)
+from atroposlib.tasks.games import words_at
 from environments.game_environments.crosswords.crosswords_env import (
-    Crossword,
-    CrosswordsEnv,
-    board_of,
-)
-from environments.game_environments.crosswords.game import (
     INVALID,
+    LEVELS,
     UNSOLVED,
     WIN,
+    Board,
+    Cell,
+    Crossword,
     CrosswordGame,
+    CrosswordsEnv,
+    Entry,
+    Level,
+    board_of,
+    make_board,
 )
-from environments.shared.word_clues import words_at
 from tests.environments.game_players import Player, play_game
 
 

@@ -12,17 +12,15 @@ from atroposlib.envs.check import check_environment
 from atroposlib.envs.config_layers import Defaults, layer_settings
 from atroposlib.envs.reward_fns import CombinedReward
 from atroposlib.errors import ConfigError, UnknownRewardError
-from environments.dataset_environment.dataset_config import (
-    CONFIGS,
-    DatasetEnvConfig,
-    expand_variables,
-    read_run_file,
-)
 from environments.dataset_environment.dataset_env import (
+    CONFIGS,
     SAMPLE,
     DatasetEnv,
+    DatasetEnvConfig,
+    expand_variables,
     make_reward,
     read_rows,
+    read_run_file,
     token_limit,
 )
 from environments.dataset_environment.dataset_local_server import roll_out_items

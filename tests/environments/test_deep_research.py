@@ -13,15 +13,15 @@ from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Reply, Turn
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
+from atroposlib.tasks.web_search import Hit, LocalCorpus, Page
 from atroposlib.utils.local_records import read_records
 from environments.deep_research.deep_research_environment import (
     SAMPLE,
     DeepResearchEnv,
     DeepResearchEnvConfig,
+    Question,
+    ResearchConversation,
 )
-from environments.deep_research.research import ResearchConversation
-from environments.deep_research.scoring import Question
-from environments.deep_research.search import Hit, LocalCorpus, Page
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 

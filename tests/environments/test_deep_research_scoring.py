@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from environments.deep_research.scoring import Question, judge, parse_answer, words_of
-from environments.deep_research.search import inert
+from atroposlib.tasks.web_search import inert
+from environments.deep_research.deep_research_environment import (
+    Question,
+    judge,
+    parse_answer,
+    words_of,
+)
 
 ONE = Question("When?", ["1931", "in 1931"], ["otter"], ["set up in 1931 after"])
 TWO = Question("Where?", ["Tarn Hollow"], ["otter", "marr"], [])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from environments.gsm8k_server import (
     prompt_messages,
     score_verdict,
 )
-from tests.environments.offline import PROBED, make_env, read_groups, run_process
+from tests.environments.offline import PROBED, evaluate, make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
 SAMPLE = Path(__file__).parents[2] / "environments" / "data" / "gsm8k_sample"
@@ -147,25 +146,12 @@ async def test_evaluate_asks_greedily_and_reports_what_it_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: dict[str, str]
 ) -> None:
     async with ScriptedEngine(Replies(problems, always_right=True)) as engine:
-        env = make_env(
-            GSM8kEnv,
-            engine,
-            monkeypatch,
-            dataset_path=str(SAMPLE),
-            data_dir_to_save_evals=str(tmp_path),
-        )
-        await env.setup()
+        report = await evaluate(GSM8kEnv, engine, monkeypatch, tmp_path, dataset_path=str(SAMPLE))
 
-        await env.evaluate()
-        temperatures = {request.body["temperature"] for request in engine.requests}
-
-    report = json.loads((tmp_path / "metrics.json").read_text())
     assert report["results"]["all"] == {"eval/percent_correct": 1.0}
-    assert temperatures == {report["config_general"]["generation_parameters"]["temperature"]}
     samples = read_groups(tmp_path / "samples.jsonl")
     assert len(samples) == 5
     assert all(sample["correct"] and sample["finish_reason"] == "stop" for sample in samples)
-    await env.close()
 
 
 async def test_checkpoint_keeps_the_position(

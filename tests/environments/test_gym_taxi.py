@@ -4,11 +4,13 @@ import pytest
 
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.multi_turn import Rollout
-from environments.game_environments.gymnasium.gym_taxi import GymTaxiEnv, TaxiRide, read_action
-from environments.game_environments.gymnasium.taxi_world import (
+from environments.game_environments.gymnasium.gym_taxi import (
     DROP_OFF,
     PICK_UP,
     PLACES,
+    GymTaxiEnv,
+    TaxiRide,
+    read_action,
     taxi_world,
 )
 from tests.environments.game_players import Player, play_game

@@ -11,18 +11,18 @@ from atroposlib.envs.conversation import ChatMessage, Turn
 from atroposlib.envs.multi_turn import Rollout
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
-from environments.game_environments.hangman.game import (
+from atroposlib.tasks.games import NUM_TRAINING_SEEDS, evaluation_seeds, words_at
+from environments.game_environments.hangman.hangman_env import (
     INVALID,
     LEVELS,
     LOSS,
     WIN,
     WRONG,
+    Hangman,
     HangmanGame,
+    HangmanOnlineEnv,
     hidden_word,
 )
-from environments.game_environments.hangman.hangman_env import Hangman, HangmanOnlineEnv
-from environments.shared.games import NUM_TRAINING_SEEDS, evaluation_seeds
-from environments.shared.word_clues import words_at
 from tests.environments.game_players import Player, play_game
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine

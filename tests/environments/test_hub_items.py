@@ -6,8 +6,7 @@ import datasets
 import pytest
 
 from atroposlib.errors import ConfigError
-from environments.dataset_environment.dataset_config import DatasetEnvConfig
-from environments.dataset_environment.dataset_env import read_rows
+from environments.dataset_environment.dataset_env import DatasetEnvConfig, read_rows
 from environments.gsm8k_server import GSM8kEnv
 from environments.mcqa_thinking_env import MCQAThinkingEnv, read_question
 from environments.rlaif_server import RLAIFEnv

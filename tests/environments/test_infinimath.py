@@ -12,17 +12,24 @@ import pytest
 
 from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError, MissingExtraError
-from environments.infinimath.answers import first_boxed, has_thought, is_equal, read_answer
-from environments.infinimath.builtin_problems import BUILTIN_GENERATORS
-from environments.infinimath.curriculum import MathCurriculum
+from atroposlib.tasks.infinimath import (
+    BUILTIN_GENERATORS,
+    MAX_LEVEL,
+    MathCurriculum,
+    Problem,
+    ProblemSource,
+    WordProblems,
+    first_boxed,
+    has_thought,
+    is_equal,
+    read_answer,
+)
 from environments.infinimath.infinimath import InfiniteMath
 from environments.infinimath.infinimath_env import (
     InfiniteMathEnv,
     InfiniteMathEnvConfig,
     reward_of,
 )
-from environments.infinimath.problems import MAX_LEVEL, Problem, ProblemSource
-from environments.infinimath.word_problems import WordProblems
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from environments.shared.judge import (
+from atroposlib.tasks.judge import (
     Case,
     Votes,
     ask_judge,

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.game_environments.gymnasium.blackjack.scoring import (
+from atroposlib.tasks.answers import boxed_answer, only_tagged, tagged_answer
+from atroposlib.tasks.blackjack import (
     form_bonus,
     read_action,
     shorten_thinking,
 )
-from environments.reasoning_gym_environment.answers import extract_answer
-from environments.shared.marked_answers import boxed_answer, only_tagged, tagged_answer
+from atroposlib.tasks.reasoning_gym.answers import extract_answer
 
 PIECES = ["<answer>", "</answer>", "<ANSWER>", "<answer", "a", " ", "\n", "</Answer>"]
 

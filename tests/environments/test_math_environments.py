@@ -8,9 +8,9 @@ import pytest
 
 from atroposlib.envs.check import check_environment
 from atroposlib.scored_data import check_group
+from atroposlib.tasks.math_problems import MathItem
 from environments import math_server, math_server_zero
-from environments.math_environment.items import MathItem
-from environments.math_environment.problems import SAMPLE
+from environments.math_server import SAMPLE
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine
 

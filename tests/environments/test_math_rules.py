@@ -7,24 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.utils.math_check import check_math_answer
-from environments.math_environment.figures import MathFigures, eval_figures, subset_counts
-from environments.math_environment.items import KeptGroup, KeptGroups
-from environments.math_environment.problems import MATH_SETS, SAMPLE, ZERO_SETS, load_problems
-from environments.math_environment.prompts import (
-    judge_messages,
-    preference_messages,
-    zero_prompt,
-)
-from environments.math_environment.rules import (
+from atroposlib.tasks.math_problems import (
+    MATH_SETS,
+    ZERO_SETS,
+    KeptGroup,
+    KeptGroups,
+    MathFigures,
     boxed_word,
     concise_scores,
+    eval_figures,
+    judge_messages,
     lead_of_first,
     least_similar_pair,
+    load_problems,
+    preference_messages,
     score,
+    subset_counts,
     zero_answer,
+    zero_prompt,
     zero_reply,
 )
+from atroposlib.utils.math_check import check_math_answer
+from environments.math_server import SAMPLE
 from environments.math_server_zero import curriculum_length
 
 

@@ -119,7 +119,7 @@ def test_thinking_must_be_one_pair_of_tags_before_the_answer(completion: str) ->
 
 
 def test_long_hostile_answers_are_read_quickly() -> None:
-    started_at = time.perf_counter()
+    started_at = time.process_time()
     for text in (
         "the answer is " * 20_000,
         "the" + " " * 300_000,
@@ -128,7 +128,7 @@ def test_long_hostile_answers_are_read_quickly() -> None:
     ):
         assert score_answer(f"<think>a</think>{text}", QUESTION) == -1.0
 
-    assert time.perf_counter() - started_at < 5  # a quadratic search takes minutes
+    assert time.process_time() - started_at < 5  # a quadratic search takes minutes
 
 
 def test_rows_of_both_data_sets_give_the_same_question() -> None:

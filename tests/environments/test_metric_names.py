@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.multi_turn import Rollout
+from atroposlib.tasks.infinimath import MathCurriculum
+from atroposlib.tasks.math_problems import TABLES, MathFigures
 from environments import math_server, math_server_zero
-from environments.code_execution_server.figures import Answer, eval_figures, train_figures
-from environments.deep_research.deep_research_environment import DeepResearchEnv
-from environments.deep_research.research import ResearchConversation
-from environments.deep_research.scoring import Question, Verdict
-from environments.infinimath.curriculum import MathCurriculum
+from environments.code_execution_server.code_execution_server import (
+    Answer,
+    eval_figures,
+    train_figures,
+)
+from environments.deep_research.deep_research_environment import (
+    DeepResearchEnv,
+    Question,
+    ResearchConversation,
+    Verdict,
+)
 from environments.infinimath.infinimath_env import InfiniteMathEnv
-from environments.math_environment.figures import TABLES, MathFigures
-from environments.math_environment.problems import SAMPLE as MATH_SAMPLE
+from environments.math_server import SAMPLE as MATH_SAMPLE
 from environments.rlaif_server import RLAIFEnv
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine

@@ -18,6 +18,7 @@ from PIL import Image
 from atroposlib.envs.check import check_environment
 from atroposlib.errors import NoDataError
 from atroposlib.scored_data import check_group
+from atroposlib.tasks.images import ImageEnv, ImageError, fetch_image, png_base64
 from environments.multimodal_dpo import (
     clevr_cogen_a_train,
     clevr_complex,
@@ -26,9 +27,7 @@ from environments.multimodal_dpo import (
     pixmo_count,
     pixmo_point_explanations,
 )
-from environments.multimodal_dpo.draw_samples import draw_samples
-from environments.multimodal_dpo.image_env import DATA, ImageEnv
-from environments.shared.images import ImageError, fetch_image, png_base64
+from environments.multimodal_dpo.draw_samples import DATA, draw_samples
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 

@@ -9,7 +9,7 @@ import pytest
 from atroposlib.envs.base import BaseEnv, EvalHandlingEnum
 from environments import math_server, math_server_zero
 from environments.code_execution_server.code_execution_server import CodeConfig, CodingEnv
-from environments.dataset_environment.dataset_config import DatasetEnvConfig
+from environments.dataset_environment.dataset_env import DatasetEnvConfig
 from environments.fundamental_prediction_environment import FundamentalPredictionEnv
 from environments.game_environments.gymnasium.blackjack.blackjack_env_no_thinking import (
     BlackjackEnvNoThinking,

@@ -9,9 +9,9 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
+from atroposlib.tasks.reasoning_gym import tasks
+from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
 from atroposlib.utils.score_pool import ScorePool
-from environments.reasoning_gym_environment import tasks
-from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
 from environments.reasoning_gym_environment.reasoning_gym_environment import (
     ReasoningGymEnv,
     group_scores,

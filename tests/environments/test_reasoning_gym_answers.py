@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from environments.reasoning_gym_environment import tasks
-from environments.reasoning_gym_environment.answers import extract_answer, is_safe_answer
-from environments.reasoning_gym_environment.config import ReasoningGymEnvConfig
+from atroposlib.tasks.reasoning_gym import tasks
+from atroposlib.tasks.reasoning_gym.answers import extract_answer, is_safe_answer
+from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
 
 
 def item_of(task: str) -> tasks.TaskItem:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from environments.reasoning_gym_environment.curriculum import Curriculum
+from atroposlib.tasks.reasoning_gym.curriculum import Curriculum
 
 
 def after(*accuracies: float) -> float:

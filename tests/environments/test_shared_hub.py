@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
+from atroposlib.tasks.hub_items import hub_rows
 from atroposlib.utils.local_records import read_splits
-from environments.shared.hub import hub_rows
 
 
 def test_unreachable_hub_is_an_error_that_names_local_files(

@@ -54,4 +54,6 @@ async def test_groups_carry_what_the_teacher_says_of_every_token(
 
 def engine_as_teacher(engine: ScriptedEngine) -> Any:
     teacher = GSM8kTeacherDistillEnv.teacher_config_init()
-    return teacher.model_copy(update={"base_url": engine.base_url, "health_check": False})
+    return teacher.model_copy(
+        update={"base_url": engine.base_url, "model_name": engine.model, "health_check": False}
+    )

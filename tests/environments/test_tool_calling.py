@@ -19,7 +19,7 @@ from environments.tool_calling_server import (
     request_of,
     score,
 )
-from tests.environments.offline import PROBED, make_env, read_groups, run_process
+from tests.environments.offline import PROBED, evaluate, make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
 
@@ -199,24 +199,12 @@ async def test_evaluation_is_greedy_and_counts_as_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ScriptedEngine(Calling(always_right=True)) as engine:
-        env = make_env(
-            SingleToolCallingEnv,
-            engine,
-            monkeypatch,
-            dataset_path=str(SAMPLE),
-            data_dir_to_save_evals=str(tmp_path),
+        report = await evaluate(
+            SingleToolCallingEnv, engine, monkeypatch, tmp_path, dataset_path=str(SAMPLE)
         )
-        await env.setup()
 
-        await env.evaluate()
-        temperatures = {request.body["temperature"] for request in engine.requests}
-
-    report = json.loads((tmp_path / "metrics.json").read_text())
     assert report["results"]["all"] == {"eval/percent_correct": 1.0}
-    assert (
-        temperatures == {report["config_general"]["generation_parameters"]["temperature"]} == {0.0}
-    )
-    await env.close()
+    assert report["config_general"]["generation_parameters"]["temperature"] == 0.0
 
 
 def test_environment_passes_the_check() -> None:

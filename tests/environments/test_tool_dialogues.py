@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.conversation import Turn
-from atroposlib.utils.local_records import read_splits
-from environments.shared.tool_calls import covers, read_calls
-from environments.shared.tool_dialogues import (
+from atroposlib.tasks.tool_calls import covers, read_calls
+from atroposlib.tasks.tool_dialogues import (
     Dialogue,
     DialogueConversation,
     DialogueRule,
@@ -19,6 +18,7 @@ from environments.shared.tool_dialogues import (
     dialogue_of,
     has_leading_thought,
 )
+from atroposlib.utils.local_records import read_splits
 from environments.tool_use_multiturn_server import SAMPLE
 
 

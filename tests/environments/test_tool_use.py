@@ -10,8 +10,7 @@ import pytest
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.check import check_environment
 from atroposlib.scored_data import check_group
-from environments.shared.tool_dialogue_config import shortened_scores
-from environments.shared.tool_dialogues import TurnCheck
+from atroposlib.tasks.tool_dialogues import TurnCheck, shortened_scores
 from environments.tool_use_multiturn_server import (
     SAMPLE,
     MultiTurnToolCallingEnv,

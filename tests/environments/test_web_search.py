@@ -9,8 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from atroposlib.errors import ConfigError
-from environments.deep_research.search import Hit, SearchError
-from environments.deep_research.web_search import KEY_VARIABLE, TavilySearch
+from atroposlib.tasks.web_search import KEY_VARIABLE, Hit, SearchError, TavilySearch
 
 KEY = "tvly-not-a-key"  # pragma: allowlist secret
 

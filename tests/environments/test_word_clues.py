@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from environments.shared.word_clues import read_words, words_at
+from atroposlib.tasks.games import read_words, words_at
 
 
 def test_shipped_words_are_plain_and_no_clue_tells_its_word() -> None:

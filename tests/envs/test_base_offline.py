@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 
 from atroposlib.envs import base, env_offline
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
-from atroposlib.errors import ConfigError, NoDataError
+from atroposlib.envs.server_handling.weight_versions import note_finish_reason
+from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, NoDataError
 from tests.envs.small_environment import SmallEnv, small_config
 
 MakeEnv = Callable[..., Any]
@@ -61,6 +64,49 @@ async def test_process_writes_groups_page_and_metrics(make_env: MakeEnv, tmp_pat
     assert "ABC" in (tmp_path / "groups.html").read_text()
     assert [record["step"] for record in records(tmp_path / "m.jsonl")] == [0, 1, 2]
     assert env.events == ["setup", "close"]
+
+
+async def test_settings_are_saved_beside_the_metrics(make_env: MakeEnv, tmp_path: Path) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl", metrics_path="m.jsonl")
+    env.settings_yaml = "env:\n  group_size: 2\n"
+
+    await process(env, groups=1)
+
+    assert (tmp_path / "m.settings.yaml").read_text() == "env:\n  group_size: 2\n"
+
+
+async def test_closing_line_names_the_error_that_ends_the_run(
+    make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl")
+
+    def fail() -> None:
+        raise ConfigError("wrong")
+
+    env.get_next_item = fail
+    caplog.set_level(logging.INFO)
+
+    with pytest.raises(ConfigError):
+        await process(env, groups=1)
+
+    assert "groups dropped: none; failures: {'ConfigError': 1}" in caplog.text
+
+
+async def test_process_says_why_the_engine_ended_each_trajectory(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    class CutEnv(SmallEnv):
+        async def collect_trajectories(self, item: Any) -> Any:
+            group, backlog = await SmallEnv.collect_trajectories(self, item)
+            note_finish_reason(group["tokens"][0], "length")
+            return group, backlog
+
+    env = make_env(CutEnv, data_path_to_save_groups="groups.jsonl")
+
+    await process(env, groups=1)
+
+    [group] = records(tmp_path / "groups.jsonl")
+    assert group["finish_reasons"][0] == "length"
 
 
 @pytest.mark.parametrize("gold", ["ABC", ["A", "B"]])
@@ -212,7 +258,7 @@ async def test_process_exception_ends_the_run_but_keeps_what_is_done(
     with pytest.raises(ValueError, match="reward"):
         await process(env, groups=3)
 
-    assert len(records(tmp_path / "groups.jsonl")) == 1
+    assert records(tmp_path / "groups.jsonl")
     assert (tmp_path / "groups.html").exists()
 
 
@@ -331,11 +377,15 @@ class EvaluatedEnv(SmallEnv):
         await self.wandb_log({"eval/percent_correct": 0.5})
 
 
-async def test_evaluate_writes_results_and_metrics(make_env: MakeEnv, tmp_path: Path) -> None:
+async def test_evaluate_writes_results_and_metrics(
+    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     env = make_env(EvaluatedEnv, data_dir_to_save_evals="evals", max_token_length=77)
 
-    await env._run_evaluate()
+    with caplog.at_level("INFO"):
+        await env._run_evaluate()
 
+    assert "eval/percent_correct: 0.5" in caplog.text
     result = json.loads((tmp_path / "evals" / "metrics.json").read_text())
     assert result["results"]["atropos|small_eval|0"] == {"eval/percent_correct": 0.5}
     assert result["config_general"]["model_name"] == "m"
@@ -390,3 +440,122 @@ async def test_handle_env_unknown_uuid_gives_none(make_env: MakeEnv) -> None:
 
 def test_small_config_keeps_unknown_settings() -> None:
     assert small_config(dataset_path="x").dataset_path == "x"  # type: ignore[attr-defined]
+
+
+async def test_process_rolls_out_several_items_at_once_and_writes_them_in_order(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl", max_num_workers=3)
+    is_third_running = asyncio.Event()
+    running: set[int] = set()
+    most_running = 0
+
+    async def wait_for_the_third(item: int) -> None:
+        nonlocal most_running
+        running.add(item)
+        most_running = max(most_running, len(running))
+        if item == 3:
+            is_third_running.set()
+        await asyncio.wait_for(is_third_running.wait(), 20)
+        if item == 1:  # the first is done last
+            await asyncio.sleep(0.05)
+        running.discard(item)
+
+    async def collect(item: int) -> Any:
+        await wait_for_the_third(item)
+        return {"tokens": [[item], [item]], "masks": [[item]] * 2, "scores": [0.0, 1.0]}, []
+
+    env.collect_trajectories = collect
+    await process(env, groups=5)
+
+    assert [group["tokens"][0] for group in records(tmp_path / "groups.jsonl")] == [
+        [1], [2], [3], [4], [5]
+    ]  # fmt: skip
+    assert most_running == 3
+    assert env.num_items == 5
+
+
+async def test_process_that_fails_ends_what_runs_besides(make_env: MakeEnv) -> None:
+    env = make_env(max_num_workers=2)
+
+    async def fail_on_first(item: int) -> None:
+        if item == 1:
+            raise ConfigError("wrong")
+        await asyncio.Event().wait()
+
+    env.before_rollout = fail_on_first
+
+    with pytest.raises(ConfigError, match="wrong"):
+        await asyncio.wait_for(process(env, groups=5), 20)
+
+    assert env.num_cancelled > 0
+    assert env.num_items == 2
+
+
+class ScoringEnv(SmallEnv):
+    """Reports a result of 0, whatever became of its requests."""
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        with suppress(InferenceError):
+            await self.server.chat_completion(messages=[{"role": "user", "content": "hi"}])
+        await self.evaluate_log({"eval/accuracy": 0.0}, verbose=False)
+
+
+async def test_evaluate_without_an_answer_reports_no_result(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    env = make_env(ScoringEnv, data_dir_to_save_evals="evals")
+    env.server.servers[0].config.startup_timeout = 0.0
+    env.server.servers[0].health_poll_s = 0.01
+
+    with pytest.raises(EngineSetupError, match="has not answered"):
+        await env._run_evaluate()
+
+    assert not (tmp_path / "evals").exists()
+
+
+async def test_evaluate_without_a_request_reports_no_zero(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    env = make_env(ScoringEnv, data_dir_to_save_evals="evals")
+    env.server.chat_completion = _answer_nothing
+
+    with pytest.raises(NoDataError, match="made no request to a model"):
+        await env._run_evaluate()
+
+    assert not (tmp_path / "evals").exists()
+
+
+async def _answer_nothing(**_: Any) -> None:
+    return None
+
+
+async def test_evaluate_that_asks_nothing_and_reports_nothing_says_so(
+    make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    await make_env()._run_evaluate()
+
+    assert "the evaluation made no request to a model" in caplog.text
+
+
+async def test_process_that_fails_keeps_the_groups_that_later_items_finished(
+    make_env: MakeEnv, tmp_path: Path
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl", max_num_workers=3)
+    is_third_done = asyncio.Event()
+
+    async def collect(item: int) -> Any:
+        if item == 1:
+            await asyncio.wait_for(is_third_done.wait(), 20)
+            raise ConfigError("wrong")
+        if item == 3:
+            asyncio.get_running_loop().call_later(0.05, is_third_done.set)
+        return {"tokens": [[item], [item]], "masks": [[item]] * 2, "scores": [0.0, 1.0]}, []
+
+    env.collect_trajectories = collect
+
+    with pytest.raises(ConfigError, match="wrong"):
+        await process(env, groups=5)
+
+    written = [group["tokens"][0] for group in records(tmp_path / "groups.jsonl")]
+    assert written[:2] == [[2], [3]]

@@ -119,13 +119,13 @@ async def test_fresh_run_in_mid_run_gets_the_waiting_groups_under_the_new_id(
     env.before_rollout = lambda item: finish.wait()
 
     async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+        # Somebody else comes first, so that the environment's id is 1 here and 0 later.
+        await trainer.client.register_env(
+            max_token_length=8, desired_name="other", weight=1.0, group_size=2
+        )
 
         async def play() -> None:
-            await trainer.register()
-            # Somebody else comes first, so that the environment's id is 1 here and 0 later.
-            await trainer.client.register_env(
-                max_token_length=8, desired_name="other", weight=1.0, group_size=2
-            )
             await until(lambda: env.env_id == 1 and len(env.workers) == 4)
             await asyncio.to_thread(service.stop)
             finish.set()
@@ -139,6 +139,32 @@ async def test_fresh_run_in_mid_run_gets_the_waiting_groups_under_the_new_id(
     assert sorted(group["tokens"][0][1] for group in trainer.groups) == list(range(1, 9))
     assert {group["env_id"] for group in trainer.groups} == {0}
     assert not env.drop_counts
+
+
+@pytest.mark.parametrize("num_steps", [3, 9])
+async def test_running_environment_takes_over_the_settings_of_a_replaced_run(
+    service: LiveService, make_env: MakeEnv, num_steps: int
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url)
+
+    async with ScriptedTrainer(service.url, num_steps=6) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(trainer.train(2), 120)
+        trainer.registration |= {
+            "replace": True,
+            "num_steps": num_steps,
+            "starting_step": 1,  # the checkpoint that the trainer goes on from
+            "max_token_len": 77,
+        }
+        trainer.steps = 1
+        await trainer.register()
+        await asyncio.wait_for(trainer.train(num_steps), 120)
+        await asyncio.wait_for(serving, 120)
+
+    assert (env.curr_step, env.config.total_steps, env.max_token_len) == (num_steps, num_steps, 77)
+    assert (env.env_id, env.wandb_prepend) == (0, "small_0")
 
 
 async def test_register_shows_the_token_of_the_environment_variable(

@@ -6,13 +6,17 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import EngineSetupError
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
-from tests.envs.small_environment import SmallEnv
+from tests.envs.small_environment import SERVERS, SmallEnv
+from tests.fakes import ScriptedEngine
 
 MakeEnv = Callable[..., Any]
 
@@ -27,8 +31,8 @@ async def test_serve_runs_until_the_trainer_is_done(
     async with ScriptedTrainer(service.url) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(trainer.train(3), 20)
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(trainer.train(3), 120)
+        await asyncio.wait_for(serving, 120)
 
     assert env.curr_step == 3
     assert env.config.total_steps == 3
@@ -51,8 +55,8 @@ async def test_serve_started_before_service_and_trainer_waits_for_both(
     await until(lambda: "waiting for the trainer to start" in caplog.text)
     async with ScriptedTrainer(service.url) as trainer:
         await trainer.register()
-        await asyncio.wait_for(trainer.train(3), 20)
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(trainer.train(3), 120)
+        await asyncio.wait_for(serving, 120)
 
     assert caplog.text.count("waiting for the trainer to start") == 1
     assert env.wandb_prepend == "small_0"
@@ -143,7 +147,7 @@ async def test_serve_malformed_groups_hold_back_the_next_as_failures_do(
     assert env.drop_counts["malformed"] >= 5
 
 
-async def test_serve_tells_that_the_trainer_has_done_the_steps_it_registered(
+async def test_serve_ends_with_the_trainer_although_total_steps_is_more(
     service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -153,7 +157,44 @@ async def test_serve_tells_that_the_trainer_has_done_the_steps_it_registered(
     async with ScriptedTrainer(service.url, num_steps=3) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(trainer.train(3), 20)
+        await asyncio.wait_for(trainer.train(3), 120)
+        await asyncio.wait_for(serving, 120)
+
+    assert "trainer step 3 of 3" in caplog.text
+    assert "done: the training run has ended with step 3" in caplog.text
+
+
+async def test_serve_goes_on_while_a_trainer_only_restarts(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, total_steps=1000)
+
+    async with ScriptedTrainer(service.url, num_steps=4) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(trainer.train(2), 120)
+    async with ScriptedTrainer(service.url, num_steps=4, starting_step=2) as restarted:
+        await restarted.register()
+        await until(lambda: env.curr_step >= 2)
+        assert not serving.done()
+        await asyncio.wait_for(restarted.train(2), 120)
+        await asyncio.wait_for(serving, 120)
+
+    assert env.curr_step == 4
+
+
+async def test_serve_tells_that_the_trainer_has_done_the_steps_it_registered(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    service.start()
+    env = make_env(rollout_server_url=service.url, total_steps=1000, end_with_trainer=False)
+
+    async with ScriptedTrainer(service.url, num_steps=3) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(trainer.train(3), 120)
         await until(lambda: "has done the 3 steps that it registered" in caplog.text)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -385,3 +426,64 @@ async def test_serve_rollout_without_data_keeps_its_slot_for_a_moment(make_env: 
 
 async def _nothing(item: Any) -> tuple[None, list[Any]]:
     return None, []
+
+
+async def test_serve_ends_once_over_wrong_settings_in_the_first_rollouts(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url)
+
+    async def refuse(item: int) -> None:
+        raise EngineSetupError("inference server u serves no model 'X'; it serves: tiny")
+
+    env.before_rollout = refuse
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+        with pytest.raises(EngineSetupError, match="it serves: tiny"):
+            await asyncio.wait_for(env.env_manager(), 120)
+
+    assert "Traceback" not in caplog.text
+    assert env.events == ["setup", "close"]
+
+
+async def test_serve_ends_over_wrong_settings_that_the_environment_has_caught(
+    service: LiveService, make_env: MakeEnv
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url)
+
+    async def nothing(item: int) -> Any:
+        with suppress(EngineSetupError):
+            await env.server.tokens_and_logprobs_completion(prompt="hi")
+        return None, []
+
+    env.collect_trajectories = nothing
+    async with ScriptedEngine(["ok"], model="tiny", aliases=()) as engine:
+        config = SERVERS[0].model_copy(update={"base_url": engine.base_url, "server_type": "vllm"})
+        env.server = ServerManager([config])
+        async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+            await trainer.register()
+            with pytest.raises(EngineSetupError, match="it serves: tiny"):
+                await asyncio.wait_for(env.env_manager(), 120)
+
+
+async def test_serve_goes_on_over_wrong_settings_after_the_first_group(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.start()
+    env = make_env(rollout_server_url=service.url, max_num_workers=1)
+
+    async def refuse_the_second(item: int) -> None:
+        if item % 2 == 0:
+            raise EngineSetupError("the adapter is loaded again")
+
+    env.before_rollout = refuse_the_second
+    async with ScriptedTrainer(service.url, num_steps=3) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await asyncio.wait_for(trainer.train(3), 120)
+        await asyncio.wait_for(serving, 120)
+
+    assert env.failure_counts["EngineSetupError"] > 1
+    assert caplog.text.count("Traceback") == 1

@@ -17,12 +17,16 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
 from atroposlib.errors import ConfigError, MissingExtraError, NoTokenIdsError
 from atroposlib.utils.cli import get_prefixed_pydantic_model
-from tests.envs.command_environment import StandInEnv, stand_in
+from tests.envs.command_environment import StandInConfig, StandInEnv, stand_in
 
 
 @pytest.fixture(autouse=True)
 def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+class ConfigWithTimeout(StandInConfig):
+    timeout: float = 1.0
 
 
 def call(env_cls: Any, line: str | list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -55,7 +59,9 @@ def test_run_cli_without_command_prints_usage_and_exits_2(
     [
         ("srve", "unknown command 'srve'; did you mean serve?"),
         ("serve --env.grup_size 3", "did you mean --env.group_size?"),
-        ("serve --group_size 3", "unknown flag --group_size; did you mean --env.group_size?"),
+        ("serve --grup_size 3", "unknown flag --grup_size; did you mean --env.group_size?"),
+        ("serve --group-size 3", "unknown flag --group-size; did you mean --env.group_size?"),
+        ("serve --timeout 3", "--timeout is ambiguous: write --env.timeout or --openai.timeout"),
         ("serve --env.group 7", "unknown flag --env.group"),
         ("serve --env.group_size x", "env.group_size: input should be a valid integer"),
         ("serve --env.group_size 0", "env.group_size: input should be greater than or equal to 1"),
@@ -71,7 +77,7 @@ def test_run_cli_without_command_prints_usage_and_exits_2(
 def test_run_cli_wrong_line_exits_2_with_one_message(
     line: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    env_cls = stand_in()
+    env_cls = stand_in(env_config_cls=ConfigWithTimeout)
 
     code = call(env_cls, line, monkeypatch)
 
@@ -117,6 +123,30 @@ def test_serve_runs_the_main_loop_with_flags_and_yaml(
     assert (env.slurm, env.testing) == (True, False)
 
 
+@pytest.mark.parametrize(
+    "line", ["--tokenizer_name=t --model_name=m", "--tokenizer_name t --model_name m"]
+)
+def test_serve_takes_names_without_their_prefix(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = built_by(f"serve {line} --group_size=3 --tags a b --total_steps -1", monkeypatch)
+
+    assert (env.config.tokenizer_name, env.config.group_size) == ("t", 3)
+    assert (env.config.tags, env.config.total_steps) == (["a", "b"], -1)
+    assert env.server_configs == [
+        APIServerConfig(model_name="m", base_url="http://inference:9001/v1")
+    ]
+
+
+def test_process_takes_settings_from_a_file_and_names_without_prefix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("env: {total_steps: 3}\nopenai: {model_name: y}\n")
+
+    env = built_by("process --config run.yaml --data_path_to_save_groups g.jsonl", monkeypatch)
+
+    assert env.ran == ["process"]
+    assert (env.n_groups_to_process, env.config.data_path_to_save_groups) == (3, "g.jsonl")
+
+
 def test_serve_total_steps_minus_one_means_minus_one_in_both_forms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -124,17 +154,22 @@ def test_serve_total_steps_minus_one_means_minus_one_in_both_forms(
         assert built_by(line, monkeypatch).config.total_steps == -1
 
 
-def test_serve_prints_effective_settings_with_secrets_masked(
+def test_serve_prints_changed_settings_and_keeps_all_with_secrets_masked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    built_by("serve --openai.api_key sk-1234 --env.group_size 5", monkeypatch)
+    env = built_by("serve --openai.api_key sk-1234 --env.group_size 5", monkeypatch)
 
     printed = capsys.readouterr().out
-    shown = yaml.safe_load(printed)
-    assert "sk-1234" not in printed
-    assert shown["openai"][0]["api_key"] == "***"
-    assert shown["env"]["group_size"] == 5
-    assert list(shown) == ["env", "openai", "slurm", "testing"]
+    assert "sk-1234" not in printed + env.settings_yaml
+    assert yaml.safe_load(printed) == {
+        "env": {"group_size": 5, "use_wandb": False, "wandb_name": "stand_in"},
+        "openai": [{"api_key": "***", "base_url": "http://inference:9001/v1", "model_name": "m"}],
+    }
+    kept = yaml.safe_load(env.settings_yaml)
+    assert kept["openai"][0]["api_key"] == "***"
+    assert kept["env"]["group_size"] == 5
+    assert kept["env"]["max_token_length"] == StandInConfig().max_token_length
+    assert list(kept) == ["env", "openai", "slurm", "testing"]
 
 
 def test_serve_manager_settings_reach_the_server_manager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,3 +388,36 @@ def test_run_cli_hides_the_line_per_request_of_the_openai_client(
     built_by("serve", monkeypatch)
 
     assert logging.getLogger(http_client).level == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        ("serve", "env.data_path_to_save_groups"),
+        ("serve", "env.metrics_path"),
+        ("serve", "env.data_dir_to_save_evals"),
+        ("process", "env.data_path_to_save_groups"),
+        ("process", "env.metrics_path"),
+        ("evaluate", "env.data_dir_to_save_evals"),
+        ("evaluate", "env.metrics_path"),
+        ("check", "json"),
+    ],
+)
+def test_place_that_cannot_be_written_is_refused_before_anything_is_built(
+    command: str,
+    setting: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("")
+    env_cls = stand_in()
+
+    code = call(env_cls, f"{command} --{setting} afile/sub/out.jsonl", monkeypatch)
+
+    assert code == 2
+    assert env_cls.built == []
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "afile" in line
+    assert line.endswith(f"choose another place with --{setting}")

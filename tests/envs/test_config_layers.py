@@ -240,6 +240,20 @@ def test_shown_settings_as_a_yaml_file_give_the_same_settings() -> None:
     assert repeated[:3] == settings[:3]
 
 
+def test_shown_settings_only_changed_leaves_defaults_and_empty_sections_out() -> None:
+    server = APIServerConfig(base_url="http://me:pw@a/v1", api_key="k", model_name="default")
+    settings = layer_settings("serve", Defaults(SomeConfig, {"group_size": 3}, [server]), {}, {})
+    plain = layer_settings("serve", Defaults(SomeConfig, {}, []), {}, {})
+
+    shown = shown_settings(settings, only_changed=True)
+
+    assert shown == {
+        "env": {"group_size": 3},
+        "openai": [{"base_url": "http://***@a/v1", "api_key": "***"}],
+    }
+    assert shown_settings(plain, only_changed=True) == {}
+
+
 def test_layer_settings_flags_of_a_baseline_are_used_under_every_command() -> None:
     defaults = Defaults(SomeConfig, {}, ServerBaseline(timeout=5))
 

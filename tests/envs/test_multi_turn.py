@@ -119,6 +119,7 @@ async def test_turn_cut_by_its_limit_ends_unanswered() -> None:
     assert rollout.rewards == [0.0, -5.0]
     [sequence] = rollout.sequences
     assert text_of(sequence.tokens).endswith("[assistant]a long")
+    assert group_of_rollouts([rollout])["finish_reasons"] == ["length"]
 
 
 async def test_sequence_stays_below_its_limit() -> None:

@@ -53,6 +53,37 @@ async def test_group_carries_the_oldest_version_its_engine_sampled_with(
     assert env.service_session.sent[0]["policy_version"] == expected
 
 
+@pytest.mark.parametrize(("reason", "expected"), [("length", "length"), ("stop", "stop")])
+async def test_group_of_an_environment_s_own_making_carries_the_engine_s_finish_reasons(
+    reason: str, expected: str, make_env: MakeEnv
+) -> None:
+    env = make_env()
+    env.service_session = RecordingSession()
+
+    class Engine(VersionedEngine):
+        async def tokens_and_logprobs_completion(self, *, input_ids: list[int], **_: Any) -> Any:
+            rows = [[111, i] for i in range(4)]
+            return input_ids, rows, [[-0.1, -0.2]] * 4, [reason, "stop", "stop", "stop"]
+
+    async def collect(item: int) -> Any:
+        session = ManagedServer(Engine(None))
+        await session.completion(prompt="p", n=4)
+        nodes = session.get_state()["nodes"]
+        group = {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "scores": [1.0, 0.0, 1.0, 0.0],
+        }
+        return group, []
+
+    env.collect_trajectories = collect  # type: ignore[method-assign]
+    env.config.group_size = 4
+    env.rollout_scheduler.start(1)
+    await until(lambda: env.service_session.sent)
+
+    assert env.service_session.sent[0]["finish_reasons"] == [expected, "stop", "stop", "stop"]
+
+
 async def test_status_tells_the_servers_what_the_policy_is_called(
     make_env: MakeEnv, service: LiveService
 ) -> None:

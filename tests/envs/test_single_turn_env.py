@@ -71,6 +71,7 @@ async def test_group_holds_completions_with_their_scores(make_echo: Callable[...
     check_group(group)
     assert (group["scores"], backlog) == ([1.0, 1.0, 0.0], [])
     assert env.answers == ["one", "one", ""]
+    assert group["finish_reasons"] == ["stop"] * 3
     assert group["messages"][1][-1]["content"] == "<think>hm</think> one"
 
 
@@ -177,7 +178,7 @@ async def test_local_items_without_a_file_say_what_they_need(
             "Say one.",
             r"EchoEnv\.prompt returned 'Say one\.'; expected a list of messages",
         ),
-        ("prompt", [], r"EchoEnv\.prompt returned '\[\]'; expected a list of messages"),
+        ("prompt", [], r"EchoEnv\.prompt returned \[\]; expected a list of messages"),
         ("prompt", ["Say"], "expected a list of messages"),
     ],
 )

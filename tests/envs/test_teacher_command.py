@@ -70,7 +70,7 @@ def test_serve_flags_reach_an_environment_whose_constructor_knows_no_teacher(
     assert (teacher.model_name, teacher.base_url) == ("big", "http://teacher/v1")
     assert env.events == ["serve"]
     shown = capsys.readouterr().out
-    assert "teacher:\n  timeout: 1200" in shown
+    assert "teacher:\n  model_name: big" in shown
     assert "http://teacher/v1" in shown
     assert "sk-secret" not in shown
 
@@ -159,7 +159,7 @@ def test_process_knows_no_teacher_flags(run: Any, capsys: pytest.CaptureFixture[
     assert "unknown flag --teacher.model_name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["serve", "--help"], ["--help"]])
+@pytest.mark.parametrize("words", [["serve", "--help", "all"], ["--help", "all"]])
 def test_help_lists_every_teacher_flag(
     run: Any, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

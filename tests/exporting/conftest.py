@@ -90,7 +90,10 @@ class Service:
         assert httpx.post(f"{self.url}/register", json=settings | changes).status_code == 200
 
     def status(self) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.url}/status").json())
+        return self.ask("/status")
+
+    def ask(self, path: str) -> dict[str, Any]:
+        return dict(httpx.get(self.url + path).json())
 
 
 @pytest.fixture

@@ -231,7 +231,8 @@ def test_payloads_ask_for_a_token_where_the_service_wants_one(
 
 
 def test_no_service_and_no_run_are_said(run_command: Run, free_port: int, tmp_path: Path) -> None:
-    away = run_command("dpo", tmp_path / "a", "--api-url", f"http://127.0.0.1:{free_port}")
+    url = f"http://127.0.0.1:{free_port}"
+    away = run_command("dpo", tmp_path / "a", "--api-url", url, "--no-wait")
     unknown = run_command("dpo", tmp_path / "a", "--run", "nope", "--data-dir", tmp_path)
 
     assert (away.returncode, unknown.returncode) == (2, 2)

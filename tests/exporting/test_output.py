@@ -14,6 +14,7 @@ from atroposlib.cli import sft
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.lines import encode_line
 from atroposlib.exporting.output import Output, open_output
+from atroposlib.exporting.report import DUPLICATE
 from atroposlib.exporting.run import ExportStoppedError, run_export
 from tests.exporting.samples import dpo_request, read_records, sft_request, write_groups
 
@@ -188,7 +189,7 @@ def test_duplicates_are_counted_or_kept(groups: list[Any], tmp_path: Path) -> No
         sft_request(tmp_path / "b", source, format="tokens", keeps_duplicates=True), tell=print
     )
 
-    assert (once.num_records, once.refused["said before"], twice.num_records) == (2, 2, 4)
+    assert (once.num_records, once.refused[DUPLICATE], twice.num_records) == (2, 2, 4)
 
 
 def test_full_disk_ends_the_export_and_says_how_to_go_on(

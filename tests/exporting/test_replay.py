@@ -211,6 +211,43 @@ def test_script_without_the_environment_and_unknown_flags_are_said(
     assert "Traceback" not in none.stderr + unknown.stderr
 
 
+def test_settings_of_a_yaml_file_are_read(
+    score: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    code = SINGLE_TURN.replace("        if not answer:", "        if self.config.group_name:")
+    code = code.replace("-1.0", "float(self.config.group_name)")
+    code = code.replace("float(answer ==", "float(not answer ==")
+    config_class = "class Config(SingleTurnEnvConfig):\n    group_name: str = ''\n\n\nclass Adding"
+    code = code.replace("import SingleTurnEnv", "import SingleTurnEnv, SingleTurnEnvConfig")
+    code = code.replace("class Adding", config_class, 1)
+    code = code.replace('name = "adding"', 'name = "adding"\n    env_config_cls = Config')
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("env:\n  group_name: '7.5'\n")
+    groups = make_groups(tokenizer, 1)
+
+    done = score(code, groups, "--config", settings)
+    missing = score(code, groups, "--config", tmp_path / "none.yaml")
+
+    assert done.returncode == 0, done.stderr
+    assert "7.5 now" in done.stdout
+    assert missing.returncode == 2
+    assert "config: cannot read" in missing.stderr
+
+
+def test_place_for_new_scores_is_looked_at_before_scoring(
+    score: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    done = score(SINGLE_TURN, make_groups(tokenizer, 1), "--save", tmp_path / "file" / "new.jsonl")
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"atropos-replay: {tmp_path / 'file'} cannot be written: it is a file; expected a folder; "
+        "choose another place with --save"
+    ]
+
+
 def test_what_was_not_recorded_is_never_made_up() -> None:
     group = RecordedGroup(
         "line 1", [[1, 2, 3], [1, 2, 4]], [[-100, 2, 3], [-100, 2, 4]], [0, 1], None

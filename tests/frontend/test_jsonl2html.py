@@ -120,13 +120,14 @@ def test_model_output_never_becomes_active_markup(attack: str, as_chat: bool) ->
 
     page = Page(create_html_for_group({"messages": [chat], "scores": [score]}, 0))
 
-    harmless = {"details", "summary", "div", "h3", "p", "strong", "pre", "code", "br"}
+    harmless = {"details", "summary", "div", "span", "h3", "p", "strong", "pre", "code", "br"}
     assert page.tags() <= harmless | {"table", "thead", "tbody", "tr", "th", "td"}
     names = {name for _, attrs in page.elements for name in attrs}
     assert names <= {"class", "id", "tabindex", "open", "align"} | {
         "data-index",
         "data-best",
         "data-mean",
+        "data-differs",
         "data-score",
     }
 
@@ -269,11 +270,11 @@ def test_null_content_and_tool_calls_are_shown() -> None:
 
 @pytest.mark.parametrize("filler", ["[", "![", "[a](", "**a", "> ", "- ", "`a``", "\\", "&#"])
 def test_degenerate_completions_are_rendered_in_time(filler: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
 
     create_html_for_group({"messages": [filler * 10_000], "scores": [0]}, 0)
 
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
 
 
 def test_generate_html_writes_one_page_with_the_readable_groups(
@@ -356,3 +357,44 @@ def test_command_line_without_input_exits_with_two() -> None:
         main([])
 
     assert exit_info.value.code == 2
+
+
+def test_parts_of_a_reward_are_shown_after_it() -> None:
+    parts = [{"answer": 1.0, "<b>": -0.5}, "nonsense"]
+
+    markup = create_html_for_group(
+        {"messages": ["x", "y"], "scores": [0.5, 1], "reward_parts": parts}, 0
+    )
+
+    assert markup.count("Parts:") == 1
+    assert "Parts: answer 1.0, &lt;b&gt; -0.5</p>" in markup
+
+
+def test_page_says_and_counts_which_groups_are_tokenized_from_text(tmp_path: Path) -> None:
+    source = tmp_path / "groups.jsonl"
+    marked = {**NESTED, "tokenized_from_text": True}
+    source.write_text("".join(json.dumps(group) + "\n" for group in (NESTED, marked)))
+
+    generate_html(source)
+
+    page = source.with_suffix(".html").read_text(encoding="utf-8")
+    assert "1 of 2 groups are tokenized from text" in page
+    assert create_html_for_group(marked, 0).count("tokenized from text") == 1
+    assert "tokenized from text" not in create_html_for_group(NESTED, 0)
+
+
+def test_heading_has_step_and_question_and_groups_that_differ_come_first(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "1 + 1\n<b>?</b>"}]
+    groups = [
+        {"messages": [chat, chat], "scores": [1.0, 1.0], "policy_version": 3},
+        {"messages": [chat, chat], "scores": [1.0, 0.0], "step": 12, "policy_version": 3},
+    ]
+    source = tmp_path / "groups.jsonl"
+    source.write_text("".join(json.dumps(group) + "\n" for group in groups))
+
+    generate_html(source)
+
+    markup = source.with_suffix(".html").read_text()
+    about = '<span class="about">step {}: 1 + 1 &lt;b&gt;?&lt;/b&gt;</span></summary>'
+    second, first = (markup.index(f"Group {i}" + about.format(s)) for i, s in ((1, 12), (0, 3)))
+    assert second < first

@@ -56,9 +56,9 @@ def test_reward_functions_take_long_texts(name: str) -> None:
 
     slowest = 0.0
     for text in texts:
-        start = time.perf_counter()
+        start = time.process_time()
         reward([text], solution="4")
-        slowest = max(slowest, time.perf_counter() - start)
+        slowest = max(slowest, time.process_time() - start)
 
     assert slowest < LIMIT_S
 
@@ -67,8 +67,8 @@ def test_reward_functions_take_long_texts(name: str) -> None:
 def test_helpers_of_the_mathematical_rewards_take_long_texts(part: str) -> None:
     text = part * (NUM_CHARACTERS // len(part))
 
-    start = time.perf_counter()
+    start = time.process_time()
     _plain_number(text)
     format_reward([text, "<think>a</think>" + text + "<"])
 
-    assert time.perf_counter() - start < LIMIT_S
+    assert time.process_time() - start < LIMIT_S

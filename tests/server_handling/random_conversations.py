@@ -18,6 +18,8 @@ from typing import Any
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
 from atroposlib.envs.server_handling.tool_formats import FunctionCall, registry
+from atroposlib.envs.server_handling.turn_matching import text_of_content
+from atroposlib.errors import PromptError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.server_handling.conversation_plans import Plan, Reply, Step, WayBack
 
@@ -129,8 +131,17 @@ class Agent:
         """Make every request of the plan, checking each."""
         for step in self.plan.steps:
             self._take(step)
-            await self._ask(step)
+            try:
+                await self._ask(step)
+            except PromptError:
+                assert self._is_refused_rightly()
+                break
         self.check_nodes()
+
+    def _is_refused_rightly(self) -> bool:
+        """Whether a new sequence would lack a text beside calls, which Mistral's template drops."""
+        texts = [text_of_content(_fields(m).get("content")) for m in self.messages if _calls(m)]
+        return self.family.name == "mistral" and self.parent is None and any(map(str.strip, texts))
 
     def check_nodes(self) -> None:
         """Every node is a completion the engine made; in a tree, every completion is a node."""
@@ -166,9 +177,7 @@ class Agent:
         self.messages += self._next_messages(step)
 
     def _next_messages(self, step: Step) -> list[dict[str, Any]]:
-        last = self.messages[-1] if self.messages else None
-        fields = last if isinstance(last, dict) or last is None else last.model_dump()
-        calls = (fields or {}).get("tool_calls") or []
+        calls = _calls(self.messages[-1]) if self.messages else []
         results = [
             {"role": "tool", "tool_call_id": call.get("id", "x"), "content": step.result}
             for call in calls
@@ -301,7 +310,16 @@ def _respelt(call: dict[str, Any], drops_id: bool) -> dict[str, Any]:
 
 
 def _role(message: Any) -> str:
-    return str(message["role"] if isinstance(message, dict) else message.role)
+    return str(_fields(message)["role"])
+
+
+def _calls(message: Any) -> list[Any]:
+    return _fields(message).get("tool_calls") or []
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = message if isinstance(message, dict) else message.model_dump()
+    return fields
 
 
 def _lists_of(node: SequenceNode) -> tuple[Sequence[Any], ...]:

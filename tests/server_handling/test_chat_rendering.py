@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.errors import ConfigError
 from tests.fakes import CharTokenizer
+from tests.templates.make_tokenizers import load_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 THOUGHT = {"role": "assistant", "content": "<think>why</think>ok"}
@@ -71,3 +73,11 @@ def test_content_that_is_not_text_passes() -> None:
 @pytest.mark.parametrize("tokenizer", [None, object()])
 def test_without_a_template_messages_become_lines(tokenizer: object) -> None:
     assert render_messages(tokenizer, [USER, USER]) == "user: hi\nuser: hi"
+
+
+def test_tokenizer_without_a_chat_template_is_named_with_what_to_do() -> None:
+    tokenizer = load_tokenizer("chatml")
+    tokenizer.chat_template = None
+
+    with pytest.raises(ConfigError, match=r"chatml has no chat template.*--env\.tokenizer_name"):
+        render_messages(tokenizer, [{"role": "user", "content": "hi"}])

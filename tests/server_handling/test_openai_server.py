@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.openai_compatible import WrongChoiceCountError
+from atroposlib.envs.server_handling.openai_compatible import LIMIT_NAMES, WrongChoiceCountError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.errors import ConfigError, NoTokenIdsError
-from tests.fakes import ScriptedEngine
+from tests.fakes import Fault, ScriptedEngine
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -54,6 +55,56 @@ async def test_server_that_ignores_n_is_asked_once_per_choice(
 
         await call(**prompt)
         assert len(engine.requests) == 8
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_new_tokens"])
+async def test_limit_of_any_name_is_sent_as_every_server_knows_it(
+    name: str, engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    server = make_server(engine)
+
+    await server.chat_completion(messages=MESSAGES, **{name: 2})
+    await server.completion(prompt="hi", **{name: 2})
+    await server.chat_completion(messages=MESSAGES, **{name: -1})
+
+    limits = [{k: v for k, v in r.body.items() if k.startswith("max_")} for r in engine.requests]
+    assert limits == [{"max_tokens": 2}, {"max_tokens": 2}, {}]
+
+
+async def test_server_that_refuses_the_name_of_the_limit_gets_the_other_from_then_on(
+    engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    server = make_server(engine)
+    refusal = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+    engine.fail_next(Fault(status=400, message=refusal))
+
+    for _ in range(2):
+        await server.chat_completion(messages=MESSAGES, max_tokens=2)
+
+    limits = [{k: v for k, v in r.body.items() if k.startswith("max_")} for r in engine.requests]
+    assert limits == [{"max_tokens": 2}, *[{"max_completion_tokens": 2}] * 2]
+
+
+@pytest.mark.parametrize("text", ["max_tokens is too large: 9", "Unsupported parameter: 'top_k'"])
+async def test_other_refusals_are_not_tried_under_another_name(
+    text: str, engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
+) -> None:
+    server = make_server(engine)
+    engine.fail_next(Fault(status=400, message=text))
+
+    with pytest.raises(Exception, match=re.escape(text)):
+        await server.chat_completion(messages=MESSAGES, max_tokens=2)
+
+    assert len(engine.requests) == 1
+
+
+async def test_openai_itself_gets_the_name_that_the_caller_wrote() -> None:
+    server = OpenAIServer(APIServerConfig(base_url="https://api.openai.com/v1", api_key="k"))
+
+    names = [server._chat_limit_name({name: 2}) for name in LIMIT_NAMES]
+    await server.close()
+
+    assert names == list(LIMIT_NAMES)
 
 
 async def test_server_that_honours_n_is_asked_once(

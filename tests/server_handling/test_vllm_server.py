@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,11 @@ async def test_unlimited_request_asks_for_what_the_context_leaves(make_server: M
 
 
 async def test_unlimited_request_needs_a_known_context(make_server: MakeServer) -> None:
-    async with ScriptedEngine(["ok"], model="other") as engine:
+    class SilentEngine(ScriptedEngine):
+        def _model_card(self) -> dict[str, Any]:
+            return {"id": self.model}
+
+    async with SilentEngine(["ok"]) as engine:
         server = make_server(engine, VLLMServer)
 
         with pytest.raises(ConfigError, match="give max_tokens"):

@@ -89,7 +89,8 @@ async def test_address_where_nobody_listens_fails_with_what_was_tried(
     server = kind(APIServerConfig(base_url=url, model_name="m", startup_timeout=0.05))
     server.health_poll_s = 0.01
 
-    with pytest.raises(EngineSetupError, match=rf"{url} has not answered .* set base") as caught:
+    expected = rf"{url} has not answered .* --port {free_port}\), or set base_url"
+    with pytest.raises(EngineSetupError, match=expected) as caught:
         await asyncio.wait_for(server.chat_completion(messages=MESSAGES), timeout=5)
 
     await server.close()
@@ -106,14 +107,14 @@ async def test_silent_server_s_first_line_says_how_long_it_is_waited_for(
     async def probe() -> bool:
         return next(answers)
 
-    health = ServerHealth("http://h/v1", startup_timeout_s=60.0)
+    health = ServerHealth("http://h/v1", startup_timeout_s=60.0, remedy="start it")
     for _ in range(3):
         await health.confirm(probe)
 
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == [
         "inference server http://h/v1 does not answer; "
-        "requests wait for it for up to 60 s (startup_timeout)",
+        "requests wait for it for up to 60 s (startup_timeout); start it",
         # One that has answered is waited for without limit.
         "inference server http://h/v1 does not answer; requests wait until it does",
     ]

@@ -59,6 +59,7 @@ def run_trainer(
         "lr": 0.003,
         "optimizer": "adamw",
         "checkpoint-interval": 5,
+        "keep-checkpoints": "none",  # all of them
         "weight-bridge-mode": "off",
         "save-path": folder,
         "log-dir": folder / "logs",

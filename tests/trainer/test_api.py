@@ -51,9 +51,13 @@ class ScriptedClient:
         self.leases_s = []
         self.acknowledged = []
         self.ack_errors = []
+        self.service_step = 0
 
-    def ack(self, batch_id):
-        self.acknowledged.append(batch_id)
+    def status(self):
+        return {"current_step": self.service_step, "queue_size": 0}
+
+    def ack(self, batch_id, *, steps_done=None):
+        self.acknowledged.append((batch_id, steps_done))
         if self.ack_errors:
             raise self.ack_errors.pop(0)
 
@@ -99,6 +103,20 @@ def test_registration_sends_the_eight_fields_without_nulls(tmp_path):
     }
 
 
+def test_first_registration_replaces_the_run_where_asked_and_later_ones_do_not(tmp_path):
+    client = ScriptedClient(UNREGISTERED, BATCH)
+    client._answers = [UNREGISTERED, BATCH]
+    feed, _ = make_feed(client, tmp_path, replace_run=True)
+    plain, _ = make_feed(ScriptedClient(BATCH), tmp_path)
+
+    feed.register(0)
+    feed.next_batch(0)
+    plain.register(0)
+
+    assert [body.get("replace") for body in client.registrations] == [True, None]
+    assert "replace" not in plain._client.registrations[0]
+
+
 def test_feed_polls_with_growing_pauses_until_a_batch_is_there(tmp_path):
     feed, clock = make_feed(ScriptedClient(*[None] * 7, BATCH), tmp_path)
 
@@ -133,9 +151,9 @@ def test_feed_repeats_an_acknowledgement_until_the_service_is_back(tmp_path):
     feed, _ = make_feed(client, tmp_path)
     client.ack_errors = [AWAY, AWAY]
 
-    feed.acknowledge("7-1")
+    feed.acknowledge("7-1", steps_done=4)
 
-    assert client.acknowledged == ["7-1"] * 3
+    assert client.acknowledged == [("7-1", 4)] * 3
 
 
 @pytest.mark.parametrize("status", [404, 409])
@@ -144,9 +162,9 @@ def test_feed_goes_on_when_the_service_has_let_the_batch_go(tmp_path, caplog, st
     feed, _ = make_feed(client, tmp_path)
     client.ack_errors = [TrajectoryApiError("moved on", status=status)]
 
-    feed.acknowledge("7-1")
+    feed.acknowledge("7-1", steps_done=1)
 
-    assert "7-1 is trained, its lease was over" in caplog.text
+    assert "7-1 is done, its lease was over" in caplog.text
 
 
 def test_feed_passes_on_a_refused_acknowledgement(tmp_path):
@@ -155,7 +173,28 @@ def test_feed_passes_on_a_refused_acknowledgement(tmp_path):
     client.ack_errors = [TrajectoryApiError("for trainers only", status=403)]
 
     with pytest.raises(TrajectoryApiError, match="for trainers only"):
-        feed.acknowledge("7-1")
+        feed.acknowledge("7-1", steps_done=1)
+
+
+@pytest.mark.parametrize(
+    ("service_step", "told"),
+    [
+        (3, "step 4: no full batch yet; are environments running?"),
+        (4, "the service counts 4 steps, this trainer has done 3: environments may have ended"),
+    ],
+)
+def test_feed_that_waits_for_long_says_when_the_service_counts_more_steps(
+    tmp_path, caplog, service_step, told
+):
+    client = ScriptedClient(*[None] * 60, BATCH)
+    client.service_step = service_step
+    feed, _ = make_feed(client, tmp_path)
+
+    with caplog.at_level("INFO"):
+        feed.next_batch(3)
+
+    assert caplog.text.count("no full batch yet") == 1
+    assert told in caplog.text
 
 
 def test_feed_reports_the_policy_once(tmp_path):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from atroposlib.errors import ConfigError
 from example_trainer.checkpointing import (
+    drop_old_checkpoints,
     find_latest_checkpoint,
     load_training_state,
+    move_training_state,
     replace_directory,
     save_checkpoint,
 )
@@ -103,3 +106,78 @@ def test_failing_write_leaves_the_old_directory_in_place(tmp_path):
 
     assert [file.name for file in target.iterdir()] == ["old"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def files_beside_the_weights(checkpoint):
+    return sorted(path.name for path in checkpoint.iterdir() if path.is_file())
+
+
+def to_earlier_layout(checkpoint):
+    """Put the trainer's state where earlier versions wrote it."""
+    for path in (checkpoint / "trainer").iterdir():
+        path.rename(checkpoint / path.name)
+    (checkpoint / "trainer").rmdir()
+
+
+def test_engines_find_only_weights_next_to_the_config(tmp_path):
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    path = save_checkpoint(model, SavedTokenizer(), tmp_path, 1, optimizer=optimizer)
+
+    # vLLM and SGLang load every *.safetensors of the folder they are started on.
+    assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
+    assert not [name for name in files_beside_the_weights(path) if "trainer" in name]
+    assert sorted(file.name for file in (path / "trainer").iterdir()) == [
+        "trainer_state.json",
+        "trainer_state.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("moved", [(), ("trainer_state.safetensors",)], ids=["whole", "killed"])
+def test_checkpoint_of_the_earlier_layout_resumes_and_gets_the_present_one(tmp_path, moved):
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    take_steps(model, optimizer, 2)
+    path = save_checkpoint(
+        model, SavedTokenizer(), tmp_path, 2, optimizer=optimizer, feed_state={"run_id": "r"}
+    )
+    to_earlier_layout(path)
+    for name in moved:  # as a kill between the two renames leaves it
+        (path / "trainer").mkdir()
+        (path / name).rename(path / "trainer" / name)
+    before = torch.optim.AdamW(model.parameters())
+    after = torch.optim.AdamW(model.parameters())
+
+    assert find_latest_checkpoint(tmp_path, run_id="r") == path
+    steps = [load_training_state(path, before)]
+    assert move_training_state(path)
+    steps.append(load_training_state(path, after))
+
+    assert steps == [2, 2]
+    assert find_latest_checkpoint(tmp_path, run_id="r") == path
+    assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
+    assert not move_training_state(path)
+    for one, other in zip(
+        before.state_dict()["state"].values(), after.state_dict()["state"].values(), strict=True
+    ):
+        assert torch.equal(one["exp_avg"], other["exp_avg"])
+
+
+def test_damaged_state_names_the_file_and_the_remedy(tmp_path):
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = save_checkpoint(model, SavedTokenizer(), tmp_path, 2, optimizer=optimizer)
+    (path / "trainer" / "trainer_state.json").write_text("{")
+
+    with pytest.raises(ConfigError, match=r"trainer_state.json cannot be read.*delete .*step_2"):
+        load_training_state(path, optimizer)
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    for name in (".step_4.new", ".step_2.old"):
+        (tmp_path / name).mkdir()
+
+    drop_old_checkpoints(tmp_path, keep=2)
+
+    assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,7 @@ CONTRACT_FLAGS = [
     ("--adafactor-scale-parameter", None, "adafactor_scale_parameter", False, True),
     ("--adafactor-relative-step", None, "adafactor_relative_step", False, True),
     ("--save-path", "x", "save_path", "trained_model_checkpoints", "x"),
-    ("--checkpoint-interval", "0", "checkpoint_interval", 3, 0),
+    ("--checkpoint-interval", "0", "checkpoint_interval", None, 0),
     ("--clip-eps", "0.1", "clip_eps", 0.2, 0.1),
     ("--vllm-port", "80", "vllm_port", 9001, 80),
     ("--vllm-gpu", "1", "vllm_gpu", None, 1),
@@ -44,12 +44,12 @@ CONTRACT_FLAGS = [
     ("--log-dir", "x", "log_dir", "./logs", "x"),
 ]
 FULL_ONLY_FLAGS = [
-    ("--weight-bridge-mode", "lora_only", "weight_bridge_mode", "none", "lora_only"),
+    ("--weight-bridge-mode", "lora_only", "weight_bridge_mode", "auto", "lora_only"),
     ("--vllm-config-path", "x", "vllm_config_path", None, "x"),
     ("--train-layer-indices", "0-2,2,9", "train_layer_indices", None, [0, 1, 2, 9]),
     ("--lora-r", "3", "lora_r", 16, 3),
     ("--lora-alpha", "3", "lora_alpha", 32, 3),
-    ("--lora-dropout", "0.5", "lora_dropout", 0.05, 0.5),
+    ("--lora-dropout", "0.5", "lora_dropout", 0.0, 0.5),
     ("--lora-layer-indices", "4", "lora_layer_indices", None, [4]),
     ("--trainer-rank", "1", "trainer_rank", 0, 1),
     ("--world-size", "2", "world_size", 1, 2),

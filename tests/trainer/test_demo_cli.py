@@ -36,7 +36,7 @@ def test_main_output_folder_in_use_is_refused(
 ) -> None:
     (tmp_path / "precious.txt").write_text("mine")
 
-    assert run_main("--output", str(tmp_path)) == 1
+    assert run_main("--output", str(tmp_path)) == 2
 
     assert "is not empty; choose another folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
@@ -45,11 +45,11 @@ def test_main_output_folder_in_use_is_refused(
 def test_main_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_PACKAGES_BY_EXTRA", {"examples": ("no_such_package",)})
+    monkeypatch.setattr(cli, "_ENVIRONMENT_PACKAGES", {"examples": ("no_such_package",)})
 
-    assert run_main() == 1
+    assert run_main() == 2
 
-    assert "pip install 'atroposlib[examples]'" in capsys.readouterr().err
+    assert "pip install '.[examples]'" in capsys.readouterr().err
 
 
 def test_main_outside_a_clone_says_so(
@@ -57,7 +57,7 @@ def test_main_outside_a_clone_says_so(
 ) -> None:
     monkeypatch.setattr(repository, "REPOSITORY", tmp_path)
 
-    assert run_main("--output", str(tmp_path / "out")) == 1
+    assert run_main("--output", str(tmp_path / "out")) == 2
 
     assert "clone the repository" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -70,7 +70,7 @@ def test_main_model_that_is_not_there_is_said_in_a_line_before_anything_starts(
     output = tmp_path / "out"
 
     for model in (tmp_path / "none", tmp_path / "no-model"):
-        assert run_main("--model", str(model), "--output", str(output)) == 1
+        assert run_main("--model", str(model), "--output", str(output)) == 2
 
         shown = capsys.readouterr()
         assert shown.out == ""

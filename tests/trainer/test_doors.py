@@ -42,12 +42,12 @@ def test_missing_torch_is_told_with_the_extra_that_brings_it(monkeypatch, capsys
     with pytest.raises(SystemExit) as exit_info:
         grpo.main(["--model", "some/model"])
 
-    assert exit_info.value.code == 1
-    assert "pip install 'atroposlib[trainer]'" in capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert "pip install '.[trainer]'" in capsys.readouterr().err
 
 
 def test_script_help_shows_every_flag_with_its_default():
-    result = start("example_trainer/grpo.py", "--help")
+    result = start("example_trainer/grpo.py", "--help", "all")
 
     assert result.returncode == 0
     text = " ".join(result.stdout.split())
@@ -98,12 +98,12 @@ def test_first_example_is_the_one_of_the_contract():
     assert (config.use_wandb, config.wandb_project) == (True, "grpo-trainer-example")
 
 
-def test_failing_run_exits_with_1_and_the_cause(tmp_path):
+def test_model_that_is_not_there_exits_with_2_and_the_cause(tmp_path):
     result = start(
         *("-m", "example_trainer.grpo", "--model", str(tmp_path / "nowhere"), "--device", "cpu"),
         *("--weight-bridge-mode", "in_place", "--vllm-port", "1"),
     )
 
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "nowhere" in result.stderr
     assert "Traceback" not in result.stderr

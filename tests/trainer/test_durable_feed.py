@@ -40,6 +40,7 @@ class LeasingService:
         self.leased = {}
         self.attempts = {}
         self.acknowledged = []
+        self.step = 0
 
     def next_batch(self, step):
         number, groups = self.waiting.pop(0)
@@ -48,10 +49,11 @@ class LeasingService:
         self.leased[token] = groups
         return LeasedBatch(groups, token)
 
-    def acknowledge(self, batch_id):
+    def acknowledge(self, batch_id, *, steps_done):
         if batch_id in self.leased:
             del self.leased[batch_id]
             self.acknowledged.append(batch_id)
+            self.step += steps_done > self.step
 
     def report_policy(self, version):
         pass
@@ -86,7 +88,7 @@ def live(tmp_path, service, *, resume, checkpoint_interval=2, journal_limit_byte
     steps_done = load_training_state(checkpoint, optimizer) if checkpoint else 0
     state = load_feed_state(checkpoint) if checkpoint else None
     feed = DurableFeed(service, journal, state, journal_limit_bytes=journal_limit_bytes)
-    feed.settle()
+    feed.settle(steps_done)
     trainer = Trainer(
         config,
         model=model,
@@ -156,6 +158,7 @@ def test_run_killed_at_a_named_moment_ends_as_if_undisturbed(
     assert final == undisturbed
     assert service.waiting == []
     assert service.leased == {}
+    assert service.step == STEPS
     assert sorted({token.partition("-")[0] for token in service.acknowledged}) == list("01234")
 
 
@@ -236,7 +239,7 @@ def test_refused_batch_is_set_aside_and_acknowledged(tmp_path, caplog):
 
     feed.refuse(0, batch.batch_id)
 
-    assert service.acknowledged == ["0-1"]
+    assert (service.acknowledged, service.step) == (["0-1"], 0)
     assert [path.name for path in (tmp_path / "journal").glob("*.batch")] == ["refused_1.batch"]
     assert "batch 0-1 is refused and kept as" in caplog.text
     assert feed.next_batch(0).batch_id == "1-1"

@@ -75,5 +75,7 @@ def test_function_of_a_mode_trains_in_it(tmp_path, monkeypatch, function, mode):
 
 
 def test_mode_that_is_not_built_says_which_are(tmp_path):
-    with pytest.raises(ConfigError, match="shared_vllm is not built yet; use one of: none, in_pl"):
+    with pytest.raises(
+        ConfigError, match="shared_vllm is not built yet; use one of: auto, none, in"
+    ):
         trainers.train_shared_vllm(tiny_config(tmp_path))

@@ -27,6 +27,7 @@ CHANGES = {
     "distill_logprobs": [[[-0.2]] * L] * 2,
 }
 WITHOUT_GRADIENT = {"messages": [[{"role": "user", "content": "x"}]] * 2, "env_id": 3}
+NOTES = {field.name for field in GROUP_FIELDS if field.is_note}
 REFUSED = {"images": [["data:image/png;base64,AA=="]] * 2}
 SETTINGS = {
     "ref_logprobs": {"kl_coef": 0.5},
@@ -58,7 +59,12 @@ def gradient(tmp_path, given, *, packing="on", **settings):
 
 
 def test_every_field_of_the_wire_is_in_one_of_the_three_lists():
-    assert {field.name for field in GROUP_FIELDS} == {*CHANGES, *WITHOUT_GRADIENT, *REFUSED}
+    assert {field.name for field in GROUP_FIELDS} == {
+        *CHANGES,
+        *WITHOUT_GRADIENT,
+        *REFUSED,
+        *NOTES,
+    }
 
 
 @pytest.mark.parametrize("packing", ["on", "off"])
@@ -107,13 +113,16 @@ def test_unknown_field_is_named_once(tmp_path, caplog):
     assert notes == ["groups carry a field 'token_weights', which nothing in this trainer reads"]
 
 
-def test_temperature_is_left_alone_where_the_engine_s_logprobs_are_raw(tmp_path):
-    trainer = make_trainer(tmp_path, logprobs_mode="raw")
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logits_are_divided_by_the_temperature_whatever_the_engine_reports(tmp_path, mode):
+    trainer = make_trainer(tmp_path, logprobs_mode=mode)
     batches = [
         build_batch([given], row_rules(trainer.config), microbatch_size=2)
         for given in (plain_group(), plain_group(generation_params={"temperature": 0.5}))
     ]
 
-    first, second = (trainer._scorer(b.microbatches[0]).logprobs_BT for b in batches)
+    first, second = (trainer._scorer(b.microbatches[0]) for b in batches)
 
-    assert torch.equal(first, second)
+    assert first.untempered_BT is None
+    torch.testing.assert_close(second.untempered_BT, first.logprobs_BT.detach())
+    assert not torch.allclose(first.logprobs_BT, second.logprobs_BT)

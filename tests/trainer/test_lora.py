@@ -63,6 +63,13 @@ def test_module_that_is_not_there_is_refused(tmp_path):
         add_adapters(tiny_llama(), lora_config(tmp_path, lora_target_modules=["nowhere"]))
 
 
+def test_adapters_on_the_output_layer_are_refused_in_one_line(tmp_path, model_folder):
+    with pytest.raises(ConfigError, match=r"lora_target_modules: .*lm_head") as caught:
+        load_model_and_tokenizer(lora_config(tmp_path, lora_target_modules=["q_proj", "lm_head"]))
+
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("mode", "idle"), [("lora_only", "train_layer_indices"), ("none", "lora_layer_indices")]
 )
@@ -141,9 +148,55 @@ def test_swap_names_the_adapter_and_a_path_of_its_own_per_step(tmp_path, model_f
     assert settings["r"] == 4
 
 
+def published(tmp_path, steps, **settings):
+    """Publish after each step; return the numbers of the adapters that are left, smallest first."""
+    with ScriptedVllm({"/v1/load_lora_adapter": (200, "ok")}) as engine:
+        config = lora_config(tmp_path, vllm_port=engine.port, **settings)
+        model, _ = load_model_and_tokenizer(config)
+        sync = LoraSwapSync(config)
+        for step in steps:
+            sync.publish(model, checkpoint=None, step=step)
+        sync.close()
+    return adapters_in(tmp_path / "saves")
+
+
+def adapters_in(folder):
+    return sorted(int(path.name.rpartition("_")[2]) for path in folder.glob("adapter_step_*"))
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [11]), (2, [10, 11]), (None, [0, 9, 10, 11])])
+def test_swap_keeps_as_many_adapters_as_checkpoints(tmp_path, model_folder, keep, left):
+    assert published(tmp_path, [0, 9, 10, 11], keep_checkpoints=keep) == left
+
+
+def test_resumed_run_removes_its_earlier_adapters_and_no_other_does(tmp_path, model_folder):
+    assert published(tmp_path, [7, 8], keep_checkpoints=2) == [7, 8]
+
+    another = published(tmp_path, [1], keep_checkpoints=2)
+    resumed = published(tmp_path, [2, 4], keep_checkpoints=2, resume=True)
+
+    assert another == [1, 7, 8]
+    assert resumed == [2, 4], "those after the checkpoint it goes on from are removed as well"
+
+
+def test_adapter_the_engine_has_stays_where_it_refuses_the_next(tmp_path, model_folder):
+    with ScriptedVllm({"/v1/load_lora_adapter": (200, "ok")}) as engine:
+        config = lora_config(tmp_path, vllm_port=engine.port, keep_checkpoints=1)
+        model, _ = load_model_and_tokenizer(config)
+        sync = LoraSwapSync(config)
+        sync.publish(model, checkpoint=None, step=1)
+        engine.answers["/v1/load_lora_adapter"] = (500, "rank")
+
+        with pytest.raises(InferenceError):
+            sync.publish(model, checkpoint=None, step=2)
+        sync.close()
+
+    assert adapters_in(tmp_path / "saves") == [1, 2]
+
+
 def test_swap_without_an_engine_is_refused(tmp_path, free_port):
     sync = LoraSwapSync(lora_config(tmp_path, vllm_port=free_port))
-    with pytest.raises(InferenceError, match="lora_restart launches its own"):
+    with pytest.raises(InferenceError, match="lora_restart, which launches its own"):
         sync.check_before_load()
     sync.close()
 

@@ -145,7 +145,7 @@ def test_sizes_are_read_from_the_model():
     assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
     # embedding and output layer 32 x 16 each, the last norm 16
     assert sizes.num_outside_blocks == 2 * 32 * 16 + 16
-    assert sizes[3:] == (2, 16, 32, 32, 4)
+    assert sizes[3:] == (2, 16, 32, 32, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_sizes_are_read_from_the_model():
     [
         ({"batch_size": 2, "seq_len": 65, "pad_multiple": 64}, False, 128),
         ({"batch_size": 2, "seq_len": 65, "pad_multiple": 64, "microbatch_tokens": 70}, True, 70),
-        ({"batch_size": 2, "seq_len": 65, "pad_multiple": 64, "microbatch_tokens": 70}, False, 128),
+        ({"batch_size": 2, "seq_len": 65, "pad_multiple": 64, "microbatch_tokens": 70}, False, 70),
     ],
 )
 def test_largest_pass_follows_the_settings(tmp_path, settings, packs, tokens):

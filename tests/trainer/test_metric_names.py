@@ -32,7 +32,7 @@ def groups_with_everything():
             logprob=-3.0,
             ref_logprobs=[[-3.0] * TOKENS] * 2,
             policy_version=0,
-            generation_params={"max_tokens": 2},
+            generation_params={"max_tokens": 2, "temperature": 0.5},
         ),
         group(
             [[7, 8], [9, 9]],

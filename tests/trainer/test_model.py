@@ -10,8 +10,15 @@ import torch
 
 import example_trainer
 from atroposlib.errors import ConfigError
-from example_trainer.model import freeze_other_layers, load_model_and_tokenizer
-from example_trainer.optimizer import create_optimizer, learning_rate_at
+from example_trainer.model import (
+    attention_kinds,
+    attention_note,
+    flash_attention_obstacle,
+    freeze_other_layers,
+    load_frozen_model,
+    load_model_and_tokenizer,
+)
+from example_trainer.optimizer import choose_optimizer, create_optimizer, learning_rate_at
 from tests.trainer.tiny import save_tiny_model, tiny_config, tiny_llama
 
 
@@ -38,6 +45,46 @@ def test_gpu_that_is_not_there_is_refused_before_anything_is_loaded(
 
     with pytest.raises(ConfigError, match=f"device=cuda:2: torch sees {num_gpus} GPUs"):
         load_model_and_tokenizer(config)
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_installed", "is_taken", "reason"),
+    [
+        (None, True, True, "flash-attn needs a GPU"),
+        ((9, 0), False, False, "flash-attn is not installed"),
+        ((9, 0), True, False, "transformers does not take the installed flash-attn"),
+        ((7, 5), True, True, "flash-attn needs compute capability 8.0, this GPU has 7.5"),
+        ((8, 0), True, True, None),
+        ((12, 0), True, True, None),
+    ],
+)
+def test_flash_attention_is_used_where_all_it_needs_is_there(
+    capability, is_installed, is_taken, reason
+):
+    obstacle = flash_attention_obstacle(capability, is_installed=is_installed, is_taken=is_taken)
+
+    assert obstacle == reason
+    assert attention_kinds(obstacle)[0] == ("flash_attention_2" if reason is None else "sdpa")
+
+
+def test_model_without_the_fast_attention_is_loaded_with_its_own(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    class SlowConfig(LlamaConfig):
+        model_type = "slow_llama"
+
+    class SlowLlama(LlamaForCausalLM):
+        config_class = SlowConfig
+        _supports_sdpa = False
+
+    AutoConfig.register("slow_llama", SlowConfig, exist_ok=True)
+    AutoModelForCausalLM.register(SlowConfig, SlowLlama, exist_ok=True)
+    SlowLlama(SlowConfig(**tiny_llama().config.to_dict())).save_pretrained(tmp_path / "slow")
+
+    model = load_frozen_model(str(tmp_path / "slow"), tiny_config(tmp_path))
+
+    assert model.config._attn_implementation == "eager"
+    assert attention_note(model, "cpu") == "eager (flash-attn needs a GPU)"
 
 
 def test_gradient_checkpointing_changes_no_gradient(tmp_path):
@@ -147,3 +194,88 @@ def test_small_updates_survive_under_float32_weights_only(tmp_path, train_dtype,
     changed = (weight != before).float().mean()
     assert logits.dtype == torch.bfloat16
     assert (changed > 0.9) == is_learned
+
+
+@pytest.mark.parametrize(
+    ("device", "train_dtype", "settings", "loaded", "autocasts"),
+    [
+        ("cpu", "auto", {}, "float32", False),
+        ("cuda", "auto", {}, "float32", True),
+        ("cuda:1", "mixed", {}, "float32", True),
+        ("cpu", "mixed", {}, "float32", True),
+        ("cuda", "float32", {}, "float32", True),
+        ("cuda", "bfloat16", {}, "bfloat16", False),
+        # Frozen weights get no update that could be lost; the adapters are float32.
+        ("cuda", "auto", {"weight_bridge_mode": "lora_only"}, "bfloat16", True),
+        ("cpu", "mixed", {"weight_bridge_mode": "lora_only"}, "float32", True),
+        ("cuda", "auto", {"weight_bridge_mode": "lora_only", "world_size": 2}, "float32", True),
+    ],
+)
+def test_precision_follows_the_device(tmp_path, device, train_dtype, settings, loaded, autocasts):
+    config = tiny_config(tmp_path, device=device, train_dtype=train_dtype, **settings)
+
+    assert (config.loaded_dtype, config.autocasts) == (loaded, autocasts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trains_bfloat16", "has_bitsandbytes", "described"),
+    [
+        ({"device": "cuda", "optimizer": "adamw"}, False, False, "AdamW, fused"),
+        ({"device": "cpu", "optimizer": "adamw"}, False, False, "AdamW"),
+        ({"device": "cuda"}, False, True, "8-bit AdamW"),
+        (
+            {"device": "cuda"},
+            False,
+            False,
+            "AdamW, fused (not adamw_8bit: bitsandbytes is not installed)",
+        ),
+        (
+            {"device": "cuda", "world_size": 2},
+            False,
+            True,
+            "AdamW, fused (not adamw_8bit: its state cannot be sharded)",
+        ),
+        ({"device": "cuda", "optimizer": "adamw"}, True, False, "AdamW, stochastic rounding"),
+        (
+            {"device": "cuda"},
+            True,
+            True,
+            "8-bit AdamW (updates smaller than half a bfloat16 step are lost; use --train-dtype "
+            "mixed, or --optimizer adamw, which rounds stochastically)",
+        ),
+    ],
+)
+def test_optimizer_follows_device_and_precision(
+    tmp_path, settings, trains_bfloat16, has_bitsandbytes, described
+):
+    config = tiny_config(tmp_path, **{"optimizer": "adamw_8bit", **settings})
+
+    choice = choose_optimizer(
+        config, trains_bfloat16=trains_bfloat16, has_bitsandbytes=has_bitsandbytes
+    )
+
+    assert choice.describe() == described
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        # Four steps after the warm-up: 0, 1/4, 2/4 and 3/4 of the way from 1.0 to 0.2.
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        ("cosine", [0.5, 1.0, 1.0, 0.882843, 0.6, 0.317157]),
+    ],
+)
+def test_learning_rate_warms_up_and_then_follows_its_schedule(tmp_path, schedule, expected):
+    config = tiny_config(
+        tmp_path, lr=1.0, min_lr=0.2, warmup_steps=2, training_steps=6, lr_schedule=schedule
+    )
+
+    rates = [learning_rate_at(step, config) for step in range(6)]
+
+    assert rates == pytest.approx(expected, abs=1e-6)
+
+
+def test_learning_rate_that_would_rise_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"min_lr=0\.1 must not be above lr=0\.01"):
+        tiny_config(tmp_path, min_lr=0.1)

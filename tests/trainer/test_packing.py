@@ -13,9 +13,10 @@ from example_trainer.batch import build_batch
 from example_trainer.capabilities import probe
 from example_trainer.loss import ALGORITHMS
 from example_trainer.microbatch import make_packed_microbatch
-from example_trainer.model import load_model_and_tokenizer
+from example_trainer.model import load_model_and_tokenizer, use_packed_attention
 from example_trainer.packed_attention import PACKED_ATTENTION, packing_arguments, register
 from example_trainer.packing import balanced_bins, plan_microbatches
+from example_trainer.policy import prepare_policy, setup_line
 from example_trainer.rows import RowRules, rows_from_group
 from example_trainer.training import row_rules
 from tests.trainer.test_training import make_trainer
@@ -185,13 +186,11 @@ class Recurrent(torch.nn.Module):
         return CausalLMOutput(logits=self.head(self.cells(self.embedding(input_ids))[0]))
 
 
-def test_probe_refuses_to_pack_a_model_whose_state_crosses_sequences(caplog):
-    caplog.set_level("INFO")
-
+def test_probe_refuses_to_pack_a_model_whose_state_crosses_sequences():
     can = probe(Recurrent(), packing="auto")
 
     assert (can.packs, can.whole_logits) == (False, True)
-    assert "padded, not packed: its layers let packed sequences see each other" in caplog.text
+    assert can.obstacle == "its layers let packed sequences see each other"
     with pytest.raises(ConfigError, match="packing=on: its layers"):
         probe(Recurrent(), packing="on")
 
@@ -299,3 +298,77 @@ def test_mixed_training_runs_the_model_in_bfloat16_and_learns_in_float32(tmp_pat
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
     assert norms[1] != norms[0]
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("packs", "settings", "num_passes"),
+    [
+        # 16 sequences of 512 tokens, 511 of them inputs: 8,176 tokens.
+        (True, {"max_tokens": 8192}, 1),
+        (True, {"max_tokens": 8175}, 2),
+        (True, {"max_tokens": 4096}, 2),
+        (True, {"max_tokens": 8192, "num_ranks": 4}, 4),
+        (True, {"max_tokens": 2048, "num_ranks": 3}, 6),
+        (True, {}, 8),
+        (False, {"max_tokens": 8192}, 1),
+        (False, {"max_tokens": 4096}, 2),
+        (False, {"max_tokens": 100}, 16),
+        (False, {"max_tokens": 8192, "num_ranks": 4}, 4),
+        (False, {}, 8),
+    ],
+)
+def test_token_limit_alone_decides_the_number_of_passes(packs, settings, num_passes):
+    given = group([[7] * 510] * 16, [1.0, 0.0] * 8, prompt=(1, 2))
+
+    batch = build_batch([given], RowRules(seq_len=512), microbatch_size=2, packs=packs, **settings)
+
+    assert len(batch.microbatches) == num_passes
+    assert sum(int((mb.labels_BT >= 0).sum()) for mb in batch.microbatches) == 510 * 16
+
+
+class BfloatOnly(torch.nn.Module):
+    """Stands for a kernel that takes bfloat16 only, as flash-attn's do."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args, **kwargs):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("this attention only supports float16 and bfloat16")
+        return self.attention(*args, **kwargs)
+
+
+def test_probe_under_autocast_packs_a_model_that_takes_bfloat16_only(tmp_path):
+    model = tiny_llama()
+    use_packed_attention(model)
+    for layer in model.model.layers:
+        layer.self_attn = BfloatOnly(layer.self_attn)
+    config = tiny_config(tmp_path, train_dtype="mixed")
+
+    policy = prepare_policy(model, config)
+
+    assert policy.packs
+    assert policy.layout == "sequences packed"
+
+
+def test_setup_is_one_line_with_the_reasons_of_fallbacks(tmp_path):
+    config = tiny_config(tmp_path, optimizer="adamw_8bit", packing="off")
+    model = tiny_llama()
+
+    line = setup_line(model, config, prepare_policy(model, config))
+
+    assert line == (
+        "setup on cpu: float32 trained weights, float32 forward passes (--train-dtype auto); "
+        "attention sdpa (flash-attn needs a GPU); sequences padded (--packing off); "
+        "optimizer AdamW (not adamw_8bit: it needs a GPU)"
+    )
+
+
+def test_setup_says_why_a_model_is_not_packed(tmp_path):
+    policy = prepare_policy(Recurrent(), tiny_config(tmp_path))
+
+    assert policy.layout == (
+        "sequences padded (its layers let packed sequences see each other), whole logits (the "
+        "model's logits are more than its output layer)"
+    )

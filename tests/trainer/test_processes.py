@@ -16,6 +16,7 @@ import pytest
 from example_trainer.processes import (
     ManagedProcess,
     ProcessFailedError,
+    find_cause,
     find_free_port,
     wait_until_ready,
 )
@@ -222,3 +223,81 @@ def test_log_tail_long_log_gives_last_lines(tmp_path: Path) -> None:
 
 def test_find_free_port_can_be_bound() -> None:
     assert 1024 <= find_free_port() <= 65535
+
+
+ENGINE_LOG = """\
+INFO 01-31 23:59:57 [api_server.py:80] vLLM API server version 0.1
+Traceback (most recent call last):
+  File "optional.py", line 1, in <module>
+ImportError: cannot import name 'fast'
+(EngineCore pid=7) ERROR 01-31 23:59:58 [core.py:1100] EngineCore failed to start.
+(EngineCore pid=7) ERROR 01-31 23:59:58 [core.py:1100] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 01-31 23:59:58 [core.py:1100]   File "core.py", line 9, in run
+(EngineCore pid=7) ERROR 01-31 23:59:58 [core.py:1100]     raise ValueError(
+(EngineCore pid=7) ERROR 01-31 23:59:58 [core.py:1100] ValueError: available memory is too small
+(EngineCore pid=7) Process EngineCore:
+(EngineCore pid=7) Traceback (most recent call last):
+(EngineCore pid=7)   File "core.py", line 9, in run
+(EngineCore pid=7) ValueError: available memory is too small
+(EngineCore pid=7) Traceback (most recent call last):
+(EngineCore pid=7)   File "executor.py", line 4, in collective_rpc
+(EngineCore pid=7) RuntimeError: Worker failed, see the stack trace above for the cause
+(APIServer pid=5) Traceback (most recent call last):
+(APIServer pid=5)   File "api_server.py", line 3, in <module>
+(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (ENGINE_LOG, "ValueError: available memory is too small"),
+        (
+            "Traceback (most recent call last):\n"
+            '  File "a.py", line 1, in <module>\n'
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, model type `x` is not known [type=value_error]\n"
+            "    For further information visit https://example.org\n",
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
+            "Value error, model type `x` is not known [type=value_error]",
+        ),
+        (
+            "Traceback (most recent call last):\nKeyError: 'a'\n\n"
+            "During handling of the above exception, another exception occurred:\n\n"
+            "Traceback (most recent call last):\nOSError: no config.json\nin ./here\n",
+            "OSError: no config.json",
+        ),
+        (
+            "usage: api_server.py [--port PORT]\n"
+            "api_server.py: error: unrecognized arguments: --prot 1\n",
+            "api_server.py: error: unrecognized arguments: --prot 1",
+        ),
+        (
+            "/usr/bin/python3: No module named vllm\n",
+            "/usr/bin/python3: No module named vllm",
+        ),
+        ("ready\nValueError: quoted, without a traceback\n", ""),
+        ("", ""),
+    ],
+    ids=["engine", "pydantic", "chain", "argparse", "module", "no traceback", "empty"],
+)
+def test_cause_is_the_exception_that_says_what_happened(log: str, cause: str) -> None:
+    assert find_cause(log) == cause
+
+
+def test_failure_names_the_cause_from_the_log_of_this_start_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Traceback (most recent call last):\nValueError: of an earlier start\n")
+    script = "raise OSError('no such folder: ./model')"
+    process = ManagedProcess("engine", [sys.executable, "-c", script], log_path=log)
+
+    process.start()
+    with pytest.raises(ProcessFailedError) as failure:
+        wait_until_ready(process, lambda: False, timeout_s=60)
+    process.stop()
+
+    assert str(failure.value) == (
+        "engine ended with exit code 1 before it was ready: OSError: no such folder: ./model "
+        f"(log: {log})"
+    )
+    assert "earlier" not in process.log_tail()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from atroposlib.errors import GroupError
+from atroposlib.errors import ConfigError, GroupError
 from example_trainer.data import pad_data_to_good_offset
 from example_trainer.rows import RowRules, rows_from_group
 from tests.trainer.tiny import group
@@ -105,3 +105,39 @@ def test_group_is_not_changed_by_being_read():
 def test_contract_door_says_that_there_is_no_batch(nothing):
     with pytest.raises(GroupError, match="batch: no groups"):
         pad_data_to_good_offset({"batch": nothing}, 2)
+
+
+SFT = {"group_overrides": {"sft": True}}
+SILENCED = {"overrides": [{"set_advantage_to_zero": True}] * 2}
+
+
+def test_policy_loss_refuses_tokens_made_from_text_in_one_line():
+    with pytest.raises(ConfigError) as refused:
+        rows_from_group(pair(tokenized_from_text=True), RULES)
+
+    assert "tokenized_from_text" in str(refused.value)
+    assert "--allow-tokenized-from-text" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "rules"),
+    [
+        ({}, RowRules(seq_len=64, allow_tokenized_from_text=True)),
+        ({}, RowRules(seq_len=64, uses_rewards=False, uses_teacher=True)),
+        (SFT, RULES),
+        (SILENCED, RULES),
+    ],
+)
+def test_tokens_made_from_text_are_taken_without_a_policy_gradient_or_where_allowed(extra, rules):
+    rows = rows_from_group(pair(tokenized_from_text=True, **extra), rules)
+
+    assert len(rows) == 2
+
+
+def test_placeholder_tokens_are_refused_whatever_is_allowed():
+    tokens = list(range(128))
+    given = {"tokens": [tokens], "masks": [[-100, *tokens[1:]]], "scores": [1.0]}
+
+    with pytest.raises(ConfigError, match="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"):
+        rows_from_group(given, RowRules(seq_len=256, allow_tokenized_from_text=True))

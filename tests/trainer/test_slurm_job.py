@@ -84,7 +84,7 @@ def test_job_trains_on_two_nodes_and_updates_the_engine_of_the_third(tmp_path):
     before = load_file(model / "model.safetensors")
     after = load_file(saves / "final_model" / "model.safetensors")
     assert not before["lm_head.weight"].equal(after["lm_head.weight"])
-    states = (saves / "step_4" / "trainer_state.safetensors").read_bytes()
+    states = (saves / "step_4" / "trainer" / "trainer_state.safetensors").read_bytes()
     assert b"rng.torch.1" in states  # of the second rank
     finished = subprocess.run(["pgrep", "--full", str(cluster)], check=False, capture_output=True)
     assert finished.stdout == b""

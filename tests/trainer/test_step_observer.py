@@ -33,12 +33,28 @@ def test_staleness_of_groups_without_a_version_is_left_out():
     assert metrics == {"train/staleness_unknown_fraction": 1.0, "train/truncation_rate": 0.0}
 
 
+def test_staleness_leaves_out_versions_that_this_trainer_has_not_reached():
+    groups = [group([[7]], [1.0], policy_version=version) for version in (8, 10, 41)]
+
+    metrics = group_metrics(groups, step=10, seq_len=64)
+
+    assert (metrics["train/staleness_mean"], metrics["train/staleness_max"]) == (1.0, 2.0)
+    assert metrics["train/staleness_unknown_fraction"] == pytest.approx(1 / 3)
+
+
 def test_truncation_counts_what_the_engine_or_the_trainer_cut():
     params = {"max_tokens": 3}
     groups = [
         group([[7, 8, 9], [7]], [1.0, 0.0], generation_params=params),
         group([[7] * 20, [8]], [1.0, 0.0]),
     ]
+
+    assert group_metrics(groups, step=0, seq_len=16)["train/truncation_rate"] == 0.5
+
+
+def test_truncation_counts_what_the_engine_says_it_cut():
+    # No max_tokens: the budget of each completion was what its prompt left of the context.
+    groups = [group([[7, 8, 9], [7]], [1.0, 0.0], finish_reasons=["length", "stop"])]
 
     assert group_metrics(groups, step=0, seq_len=16)["train/truncation_rate"] == 0.5
 

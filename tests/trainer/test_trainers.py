@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atroposlib.errors import GroupError
+from atroposlib.errors import ConfigError, GroupError
 from example_trainer.processes import find_free_port
 from example_trainer.trainers import train
 from example_trainer.vllm_manager import is_port_in_use
@@ -94,12 +94,14 @@ def test_train_owns_an_engine_updates_it_and_leaves_nothing_running(
         assert log.count("reload_weights") == 2  # after step 2, and at the end
     else:
         assert log.count("arguments:") == 2  # at the start and after step 2, not after the last
-        assert f"--model {tmp_path / 'saves' / 'step_2'}" in log
+        assert f"--model {tmp_path / 'saves' / 'engine_weights'}" in log
+        assert not (tmp_path / "saves" / "engine_weights").exists()
 
 
 def test_resumed_train_ends_with_the_weights_of_an_undisturbed_one(tmp_path, service, fake_vllm):
     save_tiny_model(tmp_path / "model")
     settings = {"checkpoint_interval": 2, "training_steps": 4, "vllm_restart_interval": 0}
+    settings |= {"on_bad_group": "stop"}
     whole = run_config(tmp_path, service, "whole", **settings)
     with ScriptedEnvironment(service.url, batches(4)):
         expected = train(whole)
@@ -123,7 +125,7 @@ def test_resumed_train_ends_with_the_weights_of_an_undisturbed_one(tmp_path, ser
     assert all(torch.equal(undisturbed[name], continued[name]) for name in undisturbed)
 
 
-def wait_for(condition, timeout_s=60.0):
+def wait_for(condition, timeout_s=300.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -155,3 +157,18 @@ def test_signal_ends_the_trainer_and_its_engine(tmp_path, service, fake_vllm, ho
 
     assert trainer.returncode == 128 + how, output
     assert not is_port_in_use(port)
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"), [("save_path", "--save-path"), ("metrics_path", "--metrics-path")]
+)
+def test_place_that_cannot_be_written_ends_the_run_before_the_model_is_loaded(
+    tmp_path, setting, flag
+):
+    (tmp_path / "file").write_text("")
+    config = tiny_config(
+        tmp_path, model_name=str(tmp_path / "none"), **{setting: str(tmp_path / "file" / "x")}
+    )
+
+    with pytest.raises(ConfigError, match=f"cannot be written: .*choose another place with {flag}"):
+        train(config)

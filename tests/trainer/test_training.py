@@ -11,6 +11,7 @@ from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import GroupError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import build_batch
+from example_trainer.config import TrainingConfig
 from example_trainer.loss import token_logprobs_BT
 from example_trainer.optimizer import create_optimizer
 from example_trainer.rows import RowRules
@@ -38,8 +39,8 @@ class ScriptedFeed:
     def refuse(self, step, batch_id):
         self.refused.append((step, batch_id))
 
-    def acknowledge(self, batch_id):
-        self.acknowledged.append(batch_id)
+    def acknowledge(self, batch_id, *, steps_done):
+        self.acknowledged.append((batch_id, steps_done))
 
     def state(self):
         return {"run_id": "scripted"}
@@ -58,7 +59,6 @@ class RecordingSync:
     """Writes down when the engine would have got which weights."""
 
     publishes_final = True
-    needs_checkpoint = False
 
     def __init__(self):
         self.published = []
@@ -86,7 +86,7 @@ class RecordingSync:
         pass
 
 
-def make_trainer(tmp_path, *, groups=None, model=None, **settings):
+def make_trainer(tmp_path, *, groups=None, model=None, reference=None, **settings):
     config = tiny_config(tmp_path, **settings)
     model = model or tiny_llama()
     return Trainer(
@@ -97,7 +97,8 @@ def make_trainer(tmp_path, *, groups=None, model=None, **settings):
         feed=ScriptedFeed(groups or [group([[PREFERRED], [REJECTED]] * 2, [1.0, 0.0] * 2)]),
         weight_sync=RecordingSync(),
         run_log=RunLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
-        divide_by_temperature=settings.get("logprobs_mode") == "processed",
+        reference=reference,
+        processed_logprobs=settings.get("logprobs_mode") == "processed",
     )
 
 
@@ -147,7 +148,7 @@ def test_run_saves_resumable_checkpoints_and_hands_them_to_the_sync(tmp_path):
     trainer.run()
 
     assert trainer._weight_sync.published == ["step_2", "final_model"]
-    assert (tmp_path / "saves" / "step_2" / "trainer_state.json").is_file()
+    assert (tmp_path / "saves" / "step_2" / "trainer" / "trainer_state.json").is_file()
     assert trainer._feed.checkpoints == [2]
 
 
@@ -156,18 +157,57 @@ def test_run_acknowledges_each_batch_once_and_keeps_the_newest_checkpoints(tmp_p
 
     trainer.run()
 
-    assert trainer._feed.acknowledged == ["0-1", "1-1", "2-1", "3-1"]
+    assert trainer._feed.acknowledged == [("0-1", 1), ("1-1", 2), ("2-1", 3), ("3-1", 4)]
     kept = sorted(path.name for path in (tmp_path / "saves").iterdir())
     assert kept == ["final_model", "step_3", "step_4"]
 
 
 def test_run_hands_a_batch_back_that_it_cannot_honour(tmp_path):
-    trainer = make_trainer(tmp_path, groups=[group([[7]], [1.0], images=["x"])])
+    groups = [group([[7]], [1.0], images=["x"])]
+    trainer = make_trainer(tmp_path, groups=groups, on_bad_group="stop")
 
     with pytest.raises(GroupError, match="images"):
         trainer.run()
 
     assert trainer._feed.refused == [(0, "0-1")]
+
+
+GOOD = group([[PREFERRED], [REJECTED]] * 2, [1.0, 0.0] * 2)
+BAD = group([[PREFERRED, 31], [REJECTED]], [1.0, 0.0], images=["x"])
+OUTSIDE = group([[PREFERRED, 4711], [REJECTED]], [1.0, 0.0])
+
+
+def test_run_leaves_bad_groups_out_and_counts_them(tmp_path, caplog):
+    trainer = make_trainer(tmp_path / "mixed", groups=[BAD, GOOD, OUTSIDE], training_steps=2)
+    expected = make_trainer(tmp_path / "good", groups=[GOOD], training_steps=2)
+
+    trainer.run()
+    expected.run()
+
+    for ours, theirs in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    text = (tmp_path / "mixed" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["train/bad_groups"] for line in lines] == [2, 2]
+    assert [line["train/num_groups"] for line in lines] == [1, 1]
+    assert trainer._feed.refused == []
+    assert "2 of 3 groups were left out (--on-bad-group stop ends the run instead)" in caplog.text
+    assert "group 0: images: this trainer is text only" in caplog.text
+
+
+def test_run_passes_over_a_batch_without_a_good_group_and_stops_after_three(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, training_steps=2)
+    batches = iter([[BAD, BAD], [GOOD], [OUTSIDE], [BAD], [OUTSIDE]])
+    trainer._feed.next_batch = lambda step: LeasedBatch(next(batches), f"{step}-1")
+
+    with pytest.raises(GroupError, match=r"no group of 3 batches in a row .* group 0: tokens\[0\]"):
+        trainer.run()
+
+    assert trainer.steps_done == 1
+    assert trainer._feed.refused == [(0, "0-1"), *[(1, "1-1")] * 3]
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (line["step"], line["train/bad_groups"]) == (1, 2)
+    assert "no group of batch 0-1 can be trained" in caplog.text
 
 
 def gradient_of(tmp_path, groups, *, batch_size, seed=0):
@@ -250,6 +290,68 @@ def test_step_on_policy_finds_no_mismatch_when_temperature_follows_the_engine(
     assert metrics["alignment/missing_fraction"] == 0.0
 
 
+def tempered_gradient(tmp_path, *, mode, temperature, **settings):
+    """Gradient of a batch sampled at 0.5 whose logprobs the engine reports at `temperature`."""
+    model = tiny_llama(dtype=torch.float64)
+    trainer = make_trainer(tmp_path, model=model, logprobs_mode=mode, max_grad_norm=1e9, **settings)
+    sampled = group([[7, 9], [8]], [1.0, 0.0], generation_params={"temperature": 0.5})
+    sampled["inference_logprobs"] = [
+        engine_logprobs(model, completion, temperature=temperature) for completion in ([7, 9], [8])
+    ]
+    found = []
+    trainer._optimizer.step = lambda: found.extend(p.grad.clone() for p in model.parameters())
+    trainer.train_on(build_batch([sampled], RowRules(seq_len=64), microbatch_size=2))
+    return torch.cat([gradient.flatten() for gradient in found])
+
+
+@pytest.mark.parametrize("anchor", ["trainer", "inference"])
+@pytest.mark.parametrize(("mode", "temperature"), [("raw", 1.0), ("processed", 0.5)])
+def test_gradient_is_that_of_the_policy_that_sampled_whatever_the_engine_reports(
+    tmp_path, mode, temperature, anchor
+):
+    found = tempered_gradient(tmp_path, mode=mode, temperature=temperature, ratio_anchor=anchor)
+
+    # On policy the gradient is that of -A log softmax(logits / 0.5), advantages 1 and -1, averaged
+    # over three tokens.
+    model = tiny_llama(dtype=torch.float64)
+    loss = 0.0
+    for completion, advantage in (([7, 9], 1.0), ([8], -1.0)):
+        tokens = torch.tensor([[1, 2, 3, *completion]])
+        logprobs = (model(input_ids=tokens[:, :-1]).logits / 0.5).log_softmax(-1)[0, 2:]
+        for t, token in enumerate(completion):
+            loss = loss - advantage * logprobs[t, token] / 3
+    loss.backward()
+    exact = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert float((found - exact).norm() / exact.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature", "right"), [("raw", 0.5, "processed"), ("processed", 1.0, "raw")]
+)
+def test_logprobs_of_the_other_mode_are_named_once(tmp_path, caplog, mode, temperature, right):
+    model = tiny_llama()
+    # With its own weights the temperature would hardly show.
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    sampled = group([[7, 9], [8]], [1.0, 0.0], generation_params={"temperature": 0.5})
+    sampled["inference_logprobs"] = [
+        engine_logprobs(model, completion, temperature=temperature) for completion in ([7, 9], [8])
+    ]
+    trainer = make_trainer(
+        tmp_path,
+        model=model,
+        groups=[sampled, sampled],
+        logprobs_mode=mode,
+        training_steps=2,
+        lr=1e-9,
+    )
+
+    trainer.run()
+
+    warnings = [r.message for r in caplog.records if f"set --logprobs-mode {right}" in r.message]
+    assert len(warnings) == 1
+
+
 def test_step_whose_gradient_is_not_finite_leaves_the_weights(tmp_path):
     trainer = make_trainer(tmp_path)
     before = [p.detach().clone() for p in trainer.model.parameters()]
@@ -272,3 +374,32 @@ def test_step_on_a_batch_without_trained_tokens_is_harmless(tmp_path):
     assert metrics["train/loss"] == 0.0
     assert metrics["train/grad_norm"] == 0.0
     assert metrics["train/skipped_steps"] == 0.0
+
+
+def test_checkpoints_go_by_minutes_where_no_interval_is_given(tmp_path):
+    trainer = make_trainer(
+        tmp_path, training_steps=6, checkpoint_interval=None, checkpoint_minutes=10
+    )
+    minutes = iter([3, 11, 12, 20, 22, 999])
+    now = 0.0
+    trainer._publisher._clock = lambda: now
+    trainer._publisher._saved_at = 0.0
+    steps = trainer._run_step
+
+    def step_of_some_minutes():
+        nonlocal now
+        now = 60.0 * next(minutes)
+        steps()
+
+    trainer._run_step = step_of_some_minutes
+    trainer.run()
+
+    # After 11 and 22 minutes; the last step is followed by the final model.
+    assert trainer._feed.checkpoints == [2, 5]
+
+
+def test_checkpoint_policy_of_the_defaults_writes_little():
+    config = TrainingConfig(model_name="m")
+
+    assert (config.checkpoint_interval, config.checkpoint_minutes) == (None, 20.0)
+    assert config.keep_checkpoints == 2

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -11,9 +15,12 @@ from example_trainer.processes import ProcessFailedError, find_free_port
 from example_trainer.vllm_manager import (
     VllmServer,
     check_vllm_health,
+    cpu_cache_gib,
     is_port_in_use,
+    launches_with_processed_logprobs,
     vllm_command,
     vllm_environment,
+    wait_for_orphaned_engine,
     wait_for_vllm_ready,
 )
 from tests.trainer.scripted_vllm import ScriptedVllm
@@ -37,6 +44,28 @@ def test_command_on_a_cpu_asks_for_float32_and_no_gpu_memory(tmp_path):
     assert option(command, "--dtype") == "float32"
     assert option(command, "--max-model-len") == "512"
     assert "--gpu-memory-utilization" not in command
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "processed"),
+    [
+        ({}, ["processed_logprobs"], True),
+        ({"logprobs_mode": "processed"}, ["processed_logprobs"], True),
+        ({"logprobs_mode": "raw"}, [], False),
+        ({"vllm_args": "--logprobs-mode raw_logprobs"}, ["raw_logprobs"], False),
+        ({"vllm_args": "--logprobs-mode=processed_logprobs"}, [], True),
+    ],
+)
+def test_launched_engine_returns_processed_logprobs_unless_told_otherwise(
+    tmp_path, settings, asked, processed
+):
+    config = tiny_config(tmp_path, **settings)
+
+    command = vllm_command(config, "tiny")
+
+    given = [b for a, b in itertools.pairwise(command) if a == "--logprobs-mode"]
+    assert given == asked
+    assert launches_with_processed_logprobs(config) is processed
 
 
 def test_command_on_a_gpu_passes_dtype_memory_and_further_arguments(tmp_path):
@@ -128,3 +157,60 @@ def test_health_is_what_the_engine_says():
         assert wait_for_vllm_ready(engine.port)
         engine.answers["/health"] = (503, {})
         assert not check_vllm_health(engine.port)
+
+
+@pytest.mark.parametrize(("free_gib", "cache_gib"), [(0.5, 1), (7, 1), (10, 2), (500, 4)])
+def test_engine_on_a_cpu_takes_a_quarter_of_the_free_memory_within_bounds(free_gib, cache_gib):
+    assert cpu_cache_gib(int(free_gib * 2**30)) == cache_gib
+
+
+@pytest.mark.parametrize(
+    ("settings", "inherited", "expected"),
+    [
+        ({}, {}, True),
+        ({}, {"VLLM_CPU_KVCACHE_SPACE": "7"}, "7"),
+        ({"vllm_args": "--gpu-memory-utilization=0.3"}, {}, None),
+        ({"vllm_args": "--kv-cache-memory-bytes 9"}, {}, None),
+        ({"device": "cuda"}, {}, None),
+    ],
+    ids=["default", "variable", "utilization", "bytes", "cuda"],
+)
+def test_memory_of_an_engine_on_a_cpu_is_bounded_unless_it_was_chosen(
+    tmp_path, settings, inherited, expected
+):
+    environment = vllm_environment(tiny_config(tmp_path, **settings), inherited, updatable=False)
+
+    space = environment.get("VLLM_CPU_KVCACHE_SPACE")
+    assert space in ("1", "2", "3", "4") if expected is True else space == expected
+
+
+def test_resumed_run_waits_for_the_engine_of_the_killed_one(tmp_path, free_port, fake_vllm, caplog):
+    script = (
+        "import os, signal, sys\n"
+        "from tests.trainer.tiny import tiny_config\n"
+        "from example_trainer.vllm_manager import VllmServer\n"
+        "from pathlib import Path\n"
+        "config = tiny_config(Path(sys.argv[1]), vllm_port=int(sys.argv[2]))\n"
+        "VllmServer(config, updatable=True).start('tiny')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(free_port)])
+    assert killed.returncode == -9
+    assert (tmp_path / "saves" / "engine.json").is_file()
+
+    with caplog.at_level(logging.INFO):
+        wait_for_orphaned_engine(tiny_config(tmp_path, vllm_port=free_port))
+
+    assert not is_port_in_use(free_port)
+
+
+def test_engine_of_a_living_trainer_is_not_waited_for(tmp_path, free_port, fake_vllm):
+    config = tiny_config(tmp_path, vllm_port=free_port)
+    server = VllmServer(config, updatable=True)
+    server.start("tiny")
+
+    wait_for_orphaned_engine(config)  # returns although it runs
+
+    assert is_port_in_use(free_port)
+    server.stop()
+    assert not (tmp_path / "saves" / "engine.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
 from example_trainer.sglang_control import SglangControl
 from example_trainer.vllm_manager import VllmServer
 from example_trainer.weight_sync import (
+    AutoSync,
     InPlaceSync,
     RestartSync,
     is_sync_due,
@@ -70,7 +72,9 @@ def test_sync_is_due_at_the_interval_and_at_the_end_where_somebody_uses_it(
 
 @pytest.mark.parametrize("mode", ["shared_vllm"])
 def test_mode_that_is_not_built_is_refused_naming_what_exists(tmp_path, mode):
-    with pytest.raises(ConfigError, match=f"{mode} is not built yet; use one of: none, in_place"):
+    with pytest.raises(
+        ConfigError, match=f"{mode} is not built yet; use one of: auto, none, in_place"
+    ):
         require_built_mode(tiny_config(tmp_path, weight_bridge_mode=mode))
 
 
@@ -82,6 +86,7 @@ def test_setting_without_code_behind_it_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
+        ("auto", AutoSync),
         ("none", RestartSync),
         ("in_place", InPlaceSync),
         ("lora_only", LoraSwapSync),
@@ -322,3 +327,79 @@ def test_engine_that_fails_among_several_is_an_error_after_all_have_resumed(tmp_
         sync.close()
 
     assert bad.paths[-1] == good.paths[-1] == "/resume"
+
+
+def test_auto_updates_a_running_engine_in_place(tmp_path, caplog):
+    with ScriptedVllm() as engine, caplog.at_level(logging.INFO):
+        config = tiny_config(tmp_path, vllm_port=engine.port, weight_bridge_mode="auto")
+        sync = make_weight_sync(config)
+        sync.check_before_load()
+        sync.start(tiny_llama(), SavedTokenizer(), source="tiny")
+        sync.publish(tiny_llama(), checkpoint=None)
+        sync.close()
+
+    assert engine.paths[1:] == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+    assert (sync.mode, sync.publishes_final) == ("in_place", True)
+    assert "weight bridge mode: in_place (chosen by auto): the running engine" in caplog.text
+
+
+def test_auto_refuses_a_running_engine_that_cannot_and_names_the_remedies(tmp_path):
+    with ScriptedVllm({"/collective_rpc": (404, {})}) as engine:
+        sync = AutoSync(tiny_config(tmp_path, vllm_port=engine.port))
+        with pytest.raises(ConfigError, match=r"VLLM_SERVER_DEV_MODE=1.*let the trainer launch"):
+            sync.check_before_load()
+        sync.close()
+
+
+def test_auto_launches_an_engine_and_updates_it_in_place(tmp_path, free_port, fake_vllm, caplog):
+    sync = AutoSync(tiny_config(tmp_path, vllm_port=free_port))
+    with caplog.at_level(logging.INFO):
+        sync.check_before_load()
+        sync.start(tiny_llama(), SavedTokenizer(), source="tiny")
+        sync.publish(tiny_llama(), checkpoint=None)
+        sync.close()
+
+    log = (tmp_path / "logs" / "vllm.log").read_text()
+    assert log.count("arguments:") == 1
+    assert "development mode: 1" in log
+    assert "reload_weights" in log
+    assert f"(chosen by auto): a vLLM is launched on port {free_port}" in caplog.text
+
+
+@pytest.mark.parametrize("lacks", ["route", "reload"])
+def test_auto_restarts_its_own_engine_where_it_cannot_reload(
+    tmp_path, free_port, fake_vllm, monkeypatch, caplog, lacks
+):
+    monkeypatch.setenv("FAKE_VLLM_LACKS", lacks)
+    sync = AutoSync(tiny_config(tmp_path, vllm_port=free_port))
+    sync.check_before_load()
+    sync.start(tiny_llama(), SavedTokenizer(), source="tiny")
+    sync.before_step(sync_follows=True)
+    sync.publish(tiny_llama(), checkpoint=None, step=1)
+    sync.publish(tiny_llama(), checkpoint=tmp_path / "step_2", step=2)
+    sync.check_alive()
+    sync.close()
+
+    log = (tmp_path / "logs" / "vllm.log").read_text()
+    models = [
+        line.split("--model ")[1].split()[0]
+        for line in log.splitlines()
+        if line.startswith("arguments:")
+    ]
+    weights = str(tmp_path / "saves" / "engine_weights")
+    first = ["tiny", "tiny"] if lacks == "route" else ["tiny"]
+    assert models == [*first, weights, str(tmp_path / "step_2")]
+    assert (sync.mode, sync.publishes_final) == ("none", False)
+    assert "weight bridge mode: none from here on (chosen by auto)" in caplog.text
+
+
+def test_auto_opens_no_routes_to_other_hosts(tmp_path, free_port, fake_vllm, caplog):
+    sync = AutoSync(tiny_config(tmp_path, vllm_port=free_port, vllm_host="0.0.0.0"))
+    with caplog.at_level(logging.INFO):
+        sync.check_before_load()
+    sync.start(tiny_llama(), SavedTokenizer(), source="tiny")
+    sync.close()
+
+    assert sync.mode == "none"
+    assert "development mode: None" in (tmp_path / "logs" / "vllm.log").read_text()
+    assert "weight bridge mode: none (chosen by auto)" in caplog.text

@@ -10,12 +10,18 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.display import display_metrics_table, format_metrics_table
+from atroposlib.utils.inert_text import shown_name
 from atroposlib.utils.io import parse_http_response
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.local_records import find_split, read_records
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.plain_json import encode_mapping
-from atroposlib.utils.secret_masking import mask_secrets
+from atroposlib.utils.secret_masking import (
+    hide_secrets,
+    is_masked,
+    mask_secrets,
+    without_secrets,
+)
 
 
 class Response:
@@ -127,6 +133,44 @@ def test_mask_secrets_hides_keys_and_keeps_the_rest() -> None:
         "env": {"tokenizer_name": "t", "max_token_length": 5, "hf_token": "***", "password": ""},
     }
     assert settings["openai"][0]["api_key"] == "sk-1"  # pragma: allowlist secret
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("GET http://u:p@host:1/v1 failed", "GET http://***@host:1/v1 failed"),
+        ("http://u:p@ss@host/v1", "http://***@host/v1"),
+        ("https://host/v1?api_key=abc&n=2", "https://host/v1?api_key=***&n=2"),
+        ("mail someone@host", "mail someone@host"),
+    ],
+)
+def test_hide_secrets_hides_those_of_urls_in_a_text(text: str, shown: str) -> None:
+    assert hide_secrets(text) == shown
+    assert mask_secrets([text]) == [shown]
+
+
+def test_without_secrets_shows_where_and_not_who() -> None:
+    assert without_secrets("http://u:p@host:1/v1?key=abc") == "http://***@host:1/v1"
+    assert without_secrets("http://host:1/v1") == "http://host:1/v1"
+
+
+def test_saved_address_whose_password_was_hidden_is_known_as_such() -> None:
+    assert is_masked("***")
+    assert is_masked("http://***@host/v1")
+    assert not is_masked("http://host/v1")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("a b", "'a b'"),
+        ("\x1b[2Jgone\nERROR", "'␛[2Jgone ERROR'"),
+        ("x" * 5000, repr("x" * 99 + "…")),
+    ],
+)
+def test_name_from_elsewhere_is_shown_harmless_and_short(name: str, shown: str) -> None:
+    assert shown_name(name) == shown
 
 
 def test_read_records_keeps_the_columns_asked_for(tmp_path: Path) -> None:

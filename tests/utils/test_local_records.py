@@ -56,3 +56,8 @@ def test_unusable_file_is_refused_with_the_expected_columns(tmp_path: Path, cont
 def test_folder_without_a_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.jsonl"):
         read_splits(tmp_path, COLUMNS, shuffle_seed=42)
+
+
+def test_missing_sample_of_a_shipped_environment_names_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"environments/data/sums_sample.*--env.dataset_path"):
+        read_splits(tmp_path / "data" / "sums_sample", ["question"], shuffle_seed=0)

@@ -148,7 +148,7 @@ async def test_pool_on_ray_without_ray_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "ray", None)
     pool = ScorePool(backend="RAY")
 
-    with pytest.raises(MissingExtraError, match=r"atroposlib\[ray\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[ray\]"):
         await pool.run(double, 1)
 
 

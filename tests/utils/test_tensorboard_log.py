@@ -78,7 +78,7 @@ def test_tensorboard_missing_is_told_before_the_run(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
 
-    with pytest.raises(MissingExtraError, match=r"atroposlib\[tensorboard\]"):
+    with pytest.raises(MissingExtraError, match=r"'\.\[tensorboard\]'"):
         RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
 
 

@@ -26,9 +26,13 @@ QUIET = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium without a window; the tests are skipped where there is none."""
+    """Chromium without a window; the tests are skipped where there is none.
+
+    Playwright keeps an event loop running in the main thread for as long as it is open, and
+    coroutine tests cannot run meanwhile. So it is closed after each file, not after the last test.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
     with playwright.sync_playwright() as driver:

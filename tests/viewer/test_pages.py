@@ -1,9 +1,22 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from atroposlib.viewer.group_index import GroupIndex
 from atroposlib.viewer.pages.compare import difference
+from atroposlib.viewer.pages.conversation import conversation_page
 from atroposlib.viewer.pages.markup import block, number, sparkline
+from atroposlib.viewer.pages.overview import overview_page
+from atroposlib.viewer.pages.side_by_side import side_by_side_page
 from atroposlib.viewer.rollouts import group_of
-from tests.viewer.groups import ATTACKS, chat
+from atroposlib.viewer.sources.base import Problems, ServiceFigures
+from atroposlib.viewer.sources.jsonl import JsonlSource
+from atroposlib.viewer.sources.service_page import FigureLog
+from atroposlib.viewer.summaries import summarise
+from atroposlib.viewer.texts import RolloutText
+from atroposlib.viewer.token_reader import TokenReader
+from tests.viewer.groups import ATTACKS, chat, make_group, write_groups
 
 
 def test_difference_gives_both_texts_back_and_marks_what_only_one_has() -> None:
@@ -59,3 +72,96 @@ def test_numbers_are_short() -> None:
 
     assert written == ["-", "0", "1", "-0.1", "0.123", "12,345", "1,234.6"]
     assert sparkline([1.0]) == ""
+
+
+def test_parts_of_a_reward_are_shown_with_their_rollout() -> None:
+    parts = [{"answer": 1.0, "<b>": 0.5, "odd": "text"}]
+    group = group_of({"scores": [1.5], "messages": [chat("q", "a")], "reward_parts": parts})
+    [rollout] = group.rollouts
+    texts = [RolloutText("q", "a")]
+
+    pages = [
+        side_by_side_page(group, texts, selected=0),
+        conversation_page(rollout, TokenReader("none", lambda name: None)),
+    ]
+
+    assert rollout.reward_parts == {"answer": 1.0, "<b>": 0.5}
+    for page in pages:
+        assert ">answer 1</span>" in page
+        assert "&lt;b&gt; 0.5" in page
+
+
+def overview(index: GroupIndex, figures: ServiceFigures | None = None) -> str:
+    return overview_page(
+        figures or ServiceFigures(),
+        Problems(),
+        index.scores_by_environment(),
+        rewards=index.rewards_by_step(),
+        num_groups=len(index),
+        num_equal=0,
+        metric_drops={},
+    )
+
+
+def test_overview_draws_the_reward_over_steps_of_each_environment() -> None:
+    index = GroupIndex()
+    for step, scores in ((2, [1, 0]), (0, [0, 0]), (2, [1, 1]), (None, [9, 9])):
+        fields: dict[str, Any] = {"scores": scores, "messages": [[], []]}
+        index.add(summarise(fields, label="group", environment="sums", step=step))
+
+    page = overview(index)
+
+    # at step 2 three of four are right
+    assert index.rewards_by_step() == {"sums": [(0, 0.0), (2, 0.75)]}
+    assert "sums, step 0 to 2" in page
+    assert "0 → 0.75" in page
+    assert [step for step, _ in index.rewards_by_step(max_points=1)["sums"]] == [2]
+
+
+def test_overview_says_why_it_is_empty(tmp_path: Path) -> None:
+    source = JsonlSource(write_groups(tmp_path / "none.jsonl", []))
+    service = FigureLog()
+    service.note_metrics('atropos_environments{state="connected"} 0\n')
+
+    pages = [
+        overview(GroupIndex(), source.figures()),
+        overview(GroupIndex(), service.figures(None)),
+        overview(GroupIndex(), service.figures("does not answer")),
+    ]
+
+    for page, reason in zip(
+        pages,
+        ("The file is empty so far", "No environment is connected: start one", "could not be read"),
+        strict=True,
+    ):
+        assert f"No groups yet. {reason}" in page or f"No groups yet. The service {reason}" in page
+
+
+def test_groups_of_a_file_are_named_after_it_where_they_do_not_say(tmp_path: Path) -> None:
+    groups = [make_group("q", ["a"], [1.0]), make_group("q", ["a"], [1.0], env_name="sums")]
+    source = JsonlSource(write_groups(tmp_path / "gsm8k.jsonl", groups))
+    index = GroupIndex()
+
+    while source.advance(index, 1.0):
+        pass
+
+    assert index.environments == ["gsm8k", "sums"]
+    source.close()
+
+
+def test_lazy_tokenizer_is_loaded_when_tokens_are_read() -> None:
+    loaded: list[str] = []
+
+    def load(name: str) -> Any:
+        loaded.append(name)
+        raise OSError("no such tokenizer")
+
+    reader = TokenReader("some/name", load, is_lazy=True)
+    before = list(loaded)
+    reader.text([])
+    reader.text([1, 2])
+    reader.text([3])
+    reader.wait(30)
+
+    assert (before, loaded) == ([], ["some/name"])
+    assert reader.problem is not None

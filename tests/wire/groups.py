@@ -21,6 +21,9 @@ FULL_GROUP: dict[str, Any] = {
     "env_id": 3,
     "distill_token_ids": [[[1, 2], [3, 4], [5, 6]], [[7]]],
     "distill_logprobs": [[[-0.5, -1.0], [0.0, -2.0], [-0.1, -0.2]], [[-3.0]]],
+    "reward_parts": [{"format": 1, "answer": -0.5}, {}],
+    "finish_reasons": ["stop", "length"],
+    "tokenized_from_text": False,
 }
 
 _INT64 = st.integers(-(2**63), 2**63 - 1)

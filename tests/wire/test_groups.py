@@ -16,6 +16,7 @@ from atroposlib.wire import (
     StoredPayload,
     WireError,
     batch_pieces,
+    decode_batch,
     decode_group,
     decode_groups,
     encode_group,
@@ -33,10 +34,50 @@ GROUP = {
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
+def test_tokens_made_from_text_are_counted_in_both_formats():
+    group = {**GROUP, "tokenized_from_text": True}
+
+    for lane in ("json", "msgpack"):
+        assert decode_group(encode_group(group, lane), lane).is_from_text is True
+        assert decode_group(encode_group(GROUP, lane), lane).is_from_text is False
+
+
 def test_payload_has_every_field_in_table_order():
     payload = encode_group(GROUP)
 
-    assert list(json.loads(payload)) == [field.name for field in GROUP_FIELDS]
+    assert list(json.loads(payload)) == [f.name for f in GROUP_FIELDS if not f.is_note]
+
+
+@pytest.mark.parametrize("lane", ["json", "msgpack"])
+def test_notes_travel_where_they_are_written(lane):
+    notes = {
+        "reward_parts": [{"format": 0.5, "answer": 1}, {}],
+        "finish_reasons": ["stop", "length"],
+        "tokenized_from_text": True,
+    }
+
+    payload = decode_group(encode_group({**GROUP, **notes}, lane), lane).payload
+    body = b"".join(batch_pieces([StoredPayload(lane, payload)], "json"))
+
+    (group,) = decode_batch(body, "json")["batch"]
+    assert {name: group[name] for name in notes} == notes
+
+
+@pytest.mark.parametrize(
+    ("note", "message"),
+    [
+        (
+            {"reward_parts": [{"format": "good"}, {}]},
+            r"reward_parts\[0\].format: expected a number",
+        ),
+        ({"reward_parts": {"format": 1}}, "reward_parts: expected a list of objects"),
+        ({"finish_reasons": ["stop", 3]}, r"finish_reasons\[1\]: expected a string"),
+        ({"tokenized_from_text": "yes"}, "tokenized_from_text: expected true, false"),
+    ],
+)
+def test_notes_of_another_shape_are_refused_by_path(note, message):
+    with pytest.raises(WireError, match=message):
+        decode_group(encode_group({**GROUP, **note}))
 
 
 def test_decode_group_describes_what_it_read():

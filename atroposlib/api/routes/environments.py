@@ -8,14 +8,14 @@ from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from atroposlib.api.admission import Admission, Placement
+from atroposlib.api.admission import Admission, OversizedGroupError, Placement
 from atroposlib.api.responses import json_response
 from atroposlib.api.routes.dependencies import RunOfApp, advertises_lanes, run_of
 from atroposlib.api.routes.documentation import refused
 from atroposlib.api.routes.reading import PostedGroups, read_env_id, read_groups
 from atroposlib.api.run import Run
 from atroposlib.api.schemas import EnvIdentifier, RegisterEnv, ScoredData
-from atroposlib.wire import MEDIA_TYPES, DecodedGroup, Lane, decode_group, decode_groups
+from atroposlib.wire import MEDIA_TYPES, DecodedGroup, Lane, WireError, decode_group, decode_groups
 
 __all__ = [
     "BUSIEST_ROUTES",
@@ -86,7 +86,8 @@ async def get_status_env(request: Request) -> Response:
 
     `groups_to_start` is how many it may have in the making, null when nothing bounds that. The id
     comes in the body (also of a GET) or as a query parameter; an unknown one is 404. This GET
-    remembers the largest group the environment has queued. `run_id` names the run the id is of.
+    remembers the largest group the environment has queued. `run_id` names the run the id is of;
+    it is another one after a trainer has replaced the settings, which `/register-env` tells.
     """
     run = await run_of(request)
     asked = await read_env_id(request)
@@ -105,7 +106,7 @@ async def scored_data(request: Request) -> Response:
     """Store one group: `received`, or `buffered` until smaller groups add up."""
     run = await run_of(request)
     posted = await read_groups(request, run, _decode_one)
-    admission = await _admit(run, posted)
+    admission = await _admit(run, posted, is_list=False)
     return _answer(reply_of(admission.placements[0]), admission)
 
 
@@ -113,8 +114,12 @@ def _decode_one(body: bytes, lane: Lane, *, max_bytes: int) -> list[DecodedGroup
     return [decode_group(body, lane, max_bytes=max_bytes)]
 
 
-async def _admit(run: Run, posted: PostedGroups) -> Admission:
-    return await run.admit(posted.groups, key=posted.key, digest=posted.digest)
+async def _admit(run: Run, posted: PostedGroups, *, is_list: bool) -> Admission:
+    try:
+        return await run.admit(posted.groups, key=posted.key, digest=posted.digest)
+    except OversizedGroupError as error:
+        path = (error.index, "tokens") if is_list else ("tokens",)
+        raise WireError(str(error), kind="value_error", path=path) from error
 
 
 def reply_of(placement: Placement) -> dict[str, Any]:
@@ -134,7 +139,7 @@ async def scored_data_list(request: Request) -> Response:
     """Store an array of groups, in order, all or none."""
     run = await run_of(request)
     posted = await read_groups(request, run, decode_groups)
-    admission = await _admit(run, posted)
+    admission = await _admit(run, posted, is_list=True)
     answer: dict[str, Any] = {"status": "received", "groups_processed": len(posted.groups)}
     placements = admission.placements
     sizes = [p.buffered_sequences for p in placements if p.buffered_sequences is not None]

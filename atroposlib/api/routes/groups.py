@@ -1,4 +1,4 @@
-"""Looking at groups and environments, for people and tools; nothing here takes or changes any."""
+"""Looking at groups and environments, for people and tools; removing a group that is stuck."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atroposlib.api.routes.dependencies import RunOfApp
 from atroposlib.api.routes.documentation import IN_EITHER_LANE, refused
 from atroposlib.wire import MEDIA_TYPES, convert_payload, lane_of_accept
 
-__all__ = ["get_group", "get_group_payload", "get_groups", "list_envs", "router"]
+__all__ = ["get_group", "get_group_payload", "get_groups", "list_envs", "remove_group", "router"]
 
 router = APIRouter(tags=["inspection"])
 
@@ -61,6 +61,20 @@ async def get_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
     if found is None:
         raise _missing(group_id, run)
     return describe_group(run.state, *found, now=time.time())
+
+
+@router.delete("/groups/{group_id}", responses=refused(404, 409, 410))
+async def remove_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
+    """Take a group that is queued or buffered out of the run, for one that can never leave.
+
+    409 when it has left the queue, 410 when it is not kept any more, 404 when there never was one.
+    """
+    if await run.remove_group(group_id):
+        return {"status": "removed", "group_id": group_id}
+    found = find_group(run.state, group_id)
+    if found is None:
+        raise _missing(group_id, run)
+    raise HTTPException(409, f"group {group_id} has left the queue ({found[1].value})")
 
 
 @router.get(

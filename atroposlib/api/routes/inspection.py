@@ -54,7 +54,9 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
 
     What these figures do not contain is named only while there is some: `buffered_sequences`,
     `in_flight_batches` and of them `leased_batches`, `returned_batches` that leave next,
-    `expired_envs`, `policy_version`, `run`, and `stalls`: why queued groups make no batch.
+    `expired_envs`, `set_aside_records` that could not be applied, `policy_version`, `run`,
+    `consumer` (the `name` of a tool that stands in for a trainer and `idle_s`, seconds since it
+    asked for a batch), and `stalls`: why queued groups make no batch.
     """
     state, delivery = run.state, run.state.delivery
     leased = sum(handout.lease_until is not None for handout in delivery.in_flight.values())
@@ -65,10 +67,16 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
         "leased_batches": leased,
         "returned_batches": len(delivery.returned),
         "expired_envs": sum(env.is_expired for env in state.envs),
+        "set_aside_records": state.num_set_aside,
     }
     answer: dict[str, Any] = {"current_step": state.step, "queue_size": len(state.queue)}
     answer |= {name: count for name, count in counts.items() if count}
-    named = {"policy_version": state.policy_version, "run": settings.run_name}
+    consumer = {"name": state.consumer, "idle_s": run.consumer_idle_s}
+    named = {
+        "policy_version": state.policy_version,
+        "run": settings.run_name,
+        "consumer": consumer if state.consumer is not None else None,
+    }
     answer |= {name: value for name, value in named.items() if value is not None}
     stalls = [stall._asdict() for stall in run.stalls()]
     return answer | {"stalls": stalls} if stalls else answer

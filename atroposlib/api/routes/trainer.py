@@ -27,23 +27,53 @@ from atroposlib.wire import (
     lane_of_accept,
 )
 
-__all__ = ["acknowledge_batch", "get_batch", "register", "return_batch", "router", "set_policy"]
+__all__ = [
+    "acknowledge_batch",
+    "get_batch",
+    "register",
+    "release_consumer",
+    "return_batch",
+    "router",
+    "set_policy",
+]
 
 router = APIRouter(tags=["trainer"])
 
+_INT64_MAX = 2**63 - 1
 Found = tuple[Handout, list[StoredPayload]]
 
 
 @router.post("/register", dependencies=[advertises_lanes], responses=refused(409))
 async def register(registration: Registration, run: RunOfApp) -> dict[str, Any]:
-    """Start a run, or join it with the same settings (`starting_step` aside); 409 otherwise."""
+    """Start a run, or join it with the same settings (`starting_step` aside); 409 otherwise.
+
+    A trainer takes the place of a `consumer` whatever the settings. A consumer gets 409 while a
+    trainer is registered, or another consumer is at work.
+    """
     try:
-        return {"uuid": await run.register_trainer(registration)}
+        answer: dict[str, Any] = {"uuid": await run.register_trainer(registration)}
     except RegistrationConflictError as error:
         raise HTTPException(409, str(error)) from error
+    if registration.consumer is not None:
+        answer["consumer"] = registration.consumer  # older services do not know it
+    return answer
 
 
-@router.get("/batch", response_model=None, responses=IN_EITHER_LANE)
+@router.delete("/register", responses=refused(404))
+async def release_consumer(
+    run: RunOfApp,
+    consumer: Annotated[str, Query(max_length=64, description="The `uuid` of a consumer.")],
+) -> dict[str, Any]:
+    """Free the place of a consumer that ends; groups and environments stay for who registers next.
+
+    404 when it does not hold the place any more.
+    """
+    if not await run.release_consumer(consumer):
+        raise HTTPException(404, "no consumer is registered under this id")
+    return {"status": "success"}
+
+
+@router.get("/batch", response_model=None, responses={**IN_EITHER_LANE, **refused(409)})
 async def get_batch(
     request: Request,
     run: RunOfApp,
@@ -54,6 +84,10 @@ async def get_batch(
     wait: Annotated[
         float, Query(ge=0, le=300, description="Seconds to wait for a batch if there is none.")
     ] = 0.0,
+    consumer: Annotated[
+        str | None,
+        Query(max_length=64, description="The `uuid` of a consumer: only while it is registered."),
+    ] = None,
 ) -> Response:
     """Return the oldest batch of exactly `batch_size` sequences, or null.
 
@@ -65,12 +99,30 @@ async def get_batch(
     if run.state.registration is None:
         message = "Trainer not registered. Call /register first."
         return _small({"status": "error", "message": message, "batch": []}, accepted)
+    if consumer is not None:
+        _require_consumer(run, consumer)
     found = await _next_batch(request, run, lease_s=lease, wait_s=wait)
     if found is None:
         return _small({"batch": None}, accepted)
     handout, payloads = found
     lost = partial(run.give_back, handout.token)
-    envelope = {} if lease is None else {"batch_id": handout.token, "lease_expires_in_s": lease}
+    if consumer is not None:  # a trainer may have come while this waited
+        try:
+            _require_consumer(run, consumer)
+        except BaseException:
+            await lost()
+            raise
+    envelope: dict[str, Any] = {}
+    if lease is not None:
+        envelope = {
+            "batch_id": handout.token,
+            "lease_expires_in_s": lease,
+            "policy_versions": [
+                # A group in the binary format carries its own.
+                group.known_version if group.lane == "json" else None
+                for group in handout.groups
+            ],
+        }
     try:
         pieces = await _pieces_of(request, payloads, accepted, envelope)
     except BaseException:
@@ -85,6 +137,14 @@ async def get_batch(
         on_arrived=partial(run.acknowledge, handout.token) if lease is None else None,
         on_lost=lost,
     )
+
+
+def _require_consumer(run: Run, consumer: str) -> None:
+    """Refuse a consumer whose place was taken; it must not take the trainer's batches."""
+    if not run.state.is_consumer(consumer):
+        by = run.state.consumer or "a trainer"
+        raise HTTPException(409, f"{by} has registered in place of this consumer")
+    run.hear_consumer()
 
 
 async def _next_batch(
@@ -132,12 +192,26 @@ def _small(content: dict[str, Any], accepted: AcceptedLane) -> Response:
 
 
 @router.post("/batch/{batch_id}/ack", responses=refused(404, 409))
-async def acknowledge_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
+async def acknowledge_batch(
+    batch_id: str,
+    run: RunOfApp,
+    steps_done: Annotated[
+        int | None,
+        Query(
+            ge=0,
+            le=_INT64_MAX,
+            description="Optimizer steps the trainer has done, with that of this batch if it was "
+            "trained on. The step grows by one only where it is smaller; by default it always "
+            "does. 0: the batch was not trained on.",
+        ),
+    ] = None,
+) -> dict[str, Any]:
     """Count a leased batch as delivered; may be repeated.
 
-    409 when it went to somebody else meanwhile, 404 when there is no such batch.
+    The step grows by one, or stays, as `steps_done` says. 409 when the batch went to somebody else
+    meanwhile, 404 when there is no such batch.
     """
-    result = await run.acknowledge(batch_id)
+    result = await run.acknowledge(batch_id, steps_done=steps_done)
     _refuse_stale(batch_id, result)
     done = {"acked": "acknowledged", "repeated": "already acknowledged"}
     return {"status": done[result], "current_step": run.state.step}

@@ -14,17 +14,33 @@ more of them; the caller, who has then seen what the other replica wrote, decide
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Apply", "Payload", "Restore", "RunStore"]
+__all__ = ["Apply", "Payload", "Restore", "RunStore", "applied"]
+
+logger = logging.getLogger(__name__)
 
 Apply = Callable[[int, bytes], None]
-"""Takes a record and its position in the log (from 0); never awaited, never raises."""
+"""Takes a record and its position in the log (from 0); never awaited, never raises.
+
+A store applies the records behind it all the same, should it raise: see `applied`."""
 
 Restore = Callable[[bytes], None]
 """Takes a snapshot of the whole state: when a run is opened, and again, in place of what there is,
 when a replica fell behind records that another has compacted."""
+
+
+def applied(apply: Apply, position: int, record: bytes) -> None:
+    """Apply a record that the log holds; what goes wrong is logged, and ends nothing else.
+
+    Whoever wrote the records behind it waits for word of them, some with a lock in hand.
+    """
+    try:
+        apply(position, record)
+    except Exception:
+        logger.exception("record %d of the run could not be applied", position)
 
 
 class Payload(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from atroposlib.api.store.base import Apply, Payload, Restore
+from atroposlib.api.store.base import Apply, Payload, Restore, applied
 
 __all__ = ["MemoryRunStore"]
 
@@ -30,7 +30,7 @@ class MemoryRunStore:
         if self._snapshot is not None:
             restore(self._snapshot)
         for position, record in enumerate(self._records, start=self._first_position):
-            apply(position, record)
+            applied(apply, position, record)
 
     async def append(
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
@@ -43,7 +43,7 @@ class MemoryRunStore:
         self._payloads.update(payloads)
         position = self._first_position + len(self._records)
         self._records.append(record)
-        self._apply(position, record)
+        applied(self._apply, position, record)
         return True
 
     async def sync(self) -> None:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
 from atroposlib.api.store.base import RunStore
 from atroposlib.api.store.memory import MemoryRunStore
 from atroposlib.errors import ConfigError
+from atroposlib.utils.secret_masking import without_secrets
 
 __all__ = [
     "check_run_name",
     "check_store_url",
     "fresh_run_name",
+    "known_runs",
     "open_store",
     "run_file",
-    "without_secrets",
+    "similar_run",
+    "stored_runs",
 ]
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 MAX_RUN_NAME = 100
+SEPARATORS = re.compile(r"[-_.+]+")
+MIN_SLIP_LETTERS = 4
+"""Words of a name with fewer letters, such as `a` and `b`, are different words."""
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.+-]{{0,{MAX_RUN_NAME - 1}}}")
 WORDS = (
     "aspen",
@@ -82,12 +89,62 @@ def check_store_url(url: str) -> str:
     )
 
 
-def without_secrets(url: str) -> str:
-    """Return what was given as the URL of a store, without user, password and options."""
-    address = url.partition("?")[0]
-    access, at, place = address.rpartition("@")
-    scheme = re.match(r"\w+://", access)
-    return f"{scheme.group() if scheme else ''}***@{place}" if at else address
+def similar_run(name: str, known: Iterable[str]) -> str | None:
+    """Return the run that a name without a run may have been meant for, None when it looks new.
+
+    Names that differ in letters of either case or in `-_.+` only, or by one letter that is missing,
+    superfluous, changed or has traded places. Names of a series are new: `math-2` beside `math-1`,
+    `exp-b` beside `exp-a`, `sft-qwen` beside `rft-qwen`.
+    """
+    for other in sorted(known):
+        if _plain(name) == _plain(other):
+            return other
+    words = SEPARATORS.split(name.lower())
+    for other in sorted(known):
+        others = SEPARATORS.split(other.lower())
+        pairs = [pair for pair in zip(words, others) if pair[0] != pair[1]]  # noqa: B905
+        if len(words) == len(others) and len(pairs) == 1 and _is_slip(*pairs[0]):
+            return other
+    return None
+
+
+def _plain(name: str) -> str:
+    return SEPARATORS.sub("", name.lower())
+
+
+def _is_slip(word: str, other: str) -> bool:
+    """Whether one word of a name is another with a slip of the finger; digits are never one."""
+    short, long = sorted((word, other), key=len)
+    if re.sub(r"\d", "", word) == re.sub(r"\d", "", other) or len(long) < MIN_SLIP_LETTERS:
+        return False
+    if len(short) + 1 == len(long):
+        return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+    if len(short) != len(long):
+        return False
+    apart = [i for i in range(len(word)) if word[i] != other[i]]
+    if len(apart) == 1:
+        return len(word) > MIN_SLIP_LETTERS
+    trades = len(apart) == 2 and apart[0] + 1 == apart[1]
+    return trades and word[apart[0]] == other[apart[1]] and word[apart[1]] == other[apart[0]]
+
+
+def stored_runs(data_dir: Path) -> list[str]:
+    """Return the names of the runs that the sqlite store has in a folder."""
+    return sorted(path.name.removesuffix(".sqlite3") for path in data_dir.glob("*.sqlite3"))
+
+
+async def known_runs(url: str, data_dir: Path) -> list[str]:
+    """Return the names of the runs that a store holds, in order; a store in memory holds none.
+
+    Arguments and errors are those of `open_store`.
+    """
+    if check_store_url(url) == "memory":
+        return []
+    if url == "sqlite":
+        return stored_runs(data_dir)
+    from atroposlib.api.store.redis import runs_in_redis
+
+    return await runs_in_redis(url)
 
 
 def run_file(data_dir: Path, run_name: str) -> Path:

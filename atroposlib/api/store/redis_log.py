@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from atroposlib.api.store import redis_scripts as scripts
-from atroposlib.api.store.base import Apply, Payload, Restore
+from atroposlib.api.store.base import Apply, Payload, Restore, applied
 from atroposlib.api.store.redis_link import Argument, RedisFullError, RedisLink, RunLostError
 from atroposlib.errors import RunStoreError
 
@@ -246,6 +246,6 @@ class RedisLog:
                 self._restore(page.snapshot)
             self._position, self._tag = page.base, page.base_tag
         for entry in page.records:
-            self._apply(self._position, entry[scripts.TAG_BYTES :])
+            applied(self._apply, self._position, entry[scripts.TAG_BYTES :])
             self._position += 1
             self._tag = entry[: scripts.TAG_BYTES]

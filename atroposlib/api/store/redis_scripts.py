@@ -20,7 +20,7 @@ again under its number and answered as before; one that arrives late changes not
 from __future__ import annotations
 
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 __all__ = [
     "APPEND",
@@ -58,6 +58,15 @@ class RunKeys(NamedTuple):
         prefix = f"atropos:{{{quote(run_name, safe='')}}}:"
         names = ("meta", "log", "snapshot", "payloads", "alive", f"session:{session}")
         return cls(*(prefix + name for name in names))
+
+
+ANY_RUN = "atropos:{*}:meta"
+"""Pattern of the keys that every run has one of."""
+
+
+def run_of_key(key: bytes) -> str:
+    """Return the name of the run that a key of `ANY_RUN` belongs to."""
+    return unquote(key.decode().partition("{")[2].rpartition("}")[0])
 
 
 # A memory limit refuses scripts unless they say otherwise: those that free memory, or that must

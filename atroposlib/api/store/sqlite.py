@@ -20,11 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atroposlib.api.store.base import Apply, Payload, Restore
+from atroposlib.api.store.base import Apply, Payload, Restore, applied
 from atroposlib.api.store.sqlite_file import FileLock, open_reader, open_writer
 from atroposlib.api.store.sqlite_requests import Append, Command, Done
 from atroposlib.api.store.sqlite_writer import Writer
-from atroposlib.errors import ConfigError, RunStoreError
+from atroposlib.errors import RunStoreError
+from atroposlib.utils.writable import unwritable
 
 __all__ = ["SqliteRunStore"]
 
@@ -128,9 +129,7 @@ class SqliteRunStore:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except OSError as error:
-            raise ConfigError(
-                f"{self._path} cannot be written ({error}); choose another --data-dir"
-            ) from error
+            raise unwritable(self._path, error, "--data-dir") from error
         try:
             return open_writer(self._path, fsync=self._fsync), open_reader(self._path)
         except BaseException:
@@ -160,7 +159,7 @@ class SqliteRunStore:
             position,
         ):
             for place, record in rows:
-                self._apply(place, record)
+                applied(self._apply, place, record)
             position = rows[-1][0] + 1
 
     async def _select(self, reader: sqlite3.Connection, query: str, *values: int) -> list[Any]:
@@ -174,7 +173,7 @@ class SqliteRunStore:
     def _settle(self, done: list[Done]) -> None:
         for request, position, error in done:
             if isinstance(request, Append) and position is not None:
-                self._apply(position, request.record)
+                applied(self._apply, position, request.record)
             if request.future.done():  # cancelled meanwhile
                 continue
             if error is not None:

@@ -19,7 +19,10 @@ __all__ = [
     "class_site",
     "code_site",
     "hook_site",
+    "is_named_method",
     "mentioned_site",
+    "method_name",
+    "pending_method",
     "stack_site",
     "traceback_site",
 ]
@@ -72,6 +75,33 @@ def awaiting_site() -> str | None:
         return None
     sites = (_site_before_package(task.get_coro()) for task in tasks)
     return next((site for site in sites if site is not None), None)
+
+
+def pending_method(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the method of the author a task waits in, and the line, if it has one of these names.
+
+    The outermost one is named, as `MyEnv.score`.
+    """
+    for task in asyncio.all_tasks():
+        step: Any = task.get_coro()
+        while step is not None:
+            frame = getattr(step, "cr_frame", None)
+            if frame is not None and is_named_method(frame, names):
+                return method_name(frame), shown(frame.f_code.co_filename, frame.f_lineno)
+            step = getattr(step, "cr_await", None)
+    return None
+
+
+def is_named_method(frame: FrameType, names: Iterable[str]) -> bool:
+    """Whether a frame runs a function of the author with one of these names."""
+    return frame.f_code.co_name in names and is_own_file(frame.f_code.co_filename)
+
+
+def method_name(frame: FrameType) -> str:
+    """Return what a frame runs as `MyEnv.score`, or the bare name of a function."""
+    owner = frame.f_locals.get("self")
+    name = frame.f_code.co_name
+    return name if owner is None else f"{type(owner).__name__}.{name}"
 
 
 def _site_before_package(step: Any) -> str | None:

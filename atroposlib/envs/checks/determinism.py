@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from atroposlib.envs.checks.rehearsal import Rehearsal
 
-__all__ = ["Trace", "difference", "trace_of"]
+__all__ = ["Trace", "changed_score", "difference", "trace_of"]
 
 CONTEXT = 40
 
@@ -54,6 +54,27 @@ def difference(first: Trace, second: Trace) -> str | None:
         shown = [", ".join(f"{float(score):g}" for score in row) for row in scores]
         return f"the scores differ: {shown[0]} in the first run, {shown[1]} in the second"
     return "the same prompts and replies gave other tokens or scores to the trajectories"
+
+
+def changed_score(one: Trace, other: Trace) -> str | None:
+    """Return how the score of the same answer changed between two runs, or None.
+
+    Only trajectories that both runs have are compared: prompts may differ under another seed.
+    """
+    scores = _scores_by_tokens(one), _scores_by_tokens(other)
+    for tokens in sorted(scores[0].keys() & scores[1].keys()):
+        first, second = scores[0][tokens], scores[1][tokens]
+        if len(first) == len(second) and first != second:
+            shown = [", ".join(f"{float(score):g}" for score in row) for row in (first, second)]
+            return f"the same answer scores {shown[0]} under one seed and {shown[1]} under another"
+    return None
+
+
+def _scores_by_tokens(trace: Trace) -> dict[str, list[str]]:
+    scores: dict[str, list[str]] = {}
+    for tokens, score in trace.trajectories:  # sorted, and so are the scores of equal tokens
+        scores.setdefault(tokens, []).append(score)
+    return scores
 
 
 def _apart(one: str, other: str) -> str:

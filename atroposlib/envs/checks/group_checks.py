@@ -19,6 +19,7 @@ NO_GOLD = (
     "perfect model would write"
 )
 SCORE_RULES = ("spread", "wrong", "truncated")
+SCORING_TIMED_OUT = "scoring timed out and gave its default"
 NO_NUMBER = "return a number for every answer; one that cannot be judged gets a score as well"
 
 
@@ -117,17 +118,25 @@ def _check_scores(
         for name in SCORE_RULES:
             findings.skip(name, "no trajectory with the gold answer and a finite score was found")
         return
+    if rehearsal.num_score_timeouts:
+        findings.note(
+            f"scoring timed out {rehearsal.num_score_timeouts} times and its default was taken: "
+            "look at what the scoring function does with such an answer, or raise "
+            "--env.score_timeout_s"
+        )
     scores: dict[Role, float] = {reply.role: reply.score for reply in replies}
     seen = ", ".join(f"{role} {score:g}" for role, score in scores.items())
     equal = equal_scores(replies)
     if equal:
-        findings.fail("spread", equal, site)
+        late = f"; {SCORING_TIMED_OUT}" if rehearsal.num_score_timeouts else ""
+        findings.fail("spread", f"{equal}{late}", site)
         for name in ("wrong", "truncated"):
             findings.skip(name, "all scores are equal")
         return
     findings.passed("spread", seen)
-    _check_role(replies, ("empty", "garbage"), "wrong", findings, site)
-    _check_role(replies, ("truncated", "unclosed"), "truncated", findings, site)
+    is_late = rehearsal.num_score_timeouts > 0
+    _check_role(replies, ("empty", "garbage"), "wrong", findings, site, is_late=is_late)
+    _check_role(replies, ("truncated", "unclosed"), "truncated", findings, site, is_late=is_late)
 
 
 def _check_role(
@@ -136,6 +145,8 @@ def _check_role(
     name: str,
     findings: Findings,
     site: str | None,
+    *,
+    is_late: bool,
 ) -> None:
     present = sorted({reply.role for reply in replies} & set(roles))
     if not present:
@@ -143,7 +154,8 @@ def _check_role(
         return
     problem = too_good(replies, roles, unless_muted=name == "truncated")
     if problem:
-        findings.fail(name, problem, site)
+        late = f"; {SCORING_TIMED_OUT}" if is_late else ""
+        findings.fail(name, f"{problem}{late}", site)
     findings.passed(name, f"{', '.join(present)}: below gold")
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from atroposlib.envs.checks.call_site import pending_method
 from atroposlib.envs.checks.script import Role, Script, make_script
 from atroposlib.envs.checks.scripted_model import SampledReply
 from atroposlib.envs.checks.stage import Stage
@@ -16,8 +17,10 @@ from atroposlib.utils.plain_json import to_plain
 
 __all__ = [
     "COLLECTING",
+    "SCORE_METHODS",
     "SCORING",
     "Rehearsal",
+    "StepTimeoutError",
     "next_item",
     "rehearse",
     "roll_out",
@@ -27,7 +30,10 @@ __all__ = [
 COLLECTING = ("postprocess_histories", "collect_trajectories", "collect_trajectory")
 """Hooks a finding about a group points at: the first that the author wrote."""
 
-SCORING = ("score", "_score", "compute_score", "reward", "compute_reward", "grade", *COLLECTING)
+SCORE_METHODS = ("score", "_score", "compute_score", "reward", "compute_reward", "grade")
+"""What methods that score one answer are commonly called."""
+
+SCORING = (*SCORE_METHODS, *COLLECTING)
 """Methods a finding about scores points at: the first that the author wrote."""
 
 STEP_LIMIT_S = 60.0
@@ -48,18 +54,43 @@ class Rehearsal(NamedTuple):
     num_first_requests: int
     """Requests that were open together before the first was answered."""
     script: Script
+    num_score_timeouts: int = 0
+    """Calls of the score pool that were ended because their time was up, and gave a default."""
 
 
-async def within_limit(step: Awaitable[Result]) -> Result:
+class StepTimeoutError(TimeoutError):
+    """A step of the environment that did not end in time.
+
+    Attributes:
+        where: the line of the author it waited at, None where that cannot be told.
+    """
+
+    def __init__(self, message: str, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S) -> Result:
     """Wait for a step of the environment, at most a minute.
 
     Raises:
-        TimeoutError: the step takes longer.
+        StepTimeoutError: the step takes longer; it says so where it was scoring.
     """
+    task = asyncio.ensure_future(step)
     try:
-        return await asyncio.wait_for(step, STEP_LIMIT_S)
-    except asyncio.TimeoutError as error:
-        raise TimeoutError(f"did not end within {STEP_LIMIT_S:g} s") from error
+        await asyncio.wait({task}, timeout=limit_s)
+        if task.done():
+            return task.result()
+        scoring = pending_method(SCORE_METHODS)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    late = f"did not end within {limit_s:g} s"
+    if scoring is None:
+        raise StepTimeoutError(late)
+    method, where = scoring
+    raise StepTimeoutError(f"scoring timed out: {method} {late}", where)
 
 
 async def next_item(env: Any) -> Any:
@@ -89,6 +120,7 @@ async def rehearse(stage: Stage, item: Any) -> Rehearsal:
     When the environment makes no group of them, the answers it may refuse are left out by turns.
     """
     gold = await settle(stage.env.check_gold_answer(item))
+    num_before = _num_score_timeouts(stage.env)
     rehearsal = Rehearsal([], [], 0, make_script(gold))
     for roles in FALLBACKS if gold else FALLBACKS[:1]:
         stage.model.start(make_script(gold, roles=roles))
@@ -98,10 +130,16 @@ async def rehearse(stage: Stage, item: Any) -> Rehearsal:
             list(stage.model.sampled),
             stage.model.most_in_flight,
             make_script(gold, roles=roles),
+            _num_score_timeouts(stage.env) - num_before,
         )
         if groups:
             break
     return rehearsal
+
+
+def _num_score_timeouts(env: Any) -> int:
+    pool = env._opened_score_pool()
+    return 0 if pool is None else int(pool.num_timeouts)
 
 
 def _plain(group: Any) -> Any:

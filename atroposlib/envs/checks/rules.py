@@ -83,7 +83,8 @@ RULES: dict[str, Rule] = {
     ),
     "determinism": Rule(
         "determinism",
-        "two runs with the same seed and the same replies give the same prompts and scores",
+        "two runs with the same seed and the same replies give the same prompts and scores, and "
+        "the same answer scores the same under another seed",
         "draw from random.Random(seed) of your own, sort sets, leave clock and uuid out of prompts",
     ),
     "items": Rule(

@@ -25,17 +25,21 @@ class ScoredReply(NamedTuple):
 def scored_replies(group: Mapping[str, Any], roles: Sequence[Role | None]) -> list[ScoredReply]:
     """Return the worth of each trajectory whose role is known and whose score is a finite number.
 
-    Where a group has token-level advantages, their mean over the trained tokens is the score.
+    Where all scores of a group are equal and it has token-level advantages, the mean over the
+    trained tokens is the worth: such an environment says it all in the advantages.
 
     Args:
         group: [G] trajectories.
         roles: [G] who answered, None where that cannot be told.
     """
-    advantages = group.get("advantages") or [None] * len(roles)
+    scores = list(group["scores"])
+    advantages = group.get("advantages")
+    if not advantages or any(score != scores[0] for score in scores):
+        advantages = [None] * len(roles)
     overrides = group.get("overrides") or [None] * len(roles)
     found = []
     for role, score, advantage, override, mask in zip(
-        roles, group["scores"], advantages, overrides, group["masks"], strict=False
+        roles, scores, advantages, overrides, group["masks"], strict=False
     ):
         trained = [i for i, label in enumerate(mask) if label != IGNORE_INDEX]
         if isinstance(advantage, list | tuple) and len(advantage) == len(mask) and trained:

@@ -19,9 +19,10 @@ from atroposlib.envs.checks.scripted_model import ScriptedModel, ScriptedServer
 from atroposlib.envs.config_layers import Settings
 from atroposlib.envs.construction import build_environment
 
-__all__ = ["Stage", "local_tokenizers", "seeded", "staged_settings"]
+__all__ = ["OTHER_SEED", "Stage", "local_tokenizers", "seeded", "staged_settings"]
 
 SEED = 0
+OTHER_SEED = 1
 MIN_GROUP_SIZE, MAX_GROUP_SIZE = 5, 8
 CHARACTERS_PER_TOKEN = 4
 
@@ -106,13 +107,13 @@ def _is_local(name: str) -> bool:
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
+def seeded(seed: int = SEED) -> Iterator[None]:
     """Seed Python's and NumPy's generators, and put their state back afterwards."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None
-    random.seed(SEED)
+    random.seed(seed)
     if numpy:
-        numpy.random.seed(SEED)
+        numpy.random.seed(seed)
     try:
         yield
     finally:

@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from atroposlib.envs.checks.call_site import (
     class_site,
     hook_site,
+    is_named_method,
     mentioned_site,
+    method_name,
     traceback_site,
 )
-from atroposlib.envs.checks.determinism import difference, trace_of
+from atroposlib.envs.checks.determinism import changed_score, difference, trace_of
 from atroposlib.envs.checks.leftovers import Running, end_leftover_tasks, wait_for_end
 from atroposlib.envs.checks.loop_watch import Stall
 from atroposlib.envs.checks.network_guard import NetworkAttempt, NetworkBlockedError
-from atroposlib.envs.checks.rehearsal import COLLECTING, SCORING, Rehearsal
+from atroposlib.envs.checks.rehearsal import (
+    COLLECTING,
+    SCORE_METHODS,
+    SCORING,
+    Rehearsal,
+    StepTimeoutError,
+)
 from atroposlib.envs.checks.report import Findings
+from atroposlib.utils.score_pool import ScoreTimeoutError
 
 __all__ = ["judge_determinism", "judge_leftovers", "judge_network", "judge_stalls", "judging"]
 
 RAISED_BY_AUTHOR = "correct that line, or what reaches it"
 RAISED_ABOUT_METHOD = "correct that method: the arguments it takes, or what it returns"
 TOO_LATE = "look for what it waits for; a step of the check may take a minute"
+SCORED_TOO_LONG = (
+    "score in a worker with a limit and a default: await self.score_pool.run(function, *args, "
+    "timeout=5, default=0.0)"
+)
+SCORED_BY_LUCK = (
+    "score by the item and the answer alone; luck that belongs to the task goes into the item, as "
+    "a seed"
+)
+
+NOT_RENDERED = (
+    "keep to the roles and the order that the template knows, or name a tokenizer whose template "
+    "takes this conversation: --env.tokenizer_name"
+)
+NO_TEMPLATE = (
+    "name the tokenizer of an instruct model with --env.tokenizer_name, or write the prompt as "
+    "text and ask for a completion"
+)
+RENDERERS = ("apply_chat_template",)
+"""Methods of tokenizers that turn a conversation into a prompt."""
 
 BEFORE_ROLLOUTS = ("config", "setup")
 """Rules whose own remedy also fits what a package raises."""
@@ -44,15 +74,57 @@ def judging(
         if _is_by_network(error):
             findings.skip(name, "stopped by the attempt to reach the network")
             return
+        if _is_unrendered(error) and findings.has_failed("rollout"):
+            findings.skip(name, "stopped by the chat template, as the rollouts")
+            return
         where, remedy = _place_and_remedy(name, error, env_cls, hooks)
-        findings.fail(name, f"{type(error).__name__}: {error}", where, remedy=remedy)
+        findings.fail(name, _told(error), where, remedy=remedy)
+
+
+def _told(error: Exception) -> str:
+    """Return what is shown of an exception; a time limit that ended the scoring is called that."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if _is_unrendered(error):
+        reason = "it has none" if _lacks_template(error) else text
+        return f"the tokenizer's chat template does not render the conversation: {reason}"
+    if isinstance(error, StepTimeoutError) or not _is_scoring_timeout(error):
+        return text
+    methods = [method_name(f) for f in _frames(error) if is_named_method(f, SCORE_METHODS)]
+    return f"scoring timed out{f' in {methods[0]}' if methods else ''}: {text}"
+
+
+def _is_scoring_timeout(error: Exception) -> bool:
+    if isinstance(error, StepTimeoutError):
+        return str(error).startswith("scoring")
+    is_late = isinstance(error, TimeoutError | asyncio.TimeoutError)  # two before Python 3.11
+    is_scoring = any(is_named_method(frame, SCORE_METHODS) for frame in _frames(error))
+    return isinstance(error, ScoreTimeoutError) or (is_late and is_scoring)
+
+
+def _is_unrendered(error: Exception) -> bool:
+    return any(frame.f_code.co_name in RENDERERS for frame in _frames(error))
+
+
+def _lacks_template(error: Exception) -> bool:
+    return "chat_template is not set" in str(error)
+
+
+def _frames(error: Exception) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _place_and_remedy(
     name: str, error: Exception, env_cls: type[Any], hooks: Sequence[str]
 ) -> tuple[str | None, str | None]:
     """Return the place in the author's files, and the remedy where the rule's does not fit."""
+    if _is_scoring_timeout(error):
+        where = error.where if isinstance(error, StepTimeoutError) else None
+        where = where or traceback_site(error.__traceback__) or hook_site(env_cls, SCORING)
+        return where, SCORED_TOO_LONG
     own_line = traceback_site(error.__traceback__)
+    if _is_unrendered(error):
+        remedy = NO_TEMPLATE if _lacks_template(error) else NOT_RENDERED
+        return own_line or hook_site(env_cls, (*hooks, *OTHER_HOOKS)), remedy
     if own_line is not None:
         is_raised_there = own_line == traceback_site(error.__traceback__, anywhere=True)
         fits = is_raised_there or name not in BEFORE_ROLLOUTS
@@ -63,7 +135,7 @@ def _place_and_remedy(
     if isinstance(error, NotImplementedError):  # a hook is not there at all
         return hook_site(env_cls, hooks) or class_site(env_cls), None
     where = hook_site(env_cls, (*hooks, *OTHER_HOOKS)) or class_site(env_cls)
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return where, TOO_LATE
     return where, None if name in BEFORE_ROLLOUTS else RAISED_ABOUT_METHOD
 
@@ -77,12 +149,20 @@ def _is_by_network(error: BaseException | None) -> bool:
 
 
 def judge_determinism(
-    env_cls: type[Any], first: list[Rehearsal], second: list[Rehearsal], findings: Findings
+    env_cls: type[Any],
+    first: list[Rehearsal],
+    second: list[Rehearsal],
+    other_seed: list[Rehearsal],
+    findings: Findings,
 ) -> None:
-    """Compare two runs of the same items."""
+    """Compare runs of the same items: two with one seed, and one that rolls out with another."""
     changed = difference(trace_of(first), trace_of(second))
     if changed:
         findings.fail("determinism", changed, hook_site(env_cls, ("get_next_item", *COLLECTING)))
+    changed = changed_score(trace_of(first), trace_of(other_seed))
+    if changed:
+        where = hook_site(env_cls, SCORING)
+        findings.fail("determinism", changed, where, remedy=SCORED_BY_LUCK)
     findings.passed("determinism", f"two runs of {len(first)} items are the same")
 
 

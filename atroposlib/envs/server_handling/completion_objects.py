@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     # Imported where objects are built: the package takes a second, and `--help` builds none.
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
+    from openai.types.completion_usage import CompletionUsage
 
 __all__ = [
     "Answer",
@@ -50,7 +51,12 @@ def as_finish_reason(reason: Any) -> FinishReason:
 
 
 def build_chat(
-    answers: Sequence[Answer | ToolAnswer], *, model: str, id_: str, created: int
+    answers: Sequence[Answer | ToolAnswer],
+    *,
+    model: str,
+    id_: str,
+    created: int,
+    usage: CompletionUsage | None = None,
 ) -> ChatCompletion:
     """Build a chat answer with one choice per completion, numbered from 0; `created` in seconds.
 
@@ -73,12 +79,22 @@ def build_chat(
     calls_tools = any(isinstance(answer, ToolAnswer) for answer in answers)
     chat_type = types.ToolCallChat if calls_tools else types.ChatCompletion
     return chat_type(
-        id=id_, created=created, model=model, object="chat.completion", choices=choices
+        id=id_,
+        created=created,
+        model=model,
+        object="chat.completion",
+        choices=choices,
+        usage=usage,
     )
 
 
 def build_completion(
-    answers: Sequence[Answer], *, model: str, id_: str, created: int
+    answers: Sequence[Answer],
+    *,
+    model: str,
+    id_: str,
+    created: int,
+    usage: CompletionUsage | None = None,
 ) -> Completion:
     """Build a completion with one choice per text, numbered from 0; `created` in seconds."""
     from openai.types.completion import Completion
@@ -93,4 +109,5 @@ def build_completion(
             CompletionChoice(index=i, finish_reason=answer.finish_reason, text=answer.text)
             for i, answer in enumerate(answers)
         ],
+        usage=usage,
     )

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from atroposlib.utils.secret_masking import without_secrets
+
 __all__ = [
     "LOCAL_API_KEY",
     "APIServerConfig",
@@ -43,8 +45,9 @@ class ServerBaseline(BaseModel):
     )
     server_type: ServerType = Field(
         default="openai",
-        description="Engine behind the URL; openai is any provider. Exact token ids and logprobs, "
-        "which training needs, come from vllm, sglang, and trl where it starts vLLM's server.",
+        description="Engine behind the URL; openai is any provider, whose texts are tokenized. "
+        "Exact token ids and logprobs, which a policy gradient needs, come from vllm, "
+        "sglang, and trl where it starts vLLM's server.",
     )
     tokenizer_name: str = Field(
         default="none",
@@ -85,13 +88,19 @@ class APIServerConfig(ServerBaseline):
         default=60.0,
         ge=0,
         description="Longest wait for a server that has never answered, in seconds; then requests "
-        "fail and say what to check. One that has answered is waited for without limit.",
+        "fail and say what to check. One that has answered is waited for; an environment that "
+        "serves waits for engine_timeout.",
     )
 
     @property
     def known_base_url(self) -> str | None:
         """The configured address, None when it is not set."""
         return self.base_url or None
+
+    @property
+    def shown_base_url(self) -> str:
+        """The address for messages, without user and password."""
+        return without_secrets(self.known_base_url or "at the official endpoint")
 
     @property
     def key_for_client(self) -> str | None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
-from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.scored_data import IGNORE_INDEX, PLACEHOLDER_TOKENS
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -19,12 +19,13 @@ class DummyManagedServer:
     """A session at a server without token ids: real texts, placeholder tokens.
 
     Lets an environment run against any provider. Its sequences say nothing about what was sampled
-    and must not be trained on; `metadata["dummy_tokens"]` is True in each.
+    and must not be trained on: `metadata["dummy_tokens"]` is True in each, and exports and trainers
+    refuse them (`scored_data.has_placeholder_tokens`).
     """
 
-    DUMMY_TOKENS: ClassVar[list[int]] = list(range(128))
-    DUMMY_MASKED_TOKENS: ClassVar[list[int]] = [IGNORE_INDEX, *range(1, 128)]
-    DUMMY_LOGPROBS: ClassVar[list[float]] = [-0.5] * 128
+    DUMMY_TOKENS: ClassVar[list[int]] = list(PLACEHOLDER_TOKENS)
+    DUMMY_MASKED_TOKENS: ClassVar[list[int]] = [IGNORE_INDEX, *PLACEHOLDER_TOKENS[1:]]
+    DUMMY_LOGPROBS: ClassVar[list[float]] = [-0.5] * len(PLACEHOLDER_TOKENS)
 
     def __init__(self, server: Any, tokenizer: Any = None, track_tree: bool = False) -> None:
         self.server = server

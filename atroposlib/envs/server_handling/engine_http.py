@@ -6,14 +6,17 @@ import asyncio
 import json
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from atroposlib.envs.server_handling.loop_turns import LoopTurns, answer_cost_s
 from atroposlib.envs.server_handling.retry import EngineStatusError
+from atroposlib.utils.inert_text import inert_block
 from atroposlib.utils.io import retry_after_s
 from atroposlib.utils.long_json import STEP_BYTES, decode_in_steps
+from atroposlib.utils.secret_masking import without_secrets
 
 __all__ = ["EngineHttp", "decode_answer", "decode_raw", "root_of"]
 
@@ -43,9 +46,15 @@ class EngineHttp:
         self.root_url = root_of(base_url)
         self.turns = LoopTurns()
         self._timeout_s = timeout_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        has_user = urlsplit(self.root_url).username is not None  # sent in place of the key
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key and not has_user else {}
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def shown_url(self) -> str:
+        """The address for messages, without user and password."""
+        return without_secrets(self.root_url)
 
     async def post_json(
         self,
@@ -91,6 +100,27 @@ class EngineHttp:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         async with self._open().get(f"{self.root_url}{path}", timeout=timeout) as response:
             return await decode_answer(response)
+
+    async def ask_briefly(
+        self, path: str, body: dict[str, Any] | None, *, timeout_s: float, max_bytes: int
+    ) -> Any:
+        """Return the decoded JSON answer of a GET, or of a POST with a body, if it is short.
+
+        Raises:
+            EngineStatusError: the engine answered an error status.
+            ValueError: the answer is longer than `max_bytes`, or not JSON.
+            aiohttp.ClientError, TimeoutError, OSError: no answer.
+        """
+        timeout = aiohttp.ClientTimeout(total=min(timeout_s, self._timeout_s))
+        method = "GET" if body is None else "POST"
+        url = f"{self.root_url}{path}"
+        async with self._open().request(method, url, json=body, timeout=timeout) as response:
+            raw = bytearray()
+            async for chunk in response.content.iter_chunked(2**16):
+                raw += chunk
+                if len(raw) > max_bytes:
+                    raise ValueError(f"{path} answered more than {max_bytes} bytes")
+            return decode_raw(response, bytes(raw))
 
     async def answers(self, path: str = "/health") -> bool:
         """Whether the server is there: any answer below 500 to a GET counts.
@@ -149,7 +179,7 @@ def decode_raw(response: aiohttp.ClientResponse, raw: bytes) -> Any:
     """Return the JSON of an answer whose body was read; raises as `decode_answer`."""
     if response.status < 400:
         return _loads(raw)
-    text = raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT]
+    text = inert_block(raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT])
     raise EngineStatusError(
         f"{response.url.path} answered {response.status}: {text}",
         status=response.status,

@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 
 from atroposlib.envs.server_handling.retry import http_status
-from atroposlib.errors import ContextOverflowError, EngineSetupError
+from atroposlib.errors import ContextOverflowError, EngineSetupError, NoTextCompletionsError
+from atroposlib.utils.inert_text import inert_line
+from atroposlib.utils.secret_masking import hide_secrets, without_secrets
 
-__all__ = ["as_context_overflow", "as_setup_error"]
+__all__ = ["as_context_overflow", "as_missing_completions", "as_setup_error"]
 
 _OVERFLOW_TEXT = re.compile(
     r"maximum context length|max_model_len|maximum model length|context_length_exceeded"
@@ -37,6 +39,14 @@ _CONTEXT_LENGTH_TEXTS = tuple(
         r"max(?:imum)?[_ ]model[_ ]len(?:gth)?\D{0,12}(\d+)",
     )
 )
+
+_NOT_OFFERED = frozenset({404, 405, 501})
+
+_CHAT_ONLY_TEXT = re.compile(
+    r"chat model|chat[/ .]completions|not support\w* (?:text |the )?completions?", re.IGNORECASE
+)
+
+MAX_QUOTED_CHARACTERS = 500
 
 _KEY_TEXT = re.compile(r"\b(?:sk|hf|gsk|key)-?_?[A-Za-z0-9_\-*]{8,}")
 """What looks like a key, whole or masked by a provider."""
@@ -79,22 +89,48 @@ def as_setup_error(
         api_key: Never shown, also where the server repeats it.
     """
     status = http_status(error)
-    said = _without_key(str(error), api_key)
+    said, shown_url = _without_key(str(error), api_key), without_secrets(url)
     if status in (401, 403):
         key = "the api_key that is set" if api_key else "a request without an api_key"
         return EngineSetupError(
-            f"inference server {url} refuses {key} ({status}); set api_key of this server, or "
-            f"OPENAI_API_KEY for the official endpoint. The server said: {said}"
+            f"inference server {shown_url} refuses {key} ({status}); set api_key of this server, "
+            f"or OPENAI_API_KEY for the official endpoint. The server said: {said}"
         )
     if status == 404:
         return EngineSetupError(
-            f"inference server {url} does not know what was asked of it for model {model!r} (404); "
-            "check model_name, server_type and base_url, which usually ends in /v1. "
+            f"inference server {shown_url} does not know what was asked of it for model {model!r} "
+            "(404); check model_name, server_type and base_url, which usually ends in /v1. "
             f"The server said: {said}"
         )
     return None
 
 
+def as_missing_completions(
+    error: BaseException, *, url: str, model: str, api_key: str | None
+) -> NoTextCompletionsError | None:
+    """Return the typed error when a server refused a text completion that it does not offer.
+
+    A model that the server does not know is refused alike; a chat then fails with the same reason.
+
+    Args:
+        error: What the request for a completion failed with.
+        url: Where it was sent.
+        model: Which model it asked for.
+        api_key: Never shown, also where the server repeats it.
+    """
+    status = http_status(error)
+    said = str(error)
+    if status not in _NOT_OFFERED and not (status == 400 and _CHAT_ONLY_TEXT.search(said)):
+        return None
+    shown_url = without_secrets(url)
+    return NoTextCompletionsError(
+        f"inference server {shown_url} gives no text completions of model {model!r} ({status}); "
+        "ask it with chat_completion, or check model_name, server_type and base_url, which usually "
+        f"ends in /v1. The server said: {_without_key(said, api_key)}"
+    )
+
+
 def _without_key(text: str, api_key: str | None) -> str:
     shown = text.replace(api_key, "***") if api_key else text
-    return _KEY_TEXT.sub("***", shown)
+    hidden = hide_secrets(_KEY_TEXT.sub("***", shown))
+    return inert_line(hidden, max_characters=MAX_QUOTED_CHARACTERS)

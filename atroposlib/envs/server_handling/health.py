@@ -25,13 +25,17 @@ class ServerHealth:
         name: Address of the server, for messages.
         startup_timeout_s: How long requests wait for a server that never answered, for messages;
             None where that is not known.
+        remedy: What to do about a server that never answered, for messages.
 
     Attributes:
         has_answered: Whether the server ever answered; until then its address may be wrong.
     """
 
-    def __init__(self, name: str, *, startup_timeout_s: float | None = None) -> None:
+    def __init__(
+        self, name: str, *, startup_timeout_s: float | None = None, remedy: str = ""
+    ) -> None:
         self.name = name
+        self._remedy = remedy
         self._startup_timeout_s = startup_timeout_s
         self.watcher: asyncio.Task[None] | None = None
         self.has_answered = False
@@ -51,6 +55,7 @@ class ServerHealth:
             until = "until it does"
             if not self.has_answered and self._startup_timeout_s is not None:
                 until = f"for it for up to {self._startup_timeout_s:g} s (startup_timeout)"
+                until += f"; {self._remedy}" if self._remedy else ""
             logger.warning(
                 "inference server %s does not answer; requests wait %s", self.name, until
             )

@@ -10,6 +10,9 @@ are the same turn. The engine is then sent the recorded ids and the encoding of 
 reply. Where the chat template would write the recorded turns differently from how they were
 sampled, or their text has other ids, the node says so in `metadata["extended_by_tokens"]`.
 A changed turn, changed tools, or a changed system text start a new sequence.
+
+A server that reports no token ids is asked for texts, and their ids are made by the tokenizer
+(`text_sampling`); conversations go on in the same way, and the nodes say so.
 """
 
 from __future__ import annotations
@@ -40,17 +43,32 @@ from atroposlib.envs.server_handling.dummy_managed_server import (
 )
 from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord, NodeRecords
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.session_server import present_server
+from atroposlib.envs.server_handling.text_sampling import (
+    TextReply,
+    announce_text_tokens,
+    end_of_turn_ids,
+    provider_messages,
+    reply_of,
+    text_only,
+)
+from atroposlib.envs.server_handling.token_texts import encode_model_text, text_of_end
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.turn_recording import Sampled, Turn
 from atroposlib.envs.server_handling.weight_versions import (
+    note_finish_reason,
+    note_from_text,
     note_sampled,
     policy_version_of,
     versions_in,
 )
+from atroposlib.errors import NoTokenIdsError, PromptError
+from atroposlib.utils.secret_masking import without_secrets
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
+    from openai.types.completion_usage import CompletionUsage
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 
@@ -106,8 +124,15 @@ class ManagedServer:
         self._reported_version = policy_version or (lambda: None)
         self._records = NodeRecords()
         self._translator: ToolCallTranslator | None = None
+        self._end_of_turn: list[int] | None = None
         if tokenizer is None:
             self._initialize_tokenizer()
+
+    @property
+    def is_text_only(self) -> bool:
+        """Whether the server is known to report no token ids, so that texts are tokenized here."""
+        # Servers of tests and of users need not say so.
+        return not getattr(present_server(self.server), "gives_token_ids", True)
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the model's answers to `messages` and record their sequences.
@@ -117,11 +142,37 @@ class ManagedServer:
                 `stop`, ...); `split` is passed on. Without a limit a reply runs to its own end,
                 as in any chat. `tools` and `tool_choice` are honoured with a `tool_parser`;
                 `tool_choice="none"` still shows the tools but leaves the answer unparsed.
+                Messages that end with the assistant's text ask for the rest of that reply.
+
+        Raises:
+            PromptError: the prompt would lack the text of a message, or the last message is the
+                assistant's and calls tools.
         """
-        messages = kwargs.pop("messages")
         if not _LIMIT_NAMES & kwargs.keys():
             kwargs["max_tokens"] = None
-        tools, tool_choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
+        turn = self._chat_turn(
+            kwargs.pop("messages"), kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
+        )
+        answers, usage = await self._sample(turn, kwargs)
+        return build_chat(answers, usage=usage, **self._answer_head())
+
+    def prompt_of_chat(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[int]]:
+        """Return the text and the ids that `chat_completion` would send; nothing is recorded.
+
+        Raises:
+            PromptError: the messages cannot be written as a prompt that holds all of them, or
+                there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise PromptError("this session has no tokenizer to render a prompt with")
+        turn = self._chat_turn(messages, tools, None)
+        return turn.full_prompt, turn.input_ids()
+
+    def _chat_turn(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None, tool_choice: Any
+    ) -> Turn:
         translator = self._get_translator() if tools else None
         shown_tools = tools if translator is not None else None
         chat = ChatRequest.of(messages, shown_tools, self._convert_messages_to_prompt)
@@ -134,14 +185,16 @@ class ManagedServer:
             tool_choice,
             self._strip_think_blocks,
         )
-        return build_chat(await self._sample(turn, kwargs), **self._answer_head())
+        turn.check_prompt()
+        return turn
 
     async def completion(self, **kwargs: Any) -> Completion:
         """Return the model's continuations of `prompt` and record their sequences."""
         prompt = kwargs.pop("prompt")
         turn = Turn(self.tokenizer, prompt, self._records.find_text(self._nodes(), prompt))
-        answers = [a for a in await self._sample(turn, kwargs) if isinstance(a, Answer)]
-        return build_completion(answers, **self._answer_head())
+        sampled, usage = await self._sample(turn, kwargs)
+        answers = [answer for answer in sampled if isinstance(answer, Answer)]
+        return build_completion(answers, usage=usage, **self._answer_head())
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return prompt logprobs of `messages`, `prompt` or `input_ids`; nothing is recorded.
@@ -174,28 +227,135 @@ class ManagedServer:
         self.sequences = {}
         self._records = NodeRecords()
 
-    async def _sample(self, turn: Turn, kwargs: dict[str, Any]) -> list[Answer | ToolAnswer]:
-        """Send one request, record its sequences, return the answers."""
+    async def _sample(
+        self, turn: Turn, kwargs: dict[str, Any]
+    ) -> tuple[list[Answer | ToolAnswer], CompletionUsage | None]:
+        """Send one request, record its sequences, return the answers.
+
+        The usage is what a server without token ids reports, None otherwise.
+        """
+        if self.is_text_only:
+            return await self._sample_texts(turn, kwargs)
         request = {"model": self.server.config.model_name, **kwargs, "prompt": turn.prompt}
         if self.tokenizer is not None:
             request["input_ids"] = turn.input_ids()
         if self._debug_requests_enabled():
             logger.info("request to %s: %s", request["model"], request)
         reported = self._reported_version()
-        answer = await self.server.tokens_and_logprobs_completion(**request)
+        try:
+            answer = await self.server.tokens_and_logprobs_completion(**request)
+        except NoTokenIdsError as error:
+            if self.tokenizer is None:
+                raise
+            logger.debug("%s", error)  # the warning says it once
+            return await self._sample_texts(turn, kwargs)
         prompt_ids, completions, logprobs, reasons = answer
         versions = versions_in(answer, len(completions))
+        sampled = [
+            Sampled(
+                prompt_ids,
+                ids,
+                values,
+                as_finish_reason(reason),
+                version,
+                policy_version_of(version, reported),
+            )
+            for ids, values, reason, version in zip(
+                completions, logprobs, reasons, versions, strict=True
+            )
+        ]
+        return await self._record(turn, sampled), None
+
+    async def _sample_texts(
+        self, turn: Turn, kwargs: dict[str, Any]
+    ) -> tuple[list[Answer | ToolAnswer], CompletionUsage | None]:
+        """Ask a server without token ids for texts, make their ids, record the sequences."""
+        if self.tokenizer is None:
+            raise NoTokenIdsError(
+                f"{type(present_server(self.server)).__name__} gives no token ids, and there is no "
+                "tokenizer to make them from its text; name one with --env.tokenizer_name, or use "
+                "server_type vllm with such an engine"
+            )
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        request: dict[str, Any] = {"model": self.server.config.model_name, **options}
+        if turn.chat is not None:
+            request["messages"] = provider_messages(turn.chat.all_messages)
+            if turn.chat.tools:
+                request["tools"] = list(turn.chat.tools)
+                request |= {} if turn.tool_choice is None else {"tool_choice": turn.tool_choice}
+            ask = self.server.chat_completion
+        else:
+            request["prompt"] = turn.prompt
+            ask = self.server.completion
+        if self._debug_requests_enabled():
+            logger.info("request to %s: %s", request["model"], request)
+        reported = self._reported_version()
+        answer = await ask(**request)
+        server = present_server(self.server)
+        server.gives_token_ids = False  # known for the next session
+        announce_text_tokens(
+            without_secrets(
+                str(getattr(server.config, "base_url", None) or "at the official endpoint")
+            ),
+            str(getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__),
+        )
+        note_from_text()
+        prompt_ids = turn.input_ids()
+        replies = [
+            reply_of(
+                choice,
+                render_calls=turn.translator.render_calls if turn.translator else None,
+                opens_thinking=turn.prompt.rstrip().endswith("<think>"),
+                has_stop_strings=bool(options.get("stop")),
+                end_texts=self._end_texts(turn),
+            )
+            for choice in answer.choices
+        ]
+        sampled = [self._sampled_of(reply, prompt_ids, turn, reported) for reply in replies]
+        return await self._record(turn, sampled), answer.usage
+
+    def _sampled_of(
+        self, reply: TextReply, prompt_ids: list[int], turn: Turn, reported: int | None
+    ) -> Sampled:
+        ids = encode_model_text(self.tokenizer, reply.text, own_marks=reply.own_marks)
+        end_ids = self._end_ids(turn) if reply.is_ended else []
+        return Sampled(
+            prompt_ids,
+            [*ids, *end_ids],
+            [],
+            reply.finish_reason,
+            None,
+            reported,
+            reply=reply,
+            num_end_ids=len(end_ids),
+        )
+
+    def _end_ids(self, turn: Turn) -> list[int]:
+        """Return what ends a reply: as the chat template writes it, or the end of a bare text."""
+        if turn.chat is None:
+            eos = getattr(self.tokenizer, "eos_token_id", None)
+            return [] if eos is None else [eos]
+        if self._end_of_turn is None:
+            self._end_of_turn = end_of_turn_ids(self.tokenizer, self._convert_messages_to_prompt)
+        return self._end_of_turn
+
+    def _end_texts(self, turn: Turn) -> list[str]:
+        """Return how servers may write the end of a reply, the chat template's own way first."""
+        end_ids = self._end_ids(turn)
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        ends = [end_ids, end_ids[:1], [] if eos is None else [eos]]
+        return [text_of_end(self.tokenizer, ids) for ids in ends]
+
+    async def _record(
+        self, turn: Turn, completions: Sequence[Sampled]
+    ) -> list[Answer | ToolAnswer]:
+        """Record the completions of one request; returns what the caller gets for each."""
         notes = await turn.notes_of_prompt()
         recorded = []
-        for ids, values, reason, version in zip(
-            completions, logprobs, reasons, versions, strict=True
-        ):
-            policy_version = policy_version_of(version, reported)
-            note_sampled(policy_version)
-            sampled = Sampled(
-                prompt_ids, ids, values, as_finish_reason(reason), version, policy_version
-            )
+        for sampled in completions:
+            note_sampled(sampled.policy_version)
             recorded.append(await turn.record(sampled, notes))
+            note_finish_reason(recorded[-1][1].node.tokens, sampled.finish_reason)
         self._keep([record for _, record in recorded], turn.parent)
         return [given for given, _ in recorded]
 
@@ -236,6 +396,8 @@ class ManagedServer:
             return render_messages(self.tokenizer, shown, tools=tools, keep_thinking=keep_thinking)
 
         messages = plain_messages(messages)
+        if self.is_text_only:
+            messages = text_only(messages)
         translator = self._get_translator()
         if translator is None:
             return render(messages)
@@ -249,13 +411,15 @@ class ManagedServer:
         return self._translator
 
     def _initialize_tokenizer(self) -> None:
-        """Take the server's tokenizer, else load the one of its model."""
+        """Take the server's tokenizer, else load the one its config names, else its model's."""
         self.tokenizer = getattr(self.server, "tokenizer", None)
         if self.tokenizer is not None:
             return
         from transformers import AutoTokenizer
 
-        name = self.server.config.model_name
+        config = self.server.config
+        named = getattr(config, "tokenizer_name", None)  # servers of tests have a model name alone
+        name = config.model_name if named in (None, "", "none") else named
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:

@@ -5,7 +5,6 @@ python -m atroposlib.envs.server_handling.managed_server_proxy --config proxy.js
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from atroposlib.envs.server_handling.proxy.request_models import (
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
 from atroposlib.errors import ConfigError
+from atroposlib.utils.command_parser import CommandParser
 
 __all__ = [
     "ChatCompletionProxyRequest",
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Arguments without the program's name; None takes those of the process.
     """
-    parser = argparse.ArgumentParser(description="Serve tracked sessions to unmodified agents.")
+    parser = CommandParser(description="Serve tracked sessions to unmodified agents.")
     parser.add_argument("--config", type=Path, required=True, help="JSON file: model and servers")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (%(default)s)")
     parser.add_argument("--port", type=int, default=9100, help="port to bind (%(default)s)")

@@ -89,6 +89,8 @@ class Continuation:
     """Text behind it, the end of its last turn included."""
     is_rerendered: bool
     """Whether the chat template would write the recorded turns in another way."""
+    is_same_reply: bool = False
+    """Whether the last recorded reply itself goes on, rather than the conversation behind it."""
 
 
 class NodeRecords:

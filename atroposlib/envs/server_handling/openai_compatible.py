@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
+import re
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.engine_http import EngineHttp
+from atroposlib.envs.server_handling.engine_identity import EngineIdentity
+from atroposlib.envs.server_handling.engine_refusals import as_missing_completions
 from atroposlib.envs.server_handling.loop_turns import LoopTurns
 from atroposlib.envs.server_handling.openai_transport import make_http_client
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig, is_official_openai
+from atroposlib.envs.server_handling.retry import http_status
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
+from atroposlib.utils.secret_masking import without_secrets
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
 
 __all__ = ["OpenAICompatibleServer", "WrongChoiceCountError", "append_choices"]
+
+logger = logging.getLogger(__name__)
+
+LIMIT_NAMES = ("max_completion_tokens", "max_tokens")
+"""How chat servers call the longest reply."""
+
+ALL_LIMIT_NAMES = (*LIMIT_NAMES, "max_new_tokens")
+
+_UNKNOWN_FIELD = re.compile(
+    r"unsupported|not supported|unrecogni[sz]ed|unknown|unexpected|not permitted|not allowed"
+    r"|extra[_ ](inputs|fields|forbidden)",
+    re.IGNORECASE,
+)
 
 AnyCompletion = TypeVar("AnyCompletion", "ChatCompletion", "Completion")
 Create = Callable[..., Awaitable[AnyCompletion]]
@@ -43,7 +63,12 @@ class OpenAICompatibleServer(APIServer):
 
     Attributes:
         openai: The client; it does not retry by itself, the pipeline does.
+        lists_every_model: Whether a model that the server does not list is refused before the
+            first request. Providers answer to names that they do not list.
+        identity: What the server says of itself.
     """
+
+    lists_every_model = False
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
@@ -53,8 +78,8 @@ class OpenAICompatibleServer(APIServer):
         super().__init__(config, reasoning_config)
         if not (config.known_base_url or "http://").startswith(("http://", "https://")):
             raise ConfigError(
-                f"base_url is {config.base_url!r}; expected an address such as "
-                "http://localhost:9001/v1"
+                f"base_url is {without_secrets(config.base_url or '')!r}; expected an address "
+                "such as http://localhost:9001/v1"
             )
         try:
             self.openai = openai.AsyncClient(
@@ -73,7 +98,35 @@ class OpenAICompatibleServer(APIServer):
         self.http = EngineHttp(
             str(self.openai.base_url), api_key=config.api_key, timeout_s=config.timeout
         )
+        self.identity = EngineIdentity(self.http, model_name=config.model_name)
+        self._limit_name: str | None = None
         self.share_turns(self._turns)
+
+    async def _check_identity(self, *, gives_tokens: bool) -> None:
+        if not self._is_engine_near_by:
+            return
+        await self.identity.ask_for_models()
+        if self.lists_every_model and self.identity.unknown_model is not None:
+            raise EngineSetupError(self.identity.unknown_model)
+
+    @property
+    def _is_engine_near_by(self) -> bool:
+        """Whether asking costs nothing; providers on the internet are asked when they refuse."""
+        return (self.config.known_base_url or "").startswith("http://")
+
+    def _note_first_answer(self) -> None:
+        if self.identity.unknown_model is not None:
+            logger.warning("%s. It answers requests all the same", self.identity.unknown_model)
+
+    async def _explain(self, error: Exception) -> EngineSetupError | None:
+        is_about_model = http_status(error) == 404 or (
+            http_status(error) in (400, 422) and "model" in str(error).lower()
+        )
+        if not is_about_model or self.config.known_base_url is None:
+            return None
+        await self.identity.ask_for_models()
+        unknown = self.identity.unknown_model
+        return None if unknown is None else EngineSetupError(unknown)
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Probe until the server answers, then end; failures start it again."""
@@ -98,19 +151,68 @@ class OpenAICompatibleServer(APIServer):
         return str(self.openai.base_url)
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
+        import openai
+
         _require(kwargs, "model", "messages")
         create: Create[ChatCompletion] = self.openai.chat.completions.create
-        return await self._with_n_choices(create, kwargs)
+        kwargs = self._with_one_limit(kwargs, name=self._chat_limit_name(kwargs))
+        try:
+            return await self._with_n_choices(create, kwargs)
+        except openai.APIStatusError as error:
+            other = other_limit_name(error, kwargs)
+            if other is None:
+                raise
+        answer = await self._with_n_choices(create, self._with_one_limit(kwargs, name=other))
+        self._limit_name = other  # from now on
+        return answer
+
+    def _chat_limit_name(self, kwargs: Mapping[str, Any]) -> str:
+        """Return how the server calls the longest reply, as far as it is known.
+
+        `max_tokens` is what every compatible server knows. OpenAI itself gets what the caller
+        wrote, as its models differ.
+        """
+        if self._limit_name is None and is_official_openai(self._request_url()):
+            return next(
+                (name for name in LIMIT_NAMES if kwargs.get(name) is not None), "max_tokens"
+            )
+        return self._limit_name or "max_tokens"
+
+    @staticmethod
+    def _with_one_limit(kwargs: dict[str, Any], *, name: str) -> dict[str, Any]:
+        """Return a request with its limit under one name, and without one that is no limit."""
+        given = {known: kwargs[known] for known in ALL_LIMIT_NAMES if known in kwargs}
+        if not given:
+            return kwargs
+        limits = [limit for limit in given.values() if limit not in (None, -1)]
+        rest = {known: value for known, value in kwargs.items() if known not in given}
+        return {**rest, name: limits[0]} if limits else rest
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
+        import openai
+
         _require(kwargs, "model", "prompt")
+        kwargs = self._with_one_limit(kwargs, name="max_tokens")
         create: Create[Completion] = self.openai.completions.create
-        return await self._with_n_choices(create, kwargs)
+        try:
+            return await self._with_n_choices(create, kwargs)
+        except openai.APIStatusError as error:
+            missing = as_missing_completions(
+                error,
+                url=without_secrets(str(self.openai.base_url)),
+                model=self.config.model_name,
+                api_key=self.config.api_key,
+            )
+            if missing is None:
+                raise
+            wrong_model = await self._explain(error) if self.lists_every_model else None
+            raise (wrong_model or missing) from None  # the original may repeat the key
 
     async def _with_n_choices(
         self, create: Create[AnyCompletion], kwargs: dict[str, Any]
     ) -> AnyCompletion:
         """Call `create` so that `n` choices come back, even from a server that ignores `n`."""
+        kwargs = _as_client_options(create, kwargs)
         wanted = kwargs.get("n") or 1
         single = {name: value for name, value in kwargs.items() if name != "n"}
         if self.config.n_kwarg_is_ignored:
@@ -133,6 +235,34 @@ class OpenAICompatibleServer(APIServer):
         self.config.n_kwarg_is_ignored = True
         others = await asyncio.gather(*(create(**single) for _ in range(wanted - 1)))
         return append_choices(answer, list(others))
+
+
+def other_limit_name(error: Exception, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the other name of the longest reply where a server refuses the one it was sent.
+
+    Args:
+        error: What a chat was refused with.
+        kwargs: Of the chat.
+    """
+    sent = next((name for name in LIMIT_NAMES if name in kwargs), None)
+    said = str(error)
+    if sent is None or http_status(error) not in (400, 422) or not _UNKNOWN_FIELD.search(said):
+        return None
+    if re.search(rf"\b{sent}\b", said) is None:
+        return None
+    return next(name for name in LIMIT_NAMES if name != sent)
+
+
+def _as_client_options(create: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Move options that the client does not know, such as `top_k`, into `extra_body`."""
+    parameters = inspect.signature(create).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return kwargs
+    foreign = {name: value for name, value in kwargs.items() if name not in parameters}
+    if not foreign:
+        return kwargs
+    known = {name: value for name, value in kwargs.items() if name in parameters}
+    return {**known, "extra_body": {**foreign, **(kwargs.get("extra_body") or {})}}
 
 
 def _require(kwargs: dict[str, Any], *names: str) -> None:

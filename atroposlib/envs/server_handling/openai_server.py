@@ -30,9 +30,11 @@ __all__ = [
 class OpenAIServer(OpenAICompatibleServer):
     """A provider reached by the OpenAI protocol alone.
 
-    The protocol has no token ids, so nothing sampled here can be trained on exactly: use it for
-    evaluation, judges and data generation.
+    The protocol has no token ids. Tracked sessions tokenize the texts (see `text_sampling`), which
+    serves data generation, distillation, evaluation and judges, but not a policy gradient.
     """
+
+    gives_token_ids = False
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         raise NoTokenIdsError("the OpenAI protocol returns no token ids; use server_type vllm")

@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 
+from atroposlib.utils.secret_masking import hide_secrets_of_requests
+
 __all__ = ["make_http_client"]
 
 _CHUNK_BYTES = 1 << 16
@@ -25,6 +27,7 @@ def make_http_client(base_url: str) -> Any:
     Servers with an `http://` address are engines near by. Others are providers on the internet,
     where certificates and proxies matter more than a thousand requests at a time.
     """
+    hide_secrets_of_requests()
     if not base_url.startswith("http://"):
         return None
     import openai
@@ -71,7 +74,8 @@ class _AiohttpTransport:
         try:
             answer = await self._open().request(
                 request.method,
-                str(request.url),
+                # The client has made a header of user and password; aiohttp takes one of the two.
+                str(request.url.copy_with(username="", password="")),
                 headers=request.headers.multi_items(),
                 data=await request.aread(),
                 timeout=timeout,

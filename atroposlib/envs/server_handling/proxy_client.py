@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import aiohttp
 
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
-from atroposlib.envs.server_handling.weight_versions import note_sampled
+from atroposlib.envs.server_handling.weight_versions import note_node
 from atroposlib.errors import InferenceError
+from atroposlib.utils.secret_masking import without_secrets
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -137,7 +138,7 @@ class ProxyManagedServer:
         answer = await self._ask("GET", "/nodes", None, timeout_s=_SHORT_TIMEOUT_S)
         self._nodes = [SequenceNode.model_validate(node) for node in answer["nodes"]]
         for node in self._nodes:
-            note_sampled((node.metadata or {}).get("policy_version"))
+            note_node(node.tokens, node.metadata)
         return self.get_state()
 
     def reset(self) -> None:
@@ -149,7 +150,9 @@ class ProxyManagedServer:
         try:
             await self._ask("DELETE", "", None, timeout_s=_SHORT_TIMEOUT_S)
         except (RuntimeError, OSError, aiohttp.ClientError, asyncio.TimeoutError) as error:
-            logger.warning("the session at %s was not deleted: %s", self.proxy_url, error)
+            logger.warning(
+                "the session at %s was not deleted: %s", without_secrets(self.proxy_url), error
+            )
 
     async def __aenter__(self) -> ProxyManagedServer:
         """Return the session."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from urllib.parse import urlsplit
+
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.engine_refusals import as_context_overflow, as_setup_error
 from atroposlib.envs.server_handling.retry import (
@@ -14,7 +17,15 @@ from atroposlib.envs.server_handling.retry import (
 )
 from atroposlib.errors import EngineSetupError
 
-__all__ = ["RequestFailures"]
+__all__ = ["RequestFailures", "how_to_start"]
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+_START_COMMANDS = {
+    "openai": "vllm serve",
+    "vllm": "vllm serve",
+    "sglang": "python -m sglang.launch_server --model-path",
+    "trl": "trl vllm-serve --model",
+}
 
 
 class RequestFailures:
@@ -88,7 +99,25 @@ class RequestFailures:
         tried = f" ({describe_connection(self._last_error)})" if self._last_error else ""
         return EngineSetupError(
             f"inference server {self._server_name} has not answered within "
-            f"{self._config.startup_timeout:g} seconds{tried}; start it, or set base_url "
-            "(--openai.base_url) to its address, such as http://localhost:9001/v1. A server that "
-            "takes longer to start needs a larger startup_timeout (--openai.startup_timeout)"
+            f"{self._config.startup_timeout:g} seconds{tried}; {how_to_start(self._config)}. "
+            "A server that takes longer to start needs a larger startup_timeout "
+            "(--openai.startup_timeout)"
         )
+
+
+def how_to_start(config: APIServerConfig) -> str:
+    """Return what to do about a server that has never answered.
+
+    Args:
+        config: of the server; its address may be of a provider, which nobody here can start.
+    """
+    address = urlsplit(config.known_base_url or "")
+    start = "start it"
+    if address.hostname in LOOPBACK:
+        with contextlib.suppress(ValueError):  # a port that is no number
+            command = _START_COMMANDS[config.server_type]
+            start += f" ({command} {config.model_name} --port {address.port or 80})"
+    return (
+        f"{start}, or set base_url (--openai.base_url) to its address, such as "
+        "http://localhost:9001/v1"
+    )

@@ -54,6 +54,9 @@ class SequenceNode(BaseModel):
     `weight_versions`: what the engine called the weights of each completion, oldest first.
 
     `policy_version`: the oldest policy version among them, from the engine or the service.
+
+    `tokenized_from_text`: True where the server reported no ids, so that those of at least one
+    completion were made from its text; its logprobs are then `MASKED_LOGPROB`.
     """
 
 

@@ -31,7 +31,7 @@ from atroposlib.envs.server_handling.reasoning import (
     VALID_REASONING_EFFORTS,
     ReasoningConfig,
 )
-from atroposlib.envs.server_handling.request_failures import RequestFailures
+from atroposlib.envs.server_handling.request_failures import RequestFailures, how_to_start
 from atroposlib.envs.server_handling.request_stats import RequestStats, request_metrics
 from atroposlib.envs.server_handling.retry import (
     ServerDownError,
@@ -43,6 +43,7 @@ from atroposlib.envs.server_handling.semaphore import (
     AsyncSemWithAdaptiveWeight,
     SemaphoreWithOwnSlot,
 )
+from atroposlib.errors import EngineSetupError, NoTextCompletionsError
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -84,12 +85,19 @@ class APIServer(ABC):
         eval_sem: Slots of evaluation requests.
         request_timings: Seconds of the newest training requests; `eval_request_timings` likewise.
         attempts_list: Attempts of the newest training requests; `eval_attempts_list` likewise.
+        num_answered: Requests that had an answer, of both splits.
+        num_failed: Requests that were given up.
+        last_failure: What the latest of those failed with, or None.
+        setup_error: The latest refusal for a wrong address, model, key or tokenizer, or None.
         health_poll_s: Pause between probes of a server that is down.
         max_backoff_s: Longest wait between two attempts.
+        gives_token_ids: Whether it may report the ids it sampled; False where the protocol has
+            none, and once the server turned out to have none.
     """
 
     health_poll_s = 1.0
     max_backoff_s = 10.0
+    gives_token_ids = True
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
@@ -99,8 +107,9 @@ class APIServer(ABC):
         self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
         self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
         self.health = ServerHealth(
-            config.known_base_url or "at the official endpoint",
+            config.shown_base_url,
             startup_timeout_s=config.startup_timeout,
+            remedy=how_to_start(config),
         )
         self.train_stats = RequestStats(config.rolling_buffer_length)
         self.eval_stats = RequestStats(config.rolling_buffer_length)
@@ -110,7 +119,16 @@ class APIServer(ABC):
         self.eval_request_timings = self.eval_stats.timings_s
         self.eval_attempts_list = self.eval_stats.attempts
         self.initialized = False
+        self.num_answered = 0
+        self.num_failed = 0
+        self.last_failure: Exception | None = None
+        self.setup_error: EngineSetupError | None = None
         self._turns = LoopTurns()
+
+    @property
+    def takes_structural_tags(self) -> bool:
+        """Whether `structured_outputs` of a request for tokens may hold a `structural_tag`."""
+        return False
 
     def share_turns(self, turns: LoopTurns) -> None:
         """Take turns on the event loop together with the other servers that were given `turns`."""
@@ -160,6 +178,28 @@ class APIServer(ABC):
         """Ask once, cheaply, whether the server is up; without a way to ask, the last verdict."""
         return self.server_healthy
 
+    def expect_tokenizer(self, tokenizer: Any, *, name: str, is_for_all: bool = False) -> None:
+        """Compare the engine's ids with a tokenizer's at the first request; here nothing is known.
+
+        Args:
+            tokenizer: Makes the ids that are sent, or trained on.
+            name: What it was loaded from, for messages.
+            is_for_all: Whether requests for text are trained on as well, not only those for ids.
+        """
+        return
+
+    async def _check_identity(self, *, gives_tokens: bool) -> None:
+        """Compare the engine with the settings, once; raises `EngineSetupError` if they differ."""
+        return
+
+    def _note_first_answer(self) -> None:
+        """Log what is odd about a server that answers all the same."""
+        return
+
+    async def _explain(self, error: Exception) -> EngineSetupError | None:
+        """Return what is wrong with the settings when a server refuses a request, if known."""
+        return None
+
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the server's answer to a chat, with the configured reasoning fields added.
 
@@ -177,11 +217,13 @@ class APIServer(ABC):
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
         """Return prompt ids, and per completion its sampled ids, their logprobs and its end."""
-        return await self._request(self._tokens_and_logprobs_completion_wrapper, kwargs)
+        return await self._request(
+            self._tokens_and_logprobs_completion_wrapper, kwargs, gives_tokens=True
+        )
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return `prompt_tokens`, `prompt_topk_token_ids` and `prompt_topk_logprobs`."""
-        return await self._request(self._get_logprobs_wrapper, kwargs)
+        return await self._request(self._get_logprobs_wrapper, kwargs, gives_tokens=True)
 
     async def update_weight(self, weight: float) -> None:
         """Set the share of this server's slots that may be used."""
@@ -221,6 +263,15 @@ class APIServer(ABC):
         return self.config.known_base_url
 
     @property
+    def is_probed(self) -> bool:
+        """Whether the server is asked if it is up: it has a known address, and may be asked."""
+        return self._checks_health
+
+    async def probe(self) -> bool:
+        """Ask once whether the server is up, leaving `server_healthy` as it is."""
+        return await self._probe()
+
+    @property
     def _checks_health(self) -> bool:
         return self.config.health_check and self.config.known_base_url is not None
 
@@ -233,6 +284,7 @@ class APIServer(ABC):
         kwargs: dict[str, Any],
         *,
         is_chat: bool = False,
+        gives_tokens: bool = False,
     ) -> T:
         """Run one request through the pipeline; cancelling frees its slot."""
         kwargs = {**kwargs, "model": self.config.model_name}
@@ -251,14 +303,23 @@ class APIServer(ABC):
             await self._wait_until_healthy(failures)
             try:
                 async with sem:
+                    await self._check_identity(gives_tokens=gives_tokens)
                     await self._turns.turn(SEND_COST_S)
                     started = time.monotonic() if started is None else started
                     answer = await call(**kwargs)
             except Exception as error:  # noqa: BLE001 - one request: judged, counted, re-raised
-                await self._after_failure(error, failures, is_chat=is_chat)
+                try:
+                    await self._after_failure(error, failures, is_chat=is_chat)
+                except Exception as final:
+                    self.num_failed += 1
+                    self.last_failure = final
+                    raise
                 continue
             stats = self.train_stats if is_training else self.eval_stats
             stats.record(seconds=time.monotonic() - started, num_attempts=failures.num_attempts + 1)
+            self.num_answered += 1
+            if self.num_answered == 1:
+                self._note_first_answer()
             return answer
 
     async def _wait_until_healthy(self, failures: RequestFailures) -> None:
@@ -267,14 +328,24 @@ class APIServer(ABC):
             if RAISE_WHEN_DOWN.get():
                 raise ServerDownError(f"inference server {self.health.name} is down")
             if not self.health.has_answered and time.monotonic() > deadline:
-                raise failures.as_never_answered()
+                self.setup_error = failures.as_never_answered()
+                raise self.setup_error
             await asyncio.sleep(self.health_poll_s)
 
     async def _after_failure(
         self, error: Exception, failures: RequestFailures, *, is_chat: bool
     ) -> None:
         """Raise what is final; otherwise count the failure and wait until a retry makes sense."""
-        failures.note(error, url=self._request_url() or self.health.name)
+        try:
+            explained = await self._explain(error)
+            if explained is not None:
+                raise explained from None  # the original may repeat the key
+            failures.note(error, url=self._request_url() or self.health.name)
+        except NoTextCompletionsError:
+            raise  # the caller may ask a chat instead
+        except EngineSetupError as wrong:
+            self.setup_error = wrong
+            raise
         was_down = is_outage_suspect(error) and not await self._is_up(is_chat=is_chat)
         if not failures.count(error, was_down=was_down):
             return

@@ -26,7 +26,7 @@ from atroposlib.envs.server_handling.merged_answers import (
 )
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer
-from atroposlib.envs.server_handling.retry import ServerDownError
+from atroposlib.envs.server_handling.retry import ServerDownError, describe
 from atroposlib.envs.server_handling.routing import free_slots, least_loaded, parts_of
 from atroposlib.envs.server_handling.server_baseline import (
     RAISE_WHEN_DOWN,
@@ -45,6 +45,7 @@ from atroposlib.envs.server_handling.stickiness import ConversationMemory, is_ov
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, EngineSetupError
+from atroposlib.utils.secret_masking import without_secrets
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -104,6 +105,7 @@ class ServerManager:
     _turns: LoopTurns | None = None
     _conversations: ConversationMemory | None = None
     _sessions: OpenSessions | None = None
+    _setup_error: EngineSetupError | None = None
 
     def __init__(
         self,
@@ -173,6 +175,38 @@ class ServerManager:
         rows: dict[str, Any] = (await self._route(lambda s: s.get_logprobs, kwargs)).answer
         return rows
 
+    def expect_tokenizer(self, tokenizer: Any, *, name: str, is_for_all: bool = False) -> None:
+        """Compare every engine's ids with a tokenizer's at the first request; see `APIServer`.
+
+        Where the servers are of different models, only requests for ids are looked at.
+        """
+        servers = [server for server in self.servers if isinstance(server, APIServer)]
+        is_one_model = len({server.config.model_name for server in servers}) == 1
+        for server in servers:
+            server.expect_tokenizer(tokenizer, name=name, is_for_all=is_for_all and is_one_model)
+
+    @property
+    def num_answered(self) -> int:
+        """Requests that had an answer."""
+        return sum(s.num_answered for s in self.servers if isinstance(s, APIServer))
+
+    def failures_text(self) -> str:
+        """Say how many requests were given up, and why the latest was; empty without any."""
+        servers = [server for server in self.servers if isinstance(server, APIServer)]
+        count = sum(server.num_failed for server in servers)
+        if not count:
+            return ""
+        latest = next(s.last_failure for s in servers if s.last_failure is not None)
+        return f"{count} were made and failed, the latest with: {describe(latest)}"
+
+    @property
+    def setup_error(self) -> EngineSetupError | None:
+        """Why no request has had an answer so far, where the settings are wrong; else None."""
+        if self.num_answered:
+            return None
+        errors = [s.setup_error for s in self.servers if isinstance(s, APIServer)]
+        return self._setup_error or next((error for error in errors if error is not None), None)
+
     async def update_weight(self, weight: float) -> None:
         """Set the share of every server's slots that may be used."""
         for server in self.servers:
@@ -194,12 +228,13 @@ class ServerManager:
             waited_s = time.monotonic() - started
             if all(_is_hopeless(server, waited_s=waited_s) for server in self.servers):
                 addresses = ", ".join(server.health.name for server in self.servers)
-                raise EngineSetupError(
+                self._setup_error = EngineSetupError(
                     f"none of the inference servers has answered within {waited_s:.0f} seconds: "
                     f"{addresses}; start them, or set base_url of each to its address "
                     "(--openai.base_url); servers that take longer to start need a larger "
                     "startup_timeout (--openai.startup_timeout)"
                 )
+                raise self._setup_error
             await asyncio.sleep(self.slot_poll_s)
 
     def _servers_with_slots(self, is_training: bool) -> list[Any]:
@@ -270,7 +305,10 @@ class ServerManager:
     def _server_at(self, base_url: str) -> Any:
         known = {(server.config.base_url or "").rstrip("/"): server for server in self.servers}
         if base_url.rstrip("/") not in known:
-            raise ConfigError(f"no server at {base_url}; there are: {', '.join(known)}")
+            raise ConfigError(
+                f"no server at {without_secrets(base_url)}; there are: "
+                f"{', '.join(map(without_secrets, known))}"
+            )
         return known[base_url.rstrip("/")]
 
     def _get_server_base_url(self, server_idx: int = 0) -> str | None:

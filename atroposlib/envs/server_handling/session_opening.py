@@ -13,7 +13,7 @@ from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, cre
 from atroposlib.envs.server_handling.session_server import present_server
 from atroposlib.errors import ConfigError, NoTokenIdsError
 
-__all__ = ["open_proxy_session", "open_session"]
+__all__ = ["open_proxy_session", "open_session", "wants_placeholders"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def open_session(
     preserve_think_blocks: bool,
     policy_version: Callable[[], int | None],
 ) -> ManagedServer | DummyManagedServer:
-    """Return a session that records the exact tokens of its requests.
+    """Return a session that records the tokens of its requests: the exact ones where possible.
 
     Args:
         server: Where its requests go, or a `SessionServer` that decides each time.
@@ -39,23 +39,38 @@ def open_session(
         policy_version: What the service last called the policy; for engines that do not say.
 
     Raises:
-        NoTokenIdsError: The server gives no token ids, and dummy tokens are not allowed.
+        NoTokenIdsError: The server gives no token ids, and there is no tokenizer to make them from
+            its texts.
     """
-    if not isinstance(present_server(server), OpenAIServer):
-        return ManagedServer(
-            server,
-            tokenizer,
-            tool_parser=tool_parser,
-            preserve_think_blocks=preserve_think_blocks,
-            policy_version=policy_version,
-        )
-    if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
+    has_no_ids = isinstance(present_server(server), OpenAIServer)
+    if has_no_ids and wants_placeholders():
+        return DummyManagedServer(server, tokenizer)
+    session = ManagedServer(
+        server,
+        tokenizer,
+        tool_parser=tool_parser,
+        preserve_think_blocks=preserve_think_blocks,
+        policy_version=policy_version,
+    )
+    if has_no_ids and session.tokenizer is None:
         raise NoTokenIdsError(
-            "a server of type openai gives no token ids, so nothing can be trained on; use "
-            f"server_type vllm, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
+            "a server of type openai gives no token ids, and there is no tokenizer to make them "
+            "from its texts; give managed_server one (--env.tokenizer_name), use server_type vllm "
+            f"with such an engine, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
         )
-    logger.warning("server_type openai: tracked sequences hold placeholder tokens")
-    return DummyManagedServer(server, tokenizer)
+    return session
+
+
+def wants_placeholders() -> bool:
+    """Whether sessions without token ids are to hold placeholder tokens; warns if so."""
+    if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
+        return False
+    logger.warning(
+        "server_type openai with %s: tracked sequences hold placeholder tokens, which exports "
+        "and trainers refuse; without the variable texts are tokenized",
+        _DUMMY_SWITCH,
+    )
+    return True
 
 
 async def open_proxy_session(

@@ -12,6 +12,7 @@ meta_info.weight_version        text
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,17 @@ _NAMES: Mapping[str, str] = {"max_tokens": "max_new_tokens", "seed": "sampling_s
 """SGLang's names of options; it refuses names it does not know."""
 
 
+_FORMS = ("structured_outputs", "response_format")
+"""vLLM's and OpenAI's names of what a reply must look like."""
+
+_FORM_NAMES: Mapping[str, str] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+
+
 class PromptLogprobs(NamedTuple):
     """What a model makes of each prompt token; no candidates at the first one."""
 
@@ -53,7 +65,8 @@ def tokens_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, 
         options: Sampling options with the limit under `max_tokens`; None is no limit but the
             context.
     """
-    sampling_params = {_NAMES.get(name, name): value for name, value in options.items()}
+    named = {_NAMES.get(name, name): value for name, value in options.items()}
+    sampling_params = {name: named[name] for name in named if name not in _FORMS} | _form_of(named)
     return {
         "input_ids": prompt_ids,
         "sampling_params": sampling_params,
@@ -131,6 +144,21 @@ def parse_prompt_logprobs(answer: Any, prompt_ids: list[int], *, top_k: int) -> 
         )
     rows = [_candidates(entry, others) for entry, others in zip(own, top, strict=True)]
     return PromptLogprobs([list(row) for row in rows], [list(row.values()) for row in rows])
+
+
+def _form_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the form of a reply under SGLang's names."""
+    wanted = dict(options.get("structured_outputs") or {})
+    response_format = options.get("response_format") or {}
+    if response_format.get("type") == "json_object":
+        wanted.setdefault("json", {"type": "object"})
+    elif response_format.get("type") == "json_schema":
+        wanted.setdefault("json", (response_format.get("json_schema") or {}).get("schema"))
+    return {
+        _FORM_NAMES.get(name, name): value if isinstance(value, str) else json.dumps(value)
+        for name, value in wanted.items()
+        if value is not None
+    }
 
 
 def _candidates(own: Any, others: Sequence[Any] | None) -> dict[int, float]:

@@ -15,7 +15,7 @@ from atroposlib.envs.server_handling.sglang_payloads import (
     tokens_body,
 )
 from atroposlib.envs.server_handling.token_server import TokenServer, top_k_of
-from atroposlib.errors import ConfigError
+from atroposlib.errors import NoTokenIdsError
 
 __all__ = ["SGLangServer", "resolve_openai_configs"]
 
@@ -26,6 +26,11 @@ class SGLangServer(TokenServer):
     Chat and text go through its OpenAI routes, tokens through `/generate`. The answers with
     tokens are `VersionedTokens`: they tell which weights sampled each completion.
     """
+
+    @property
+    def takes_structural_tags(self) -> bool:
+        """Whether forms of replies are understood; they are sent under SGLang's own names."""
+        return True
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids = self._prompt_ids(kwargs)
@@ -50,7 +55,7 @@ class SGLangServer(TokenServer):
         except EngineStatusError as error:
             if not error.is_route_missing:
                 raise
-            raise ConfigError(
-                f"server {self.http.root_url} has no /generate, so it is not SGLang's; check "
+            raise NoTokenIdsError(
+                f"server {self.http.shown_url} has no /generate, so it is not SGLang's; check "
                 f"base_url and server_type ({error})"
             ) from error

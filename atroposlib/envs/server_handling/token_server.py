@@ -15,6 +15,7 @@ class TokenServer(OpenAICompatibleServer):
     """A server that is sent token ids and answers token ids."""
 
     _tokenizer: Any = None
+    _compares_for_all = False
 
     @property
     def tokenizer(self) -> Any:
@@ -26,6 +27,16 @@ class TokenServer(OpenAICompatibleServer):
     @tokenizer.setter
     def tokenizer(self, value: Any) -> None:
         self._tokenizer = value
+
+    def expect_tokenizer(self, tokenizer: Any, *, name: str, is_for_all: bool = False) -> None:
+        """Compare the engine's ids with a tokenizer's at the first request; see `APIServer`."""
+        self.identity.expect_tokenizer(tokenizer, name=name)
+        self._compares_for_all = is_for_all
+
+    async def _check_identity(self, *, gives_tokens: bool) -> None:
+        await super()._check_identity(gives_tokens=gives_tokens)
+        if gives_tokens or self._compares_for_all:
+            await self.identity.check_tokenizer()
 
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.config)

@@ -33,6 +33,8 @@ from atroposlib.envs.server_handling.turn_matching import (
     THINKING_END,
     as_mapping,
     calls_of,
+    reply_forms,
+    said_form,
     spoken_text,
 )
 
@@ -105,11 +107,27 @@ class ToolCallTranslator:
         text = raw_text[: found[0].start]
         content = text if text.strip() else None
         calls = [self._remember(call, raw_text) for call in found]
-        answer = _ToolAnswer(content, _meaning(calls))
-        self._answers |= {call.id: answer for call in calls}
-        for call_id in self._answers.keys() - self.call_id_to_raw_text.keys():
-            del self._answers[call_id]
+        self._remember_meaning([call.id for call in calls], content, calls)
         return content, calls, "tool_calls"
+
+    def remember_answer(
+        self, raw_text: str, content: str | None, tool_calls: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Keep calls that a server returned as such, with the text that stands for them.
+
+        Args:
+            raw_text: The whole reply.
+            content: The text before the calls.
+            tool_calls: Calls in the form of the chat APIs, with the server's ids.
+        """
+        ids = [str(call.get("id")) for call in tool_calls]
+        for call_id in ids:
+            self._keep(call_id, raw_text)
+        self._remember_meaning(ids, content, tool_calls)
+
+    def render_calls(self, calls: Sequence[FunctionCall]) -> str:
+        """Return calls as text in this format; as Hermes has them where it is unknown."""
+        return (self.parser or HermesFormat()).render(calls)
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
         """Return the completion that made these calls, or their rendering when it is unknown.
@@ -157,16 +175,27 @@ class ToolCallTranslator:
         return {"role": "assistant", "content": text}
 
     def _render(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        return (self.parser or HermesFormat()).render([_function_of(call) for call in calls])
+        return self.render_calls([_function_of(call) for call in calls])
+
+    def _remember_meaning(
+        self, call_ids: Sequence[str], content: str | None, calls: Sequence[Any]
+    ) -> None:
+        answer = _ToolAnswer(content, _meaning(calls))
+        self._answers |= dict.fromkeys(call_ids, answer)
+        for call_id in self._answers.keys() - self.call_id_to_raw_text.keys():
+            del self._answers[call_id]
+
+    def _keep(self, call_id: str, raw_text: str) -> None:
+        self.call_id_to_raw_text[call_id] = raw_text
+        while len(self.call_id_to_raw_text) > self.max_remembered_calls:
+            self.call_id_to_raw_text.popitem(last=False)
 
     def _remember(self, found: FoundCall, raw_text: str) -> ToolCall:
         """Give a call an id that no other call has, and keep its completion under it."""
         call_id = found.call_id
         while call_id is None or call_id in self.call_id_to_raw_text:
             call_id = secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]
-        self.call_id_to_raw_text[call_id] = raw_text
-        while len(self.call_id_to_raw_text) > self.max_remembered_calls:
-            self.call_id_to_raw_text.popitem(last=False)
+        self._keep(call_id, raw_text)
         function = FunctionCall(name=found.name, arguments=found.arguments)
         return ToolCall(id=call_id, function=function)
 
@@ -198,9 +227,8 @@ class _ToolAnswer(NamedTuple):
 
     def is_said_by(self, calls: Sequence[Mapping[str, Any]], content: str) -> bool:
         """Whether a message repeats this answer; it may leave out the text, or its thinking."""
-        told = (self.content or "").strip()
-        texts = {"", told, told.rpartition(THINKING_END)[2].strip()}
-        return _meaning(calls) == self.meaning and content.strip() in texts
+        forms = reply_forms(self.content or "", has_calls=True)
+        return _meaning(calls) == self.meaning and said_form(content) in forms
 
 
 def _meaning(calls: Sequence[Any]) -> list[tuple[str, str]]:

@@ -36,6 +36,7 @@ from atroposlib.envs.server_handling.shared_search import SharedSearch
 from atroposlib.envs.server_handling.tokenizer_loading import tokenizer_name_of
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
+from atroposlib.utils.secret_masking import without_secrets
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -122,8 +123,8 @@ class TrlVllmServer(VLLMServer):
         url = await self._find_generate_once()
         if url is not None:
             raise NoTokenIdsError(
-                f"{url} returns no {wanted}; serve the model with a trl that starts vLLM's own "
-                "server, or with vLLM and server_type vllm"
+                f"{without_secrets(url)} returns no {wanted}; serve the model with a trl that "
+                "starts vLLM's own server, or with vLLM and server_type vllm"
             )
 
     def _answer_fields(self) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class TrlVllmServer(VLLMServer):
             if not error.is_route_missing:
                 raise
             raise ConfigError(
-                f"server {self.http.root_url} has neither TRL's /generate/ nor vLLM's "
+                f"server {self.http.shown_url} has neither TRL's /generate/ nor vLLM's "
                 "/v1/models; check base_url"
             ) from error
         return None

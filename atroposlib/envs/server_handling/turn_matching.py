@@ -7,14 +7,16 @@ compared by what they mean. Two messages are the same when these are equal:
 - role, `name`, and the text of the content; a list of text parts is the text they make together.
   Missing, null and empty content are the same.
 - of an assistant message also the calls, in their order: name, and arguments as JSON values, so
-  neither spacing nor the order of keys nor `1.0` for `1` counts; its text without outer space.
+  neither spacing nor the order of keys nor `1.0` for `1` counts; its text as `said_form` has it:
+  without the space around thoughts and text, a repeated thought once.
 
 Ids of calls, `tool_call_id` and every other field are left out. An id, and then the exact content,
 still choose between replies that say the same; a changed argument under an old id is a changed
 turn.
 
 The reply of a recorded turn may come back in any of these forms: as it was answered; without the
-thinking in front of its `</think>`; only its calls, without the text before them; the raw text.
+thinking in front of its `</think>`; only its calls, without the text before them; the raw text. A
+text that a client library puts where a reply has none (`INSERTED_TEXTS`) counts as none.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from functools import cached_property
 from typing import Any
 
 __all__ = [
+    "INSERTED_TEXTS",
     "THINKING_END",
+    "THINKING_START",
     "Conversation",
     "SampledReply",
     "as_mapping",
@@ -37,14 +41,23 @@ __all__ = [
     "earlier_turns",
     "matched_length",
     "message_key",
+    "reply_forms",
+    "said_form",
     "spoken_text",
     "text_of_content",
 ]
 
+THINKING_START = "<think>"
 THINKING_END = "</think>"
+
+INSERTED_TEXTS = frozenset(
+    {"[System: Empty message content sanitised to satisfy protocol]", "Please continue."}
+)
+"""What litellm writes into an assistant message without text, since some providers refuse one."""
 
 _EMPTY_ARGUMENTS = "{}"
 _SPACED = re.compile(r"\s")
+_TAGS = re.compile(f"{THINKING_START}|{THINKING_END}")
 
 Keys = frozenset[str]
 """Every form of one message that counts as it."""
@@ -60,6 +73,7 @@ class SampledReply:
         keeps_thinking: Whether a reply that comes back without its thinking is another one.
 
     Attributes:
+        raw_text: The completion.
         call_ids: Ids of the calls.
     """
 
@@ -72,7 +86,7 @@ class SampledReply:
         keeps_thinking: bool,
     ) -> None:
         self._content = content
-        self._raw_text = raw_text
+        self.raw_text = raw_text
         self._keeps_thinking = keeps_thinking
         calls = calls_of(tool_calls)
         self.call_ids = tuple(call[0] for call in calls)
@@ -81,19 +95,27 @@ class SampledReply:
     @cached_property
     def keys(self) -> Keys:
         """The key of each form."""
-        contents = {self._content, "" if self.call_ids else self._raw_text}
+        texts = {said_form(self._content)}
         if not self._keeps_thinking:
-            contents |= {text.rpartition(THINKING_END)[2] for text in contents}
-        forms = {_key("assistant", None, self._calls, content.strip()) for content in contents}
-        raw_form = _key("assistant", None, _calls_text([]), self._raw_text.strip())
+            texts = set(reply_forms(self._content, has_calls=bool(self.call_ids)))
+        if self.call_ids:
+            texts.add("")
+        elif self.raw_text != self._content:
+            texts |= (
+                {said_form(self.raw_text)} if self._keeps_thinking else reply_forms(self.raw_text)
+            )
+        forms = {_key("assistant", None, self._calls, text) for text in texts}
+        raw_form = _key("assistant", None, _calls_text([]), said_form(self.raw_text))
         return frozenset(forms | {raw_form})
 
     def likeness(self, content: str) -> int:
-        """Return 2 for this reply's content to the letter, 1 for it without its thinking, else 0.
+        """Return 3 for this reply's content, 2 for other spacing, 1 without its thinking, else 0.
 
         Of an empty reply and a thought with nothing behind it, an empty content is the first.
         """
         if content == self._content:
+            return 3
+        if said_form(content) == said_form(self._content):
             return 2
         return int(content == self._content.rpartition(THINKING_END)[2])
 
@@ -140,6 +162,7 @@ def earlier_turns(parent: Conversation | None, keys: Sequence[str]) -> tuple[Key
         keys: [M] `message_key` of each message of the request.
     """
     known = (*parent.earlier, parent.reply.keys) if parent is not None else ()
+    known = known[: len(keys)]  # of a reply that goes on itself, the messages before it
     return (*known, *(frozenset({key}) for key in keys[len(known) :]))
 
 
@@ -150,7 +173,39 @@ def message_key(message: Any) -> str:
     text = text_of_content(fields.get("content"))
     if role != "assistant":
         return _key(role, fields.get("name"), "", text)
-    return _key(role, None, _calls_text(calls_of(fields.get("tool_calls"))), text.strip())
+    return _key(role, None, _calls_text(calls_of(fields.get("tool_calls"))), said_form(text))
+
+
+def said_form(text: str) -> str:
+    """Return a reply's text in a form that is equal for texts that say the same.
+
+    Thoughts and text lose the space around them, thoughts also the kind of space inside and their
+    repetitions; a thought without words counts as none. The opening tag may be missing.
+    """
+    head, end, said = text.rpartition(THINKING_END)
+    said = said.strip()
+    while said.startswith(THINKING_START):  # cut inside of the thinking
+        said = said.removeprefix(THINKING_START).lstrip()
+    if said in INSERTED_TEXTS:
+        said = ""
+    thoughts = [" ".join(part.split()) for part in _TAGS.split(head)] if end else []
+    distinct = dict.fromkeys(filter(None, thoughts))
+    return "\0".join([*distinct, "", said]) if distinct else said
+
+
+def reply_forms(text: str, *, has_calls: bool = False) -> frozenset[str]:
+    """Return the `said_form` of everything that a reply's text may come back as.
+
+    Args:
+        text: What was answered.
+        has_calls: Whether the reply calls tools; then its text may be left out.
+    """
+    said = text.rpartition(THINKING_END)[2]
+    is_cut = said.lstrip().startswith(THINKING_START)
+    forms = {text, said, "" if is_cut else said}
+    if has_calls:
+        forms |= {"", text[: len(text) - len(said)]}
+    return frozenset(map(said_form, forms))
 
 
 def digest(value: Any) -> str:

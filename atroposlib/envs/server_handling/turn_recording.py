@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atroposlib.envs.server_handling.chat_rendering import check_texts
 from atroposlib.envs.server_handling.completion_objects import Answer, FinishReason, ToolAnswer
 from atroposlib.envs.server_handling.continuation import ChatRequest
 from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord, TurnEnd
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, continue_ids, make_node
+from atroposlib.envs.server_handling.text_sampling import TextReply
 from atroposlib.envs.server_handling.token_texts import (
     encode_added,
     encode_prompt,
@@ -29,6 +31,7 @@ from atroposlib.envs.server_handling.turn_matching import (
     SampledReply,
     earlier_turns,
 )
+from atroposlib.envs.server_handling.weight_versions import FROM_TEXT
 from atroposlib.utils.long_decode import decode_long
 
 __all__ = ["Sampled", "Turn"]
@@ -53,6 +56,11 @@ class Sampled:
     """What the engine calls its weights."""
     policy_version: int | None
     """The policy version they stand for."""
+    reply: TextReply | None = None
+    """What a server without token ids answered; `ids` are then its text's. None: `ids` were
+    sampled."""
+    num_end_ids: int = 0
+    """Ids behind the text of `reply`."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,21 @@ class Turn:
         node = self.parent.record.node
         return continue_ids(node, added_ids, lambda i: is_hidden(self.tokenizer, i))
 
+    def check_prompt(self) -> None:
+        """Raise unless the prompt holds every message; the recorded ones were checked before.
+
+        Raises:
+            PromptError: the chat template left out the text of a message.
+        """
+        if self.chat is None:
+            return
+        last = self.parent.record.last if self.parent is not None else None
+        if self.parent is None or last is None or last.conversation is None:
+            text, start = self.full_prompt, 0
+        else:
+            text, start = self.parent.added_text, last.conversation.num_turns
+        check_texts(text, self.chat.messages, start=start, keeps_thinking=not self.strips_thinking)
+
     async def record(
         self, sampled: Sampled, notes: Mapping[str, Any]
     ) -> tuple[Answer | ToolAnswer, NodeRecord]:
@@ -93,18 +116,25 @@ class Turn:
             sampled: The completion.
             notes: Those of the prompt.
         """
-        end_ids = self._end_ids(sampled.ids)
-        reply_ids = list(sampled.ids[: len(sampled.ids) - len(end_ids)])
-        text = await self._text_of(sampled.ids, reply_ids)
-        given = self._answer_of(Answer(text, sampled.finish_reason))
+        if sampled.reply is None:
+            end_ids = self._end_ids(sampled.ids)
+            reply_ids = list(sampled.ids[: len(sampled.ids) - len(end_ids)])
+            text = await self._text_of(sampled.ids, reply_ids)
+            given = self._answer_of(Answer(text, sampled.finish_reason))
+        else:
+            num_reply_ids = len(sampled.ids) - sampled.num_end_ids
+            reply_ids, end_ids = sampled.ids[:num_reply_ids], sampled.ids[num_reply_ids:]
+            text = sampled.reply.text
+            given = self._answer_with_calls(sampled.reply)
+            notes = {**notes, FROM_TEXT: True}
         node = make_node(
-            full_text=self._full_prompt + text,
+            full_text=self.full_prompt + text,
             prompt_ids=sampled.prompt_ids,
             completion_ids=sampled.ids,
             completion_logprobs=sampled.logprobs,
             finish_reason=sampled.finish_reason,
             parent=self.parent.record.node if self.parent is not None else None,
-            notes={**notes, **self._version_notes(sampled)},
+            notes={**self._inherited_notes(), **notes, **self._version_notes(sampled)},
         )
         end = TurnEnd(
             num_tokens=len(node.tokens),
@@ -128,7 +158,7 @@ class Turn:
         return record.ends if known == list(prompt_ids[: len(known)]) else ()
 
     @property
-    def _full_prompt(self) -> str:
+    def full_prompt(self) -> str:
         """The text of the ids sent, which is the prompt unless that renders turns differently."""
         if self.parent is None:
             return self.prompt
@@ -182,8 +212,36 @@ class Turn:
         if self.translator is None or self.chat is None:
             return answer
         choice = self.tool_choice if isinstance(self.tool_choice, str) else "auto"
-        content, calls, _ = self.translator.parse_model_output(answer.text, choice, self.chat.tools)
-        return ToolAnswer(content, [call.model_dump() for call in calls]) if calls else answer
+        begun = self._begun_text
+        content, calls, _ = self.translator.parse_model_output(
+            begun + answer.text, choice, self.chat.tools
+        )
+        if not calls:
+            return answer
+        return ToolAnswer(
+            content[len(begun) :] or None if content else None,
+            [call.model_dump() for call in calls],
+        )
+
+    @property
+    def _begun_text(self) -> str:
+        """The text of this reply that stands in the prompt."""
+        if self.parent is not None and self.parent.is_same_reply:
+            last = self.parent.record.last
+            return last.conversation.reply.raw_text if last and last.conversation else ""
+        return self.chat.begun_text if self.chat is not None else ""
+
+    def _answer_with_calls(self, reply: TextReply) -> Answer | ToolAnswer:
+        """Return an answer with the calls that the server returned, else as `_answer_of`."""
+        if self.translator is None or self.chat is None or not reply.tool_calls:
+            return self._answer_of(Answer(reply.text, reply.finish_reason))
+        self.translator.remember_answer(reply.text, reply.content, reply.tool_calls)
+        return ToolAnswer(reply.content, reply.tool_calls)
+
+    def _inherited_notes(self) -> dict[str, Any]:
+        """Return what stays true of a sequence that goes on."""
+        metadata = (self.parent.record.node.metadata or {}) if self.parent is not None else {}
+        return {FROM_TEXT: True} if metadata.get(FROM_TEXT) else {}
 
     def _conversation_of(self, text: str, given: Answer | ToolAnswer) -> Conversation | None:
         if self.chat is None:
@@ -192,7 +250,10 @@ class Turn:
         content = given.content if isinstance(given, ToolAnswer) else given.text
         last = self.parent.record.last if self.parent is not None else None
         known = last.conversation if last is not None else None
-        reply = SampledReply(text, content or "", calls, keeps_thinking=self.strips_thinking)
+        begun = self._begun_text
+        reply = SampledReply(
+            begun + text, begun + (content or ""), calls, keeps_thinking=self.strips_thinking
+        )
         return Conversation(
             earlier=earlier_turns(known, self.chat.keys),
             reply=reply,

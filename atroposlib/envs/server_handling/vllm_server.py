@@ -24,7 +24,7 @@ from atroposlib.envs.server_handling.vllm_payloads import (
     parse_generate,
     prompt_rows,
 )
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, NoTokenIdsError
 
 __all__ = ["VLLMServer", "aiohttp", "resolve_openai_configs"]  # and AutoTokenizer, see below
 
@@ -51,6 +51,8 @@ class VLLMServer(TokenServer):
     truncation they are the sampling distribution's own.
     """
 
+    lists_every_model = True
+
     _token_route: TokenRoute | None = None
     _context_length: int | None = None
 
@@ -61,6 +63,11 @@ class VLLMServer(TokenServer):
         self._route_search: SharedSearch[TokenRoute] = SharedSearch()
 
     _normalize_topk_entry = staticmethod(normalize_topk_entry)
+
+    @property
+    def takes_structural_tags(self) -> bool:
+        """Whether the route for tokens is vLLM's own, as it is until another one was found."""
+        return self._token_route != "/generate"
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids = self._prompt_ids(kwargs)
@@ -118,7 +125,7 @@ class VLLMServer(TokenServer):
             self._context_length = lengths.get(self.config.model_name)
         if self._context_length is None:
             raise ConfigError(
-                f"server {self.http.root_url} does not tell the context length of model "
+                f"server {self.http.shown_url} does not tell the context length of model "
                 f"{self.config.model_name!r}; give max_tokens"
             )
         # At least one, so that a prompt that is too long is refused as such.
@@ -141,8 +148,9 @@ class VLLMServer(TokenServer):
         except EngineStatusError as error:
             if not error.is_route_missing:
                 raise
-            raise ConfigError(
-                f"server {self.http.root_url} gives no token ids: {reason}; and it has no "
-                "/generate. Check model_name, or serve the model with vLLM 0.10.2 or newer"
+            raise NoTokenIdsError(
+                f"server {self.http.shown_url} gives no token ids: {reason}; and it has no "
+                "/generate. Check base_url (--openai.base_url) and model_name, or serve the model "
+                "with vLLM 0.10.2 or newer"
             ) from error
         return "/generate"

@@ -1,4 +1,4 @@
-"""Which weights sampled which tokens, as far as engines and the service say.
+"""Which weights sampled which tokens, and why sampling ended, as engines and the service say.
 
     engine's answer ── VersionedTokens.weight_versions ─┐
     service's report of the policy ─────────────────────┴─ policy_version_of ─► node, group
@@ -9,21 +9,28 @@ trainer reports to the service, so whoever loads weights should name them by tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 __all__ = [
+    "FROM_TEXT",
     "SampledVersions",
     "VersionedTokens",
     "join_answers",
+    "note_finish_reason",
+    "note_from_text",
+    "note_node",
     "note_sampled",
     "policy_version_of",
     "sampled_versions",
     "versions_in",
 ]
 
+
+FROM_TEXT = "tokenized_from_text"
+"""Key of a node's metadata, and field of a group: its tokens were made from text."""
 
 Tokens = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
 """Prompt ids [P], completions [n][C], their logprobs, and finish reasons [n]."""
@@ -84,18 +91,39 @@ def policy_version_of(weight_version: Any, reported: int | None) -> int | None:
 
 
 class SampledVersions:
-    """The policy versions of what was sampled since this was opened.
+    """The policy versions and finish reasons of what was sampled since this was opened.
 
     Attributes:
-        oldest: The smallest one; None while none is known.
+        oldest: The smallest version; None while none is known.
+        has_text: Whether tokens of something that was sampled were made from its text.
     """
 
     def __init__(self) -> None:
         self.oldest: int | None = None
+        self._reasons: dict[int, str] = {}
+        self.has_text = False
 
     def add(self, version: int) -> None:
         """Take note of one more."""
         self.oldest = version if self.oldest is None else min(self.oldest, version)
+
+    def add_finish_reason(self, tokens: Sequence[int], reason: str) -> None:
+        """Take note of why the last completion of a sequence ended.
+
+        Args:
+            tokens: [L] the whole sequence, prompt included.
+            reason: As the engine gave it.
+        """
+        self._reasons[hash(tuple(tokens))] = reason
+
+    def finish_reasons(self, sequences: Sequence[Sequence[int]]) -> list[str | None] | None:
+        """Return [G] why the engine ended each of the sequences; None when none of them is known.
+
+        Args:
+            sequences: [G][L] token ids; one that differs from what was recorded has no reason.
+        """
+        reasons = [self._reasons.get(hash(tuple(tokens))) for tokens in sequences]
+        return reasons if any(reason is not None for reason in reasons) else None
 
 
 _OPEN: ContextVar[tuple[SampledVersions, ...]] = ContextVar("sampled_versions", default=())
@@ -117,3 +145,30 @@ def note_sampled(version: int | None) -> None:
     if version is not None:
         for versions in _OPEN.get():
             versions.add(version)
+
+
+def note_finish_reason(tokens: Sequence[int], reason: str | None) -> None:
+    """Tell every open collection of this task why the last completion of a sequence ended."""
+    if reason is not None:
+        for versions in _OPEN.get():
+            versions.add_finish_reason(tokens, reason)
+
+
+def note_from_text() -> None:
+    """Tell every open collection of this task that tokens were made from text."""
+    for versions in _OPEN.get():
+        versions.has_text = True
+
+
+def note_node(tokens: Sequence[int], metadata: Mapping[str, Any] | None) -> None:
+    """Tell every open collection of this task what a sequence from elsewhere says of itself.
+
+    Args:
+        tokens: [L] of its node.
+        metadata: Of its node.
+    """
+    said = metadata or {}
+    note_sampled(said.get("policy_version"))
+    note_finish_reason(tokens, said.get("finish_reason"))
+    if said.get(FROM_TEXT):
+        note_from_text()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from atroposlib.api.client_rules import auth_headers
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.exporting.groups import RawGroup
+from atroposlib.utils.inert_text import inert_block
+from atroposlib.utils.secret_masking import without_secrets
 
 if TYPE_CHECKING:
     import httpx
@@ -99,14 +101,15 @@ async def _answer(
         reply = await client.request(method, url, json=body)
     except (httpx.HTTPError, asyncio.TimeoutError) as error:
         raise TrajectoryApiError(
-            f"{method} {url} got no answer: {type(error).__name__}; is the trajectory service "
-            "running there? `run-api` starts one"
+            f"{method} {without_secrets(url)} got no answer: {type(error).__name__}; is the "
+            "trajectory service running there? `run-api` starts one"
         ) from error
     except httpx.InvalidURL as error:
-        raise ConfigError(f"{url} is no address: {error}") from error
+        raise ConfigError(f"{without_secrets(url)} is no address: {error}") from error
     if reply.status_code >= 400:
         raise TrajectoryApiError(
-            f"{method} {url} answered {reply.status_code}: {reply.text[:500]}",
+            f"{method} {without_secrets(url)} answered {reply.status_code}: "
+            f"{inert_block(reply.text[:500])}",
             status=reply.status_code,
         )
     try:

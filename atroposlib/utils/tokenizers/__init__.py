@@ -1,1 +1,1 @@
-"""Tokenizers whose own chat template needs replacing."""
+"""Tokenizers with another chat template, or with the calls of an earlier version."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.viewer.pages.images import image_markup, images_of_content
-from atroposlib.viewer.pages.markup import block, empty, folded, shown
+from atroposlib.viewer.pages.markup import block, empty, folded, part_chips, score_chip, shown
 from atroposlib.viewer.rollouts import Rollout, text_of_content
 from atroposlib.viewer.token_reader import TokenReader
 
@@ -22,14 +22,22 @@ _LONG_TOOL_RESULT = 400
 
 def conversation_page(rollout: Rollout, reader: TokenReader) -> str:
     """Return the page: a block per message; without messages one per stretch of the mask."""
+    parts = ""
+    if rollout.reward_parts:
+        score = score_chip(rollout.score)
+        parts = f'<div class="v-chips">{score}{part_chips(rollout.reward_parts)}</div>'
     if rollout.chat:
-        return "".join(_message(message) for message in rollout.chat)
+        return parts + "".join(_message(message) for message in rollout.chat)
     if not len(rollout):
         return empty("This rollout has neither messages nor tokens.")
     note = '<p class="v-legend">no messages were saved: these are its tokens as text</p>'
-    return note + "".join(
-        _box("trained" if is_trained else "masked", _body(reader.text(ids)))
-        for is_trained, ids in _stretches(rollout)
+    return (
+        parts
+        + note
+        + "".join(
+            _box("trained" if is_trained else "masked", _body(reader.text(ids)))
+            for is_trained, ids in _stretches(rollout)
+        )
     )
 
 

@@ -6,7 +6,7 @@ isolates its writing direction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from atroposlib.utils.inert_text import inert_markup
 
@@ -18,6 +18,7 @@ __all__ = [
     "folded",
     "notice",
     "number",
+    "part_chips",
     "score_chip",
     "score_class",
     "shown",
@@ -87,6 +88,12 @@ def chip(text: str, title: str = "") -> str:
     """Show a small fact."""
     hint = f' title="{shown(title)}"' if title else ""
     return f'<span class="v-chip"{hint}>{shown(text)}</span>'
+
+
+def part_chips(parts: Mapping[str, float]) -> str:
+    """Show the named parts of a reward, each as a small fact."""
+    hint = "part of the reward, before it is weighed"
+    return "".join(chip(f"{name} {number(value)}", hint) for name, value in parts.items())
 
 
 def figure(name: str, value: str, more: str = "") -> str:

@@ -27,6 +27,7 @@ def overview_page(
     problems: Problems,
     scores: Mapping[str, Sequence[float]],
     *,
+    rewards: Mapping[str, Sequence[tuple[int, float]]],
     num_groups: int,
     num_equal: int,
     metric_drops: Mapping[str, float],
@@ -37,11 +38,14 @@ def overview_page(
         figures: what the run tells of itself.
         problems: what could not be read.
         scores: of the latest groups, by the name of their environment.
+        rewards: (step, mean score) by the name of their environment, steps ascending.
         num_groups: groups listed here.
         num_equal: of them, those whose scores are all equal.
         metric_drops: groups that environments dropped, by reason.
     """
     parts = [notice(text) for text in figures.notes]
+    if not num_groups and figures.why_empty:
+        parts.append(empty(f"No groups yet. {figures.why_empty}"))
     tiles = [figure("groups here", number(num_groups))]
     if num_groups:
         tiles.append(figure("scores all equal", f"{num_equal / num_groups:.0%} of groups"))
@@ -56,11 +60,28 @@ def overview_page(
         if rates
     ]
     parts.append(f'<div class="v-figures">{"".join(tiles)}</div>')
+    parts.append(_rewards(rewards))
     parts.append("<h3>Scores by environment</h3>" + _distributions(scores))
     parts.append("<h3>Dropped or refused, by reason</h3>" + _drops(figures, metric_drops))
     if problems.count:
         parts.append(_problems(problems))
     return "".join(parts)
+
+
+def _rewards(rewards: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Draw the mean score over the steps, one line per environment; nothing without two steps."""
+    drawn = [(name, points) for name, points in rewards.items() if len(points) > 1]
+    if not drawn:
+        return ""
+    tiles = "".join(
+        figure(
+            f"{name or 'not named'}, step {points[0][0]:,} to {points[-1][0]:,}",
+            f"{number(points[0][1])} → {number(points[-1][1])}",
+            sparkline([reward for _, reward in points]),
+        )
+        for name, points in drawn
+    )
+    return f'<h3>Reward over steps</h3><div class="v-figures v-rewards">{tiles}</div>'
 
 
 def _recent(rates: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 
-from atroposlib.viewer.pages.markup import block, chip, empty, folded, score_chip
+from atroposlib.viewer.pages.markup import block, chip, empty, folded, part_chips, score_chip
 from atroposlib.viewer.rollouts import Group, Rollout, text_of_content
 from atroposlib.viewer.texts import RolloutText
 
@@ -27,6 +27,8 @@ def side_by_side_page(group: Group, texts: list[RolloutText], *, selected: int) 
     if not group.rollouts:
         return empty("This group has no rollouts.")
     parts = [_question(group, texts)]
+    if group.fields.get("tokenized_from_text"):
+        parts.append(chip("tokenized from text", "no token ids or logprobs of the server"))
     for name in _GROUP_FIELDS:
         if group.fields.get(name):
             parts.append(folded(name, block(json.dumps(group.fields[name], default=str))))
@@ -72,7 +74,7 @@ def _card(group: Group, rollout: Rollout, answer: str, is_selected: bool) -> str
         f'<section class="v-card{" v-selected" if is_selected else ""}" '
         f'data-rollout="{rollout.number}" tabindex="0">'
         f"<h4>rollout {rollout.number} {score_chip(rollout.score)}</h4>"
-        f'<div class="v-chips">{"".join(facts)}</div>'
+        f'<div class="v-chips">{part_chips(rollout.reward_parts)}{"".join(facts)}</div>'
         f"{block(answer, max_characters=_MAX_ANSWER_CHARACTERS) if answer else _nothing()}"
         "</section>"
     )

@@ -50,6 +50,8 @@ class ServiceFigures:
     """Groups or requests that were not taken, by reason."""
     notes: list[str] = field(default_factory=list)
     """Sentences a person should read: stalls, a service that is away."""
+    why_empty: str = ""
+    """Why there are no groups, and what to do; shown while there are none."""
 
 
 class GroupSource(Protocol):

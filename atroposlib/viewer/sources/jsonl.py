@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.inert_text import inert_line
 from atroposlib.utils.loose_json import decode_line
 from atroposlib.viewer.group_index import GroupIndex
 from atroposlib.viewer.sources.base import GroupGoneError, Problems, ServiceFigures
@@ -38,6 +39,7 @@ class JsonlSource:
                 "as `process` writes"
             ) from error
         self.title = str(path)
+        self._stem = inert_line(path.stem, max_characters=60)
         self.problems = Problems()
         self._descriptor = self._file.fileno()
         self._places = array("q")  # where each group's line begins
@@ -80,7 +82,12 @@ class JsonlSource:
     def figures(self) -> ServiceFigures:
         """Return nothing but what could not be read: a file tells no more."""
         notes = [f"{self._unfinished_note()}"] if self._unfinished_at >= 0 else []
-        return ServiceFigures(notes=notes)
+        why_empty = (
+            "No line of the file is a group; what is wrong with them stands below."
+            if self.problems.count
+            else "The file is empty so far; groups appear as they are written."
+        )
+        return ServiceFigures(notes=notes, why_empty=why_empty)
 
     def close(self) -> None:
         """Close the file."""
@@ -116,7 +123,10 @@ class JsonlSource:
         text = searchable_text(fields)
         if text:
             index.texts.add(len(self._places) - 1, text)
-        index.add(summarise(fields, label=f"line {number}"))
+        row = summarise(fields, label=f"line {number}")
+        if not row.environment:  # `process` names its file after the environment
+            row = row._replace(environment=self._stem)
+        index.add(row)
 
 
 def _problem(fields: Any) -> str | None:

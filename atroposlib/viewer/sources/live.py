@@ -1,4 +1,4 @@
-"""Groups of a live service, by its inspection routes: nothing is registered, taken or reset.
+"""Groups of a live service, by its inspection routes: nothing is taken or reset.
 
     /metrics, /status          every two seconds
     /groups?state=...          what came since the last look
@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from atroposlib.api.client_consumer import Consumer
 from atroposlib.api.client_inspection import GROUP_STATES, InspectionClient
 from atroposlib.api.client_rules import RetryRule
 from atroposlib.errors import GroupError, TrajectoryApiError
+from atroposlib.utils.secret_masking import without_secrets
 from atroposlib.viewer.group_index import GroupIndex
 from atroposlib.viewer.sources.base import GroupGoneError, Problems, ServiceFigures
 from atroposlib.viewer.sources.payloads import decode_payload
@@ -41,15 +43,20 @@ class LiveSource:
     Args:
         base_url: its address.
         token: shown to a service that asks for one; never logged. Payloads need one of an admin.
+        consumer: stands in for a trainer while there is none, so that environments start; closed
+            with the source.
     """
 
-    def __init__(self, base_url: str, *, token: str | None = None) -> None:
+    def __init__(
+        self, base_url: str, *, token: str | None = None, consumer: Consumer | None = None
+    ) -> None:
         # Asked again every two seconds anyway, and a person waits for what is opened.
         self._client = InspectionClient(
             base_url, timeout_s=_TIMEOUT_S, retry=RetryRule(attempts=1), token=token
         )
         self.base_url = self._client.base_url
-        self.title = f"service {self.base_url}"
+        self._consumer = consumer
+        self.title = f"service {without_secrets(self.base_url)}"
         self.problems = Problems()
         self._log = FigureLog()
         self._position_of: dict[int, int] = {}
@@ -89,7 +96,9 @@ class LiveSource:
         return self._log.figures(self._problem)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Leave the place of the trainer, if this has it, and close the connections."""
+        if self._consumer is not None:
+            self._consumer.close()
         self._client.close()
 
     def _poll(self, index: GroupIndex) -> None:
@@ -100,12 +109,14 @@ class LiveSource:
             self._log.note_status(self._client.status())
             for state in GROUP_STATES:
                 self._list(state, index)
+            if self._consumer is not None:
+                self._consumer.attend()
             if self._may_read:
                 self._problem = None
         except TrajectoryApiError as error:
             self._problem = self._listing_refusal(error)
         except ValueError as error:  # metrics that are none
-            self._problem = f"{self.base_url}/metrics cannot be read: {error}"
+            self._problem = f"{without_secrets(self.base_url)}/metrics cannot be read: {error}"
 
     def _list(self, state: str, index: GroupIndex) -> None:
         """Add the groups in one state that were not seen before, oldest first."""
@@ -116,7 +127,8 @@ class LiveSource:
 
     def _listing_refusal(self, error: TrajectoryApiError) -> str:
         if error.status is None:
-            return f"{self.base_url} does not answer ({error}); what was read stays here"
+            url = without_secrets(self.base_url)
+            return f"{url} does not answer ({error}); what was read stays here"
         if error.status in _NOT_ALLOWED:
             return (
                 "this service asks for a token; put one of a trainer (lists) or an admin (lists "

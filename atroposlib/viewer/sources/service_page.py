@@ -23,6 +23,7 @@ _SHOWN = {
     "atropos_queue_oldest_staleness_steps": "oldest staleness, steps",
     "atropos_buffered_sequences": "sequences buffered",
     "atropos_groups_received_total": "groups received",
+    "atropos_groups_tokenized_from_text_total": "groups tokenized from text",
     "atropos_groups_delivered_total": "groups delivered",
     "atropos_batches_delivered_total": "batches delivered",
 }
@@ -61,6 +62,9 @@ class FigureLog:
             for sample in family.samples:
                 if sample.name == "atropos_requests_refused_total" and sample.value:
                     drops[f"refused: {sample.labels.get('reason', '')}"] = sample.value
+                elif sample.name == "atropos_environments":
+                    if sample.labels.get("state") == "connected":
+                        values["atropos_environments_connected"] = sample.value
                 elif not sample.labels:
                     values[sample.name] = sample.value
         for name, words in (
@@ -81,6 +85,23 @@ class FigureLog:
             known["atropos_queue_groups"] = status.get("queue_size", 0)
             self._samples.append((self._now(), {k: float(v) for k, v in known.items()}))
 
+    def _why_empty(self, problem: str | None, latest: Mapping[str, float]) -> str:
+        if problem:
+            return "The service could not be read; the line above says why."
+        if self._notes:
+            return "The service waits for something: the line above says what."
+        if latest.get("atropos_groups_delivered_total"):
+            return (
+                "Groups were delivered, and none is kept for inspection (--keep-past-groups of "
+                "run-api); new ones appear here."
+            )
+        if not latest.get("atropos_environments_connected", 1):
+            return "No environment is connected: start one with `python my_env.py serve`."
+        return (
+            "The service has not received any group yet. Environments send them once a trainer, or "
+            "a tool that stands in for one, has asked for a batch."
+        )
+
     def figures(self, problem: str | None) -> ServiceFigures:
         """Return what is known.
 
@@ -98,6 +119,7 @@ class FigureLog:
             },
             drops=self._drops,
             notes=([problem] if problem else []) + self._notes,
+            why_empty=self._why_empty(problem, latest),
         )
 
 

@@ -95,16 +95,21 @@ class StoredRunSource:
             "groups received": counters["groups/received"],
             "groups delivered": counters["groups/delivered"],
             "batches delivered": counters["batches/delivered"],
-            "oldest staleness": max(
-                (state.current_version - group.version for group in state.queue), default=0
-            ),
+            "oldest staleness": state.oldest_staleness,
         }
         returned = {
             f"batch {name.rpartition('returned_')[2]}": float(count)
             for name, count in counters.items()
             if name.startswith("batches/returned_")
         }
-        return ServiceFigures(current=current, drops=returned)
+        why_empty = (
+            "All groups of this run were delivered, and none is kept (--keep-past-groups of "
+            "run-api)."
+            if counters["groups/delivered"]
+            else "This run has not received any group: environments send them once a trainer, or a "
+            "tool that stands in for one, has asked for a batch."
+        )
+        return ServiceFigures(current=current, drops=returned, why_empty=why_empty)
 
     def close(self) -> None:
         """Close the file."""
@@ -131,7 +136,7 @@ class StoredRunSource:
                 fields,
                 label=f"group {group_id}",
                 environment=None if env is None else env.real_name,
-                step=None if known is None else known.version,
+                step=None if known is None else known.known_version,
             )
         )
 

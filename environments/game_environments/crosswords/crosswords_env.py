@@ -2,8 +2,8 @@
 
     seed -> board -> ["1-Across: WORD" -> letters kept or rubbed out] x N -> solved, or no turn
 
-The letters of a board are worth 1 together, solving it is worth 1 more; `game.py` has the rules,
-`board.py` lays the words, `README.md` tells the rewards. Nothing is downloaded:
+The letters of a board are worth 1 together, solving it is worth 1 more; `README.md`
+explains the rewards. Nothing is downloaded:
 
     python environments/game_environments/crosswords/crosswords_env.py process \
         --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
@@ -12,19 +12,324 @@ The letters of a board are worth 1 together, solving it is worth 1 more; `game.p
 from __future__ import annotations
 
 import asyncio
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
-from environments.game_environments.crosswords.board import LEVELS, Board, make_board
-from environments.game_environments.crosswords.game import INVALID, UNSOLVED, CrosswordGame
-from environments.shared.card import EnvironmentCard
-from environments.shared.games import THINK_FIRST, Difficulty, Game, GameEnv, GameEnvConfig
-from environments.shared.word_clues import words_at
+from atroposlib.errors import ConfigError
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.games import THINK_FIRST, Difficulty, Game, GameEnv, GameEnvConfig, words_at
 
-__all__ = ["Crossword", "CrosswordsEnv", "CrosswordsEnvConfig", "board_of"]
+__all__ = [
+    "INVALID",
+    "LEVELS",
+    "UNSOLVED",
+    "WIN",
+    "WRONG_CELL",
+    "Board",
+    "Cell",
+    "Crossword",
+    "CrosswordGame",
+    "CrosswordsEnv",
+    "CrosswordsEnvConfig",
+    "Direction",
+    "Entry",
+    "Level",
+    "Outcome",
+    "board_of",
+    "make_board",
+]
+
+Direction = Literal["Across", "Down"]
+NUM_ATTEMPTS = 50
+
+
+class Cell(NamedTuple):
+    """A place on the board."""
+
+    row: int
+    column: int
+
+    def along(self, direction: Direction, steps: int) -> Cell:
+        """Return the place some steps further; backwards when negative."""
+        if direction == "Across":
+            return Cell(self.row, self.column + steps)
+        return Cell(self.row + steps, self.column)
+
+
+class Level(NamedTuple):
+    """How large a board is."""
+
+    num_words: int
+    side: int
+    """Most rows, and most columns."""
+
+
+LEVELS: Mapping[Difficulty, Level] = {
+    "easy": Level(3, side=7),
+    "medium": Level(6, side=9),
+    "hard": Level(10, side=12),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A word on the board and its clue."""
+
+    number: int
+    direction: Direction
+    start: Cell
+    word: str
+    clue: str
+
+    @property
+    def name(self) -> str:
+        """As players write it: `1-Across`."""
+        return f"{self.number}-{self.direction}"
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Where the letters lie, in order."""
+        return tuple(self.start.along(self.direction, i) for i in range(len(self.word)))
+
+
+@dataclass(frozen=True)
+class Board:
+    """A finished crossword."""
+
+    num_rows: int
+    num_columns: int
+    entries: tuple[Entry, ...]
+    """By number, Across before Down."""
+
+    @property
+    def letters(self) -> dict[Cell, str]:
+        """The letter of every cell that has one."""
+        return {
+            cell: letter
+            for entry in self.entries
+            for cell, letter in zip(entry.cells, entry.word, strict=True)
+        }
+
+
+def make_board(clues: Mapping[str, str], level: Level, *, seed: int) -> Board:
+    """Return the board of a seed, the same for the same words.
+
+    Args:
+        clues: word to clue.
+        level: size of the board.
+        seed: of the choice of words and places.
+
+    Raises:
+        ConfigError: the words do not cross often enough.
+    """
+    source = random.Random(seed)
+    words = sorted(word for word in clues if len(word) <= level.side)
+    for _ in range(NUM_ATTEMPTS):
+        source.shuffle(words)
+        layout = _Layout(level.side)
+        for word in words:
+            if len(layout.placed) < level.num_words:
+                layout.place(word)
+        if len(layout.placed) == level.num_words:
+            return _numbered(layout, clues)
+    raise ConfigError(
+        f"no board of {level.num_words} words on {level.side} rows and columns was found among "
+        f"{len(words)} words; a longer word list has more crossings"
+    )
+
+
+class _Layout:
+    """Words laid so far."""
+
+    def __init__(self, side: int) -> None:
+        self.side = side
+        self.letters: dict[Cell, str] = {}
+        self.placed: list[tuple[str, Cell, Direction]] = []
+
+    def place(self, word: str) -> None:
+        """Lay a word at the first place where it fits, if there is one."""
+        for start, direction in self._places(word):
+            if self._fits(word, start, direction):
+                self.placed.append((word, start, direction))
+                for i, letter in enumerate(word):
+                    self.letters[start.along(direction, i)] = letter
+                return
+
+    def _places(self, word: str) -> Iterator[tuple[Cell, Direction]]:
+        if not self.placed:
+            yield Cell(self.side // 2, (self.side - len(word)) // 2), "Across"
+            return
+        directions: tuple[Direction, Direction] = ("Across", "Down")
+        for cell, known in list(self.letters.items()):
+            for i, letter in enumerate(word):
+                if letter == known:
+                    for direction in directions:
+                        yield cell.along(direction, -i), direction
+
+    def _fits(self, word: str, start: Cell, direction: Direction) -> bool:
+        cells = [start.along(direction, i) for i in range(len(word))]
+        inside = all(0 <= x < self.side for cell in (cells[0], cells[-1]) for x in cell)
+        ends = (start.along(direction, -1), start.along(direction, len(word)))
+        if not inside or any(cell in self.letters for cell in ends):
+            return False
+        other: Direction = "Down" if direction == "Across" else "Across"
+        was_taken = False
+        for cell, letter in zip(cells, word, strict=True):
+            is_taken = cell in self.letters
+            if is_taken and (was_taken or self.letters[cell] != letter):
+                return False  # two in a row would run along another word
+            sides = (cell.along(other, -1), cell.along(other, 1))
+            if not is_taken and any(side in self.letters for side in sides):
+                return False
+            was_taken = is_taken
+        return True
+
+
+def _numbered(layout: _Layout, clues: Mapping[str, str]) -> Board:
+    """Cut off empty borders and number the starts from left to right, row by row."""
+    top = min(cell.row for cell in layout.letters)
+    left = min(cell.column for cell in layout.letters)
+    starts = sorted({start for _, start, _ in layout.placed})
+    numbers = {start: number for number, start in enumerate(starts, start=1)}
+    entries = [
+        Entry(
+            number=numbers[start],
+            direction=direction,
+            start=Cell(start.row - top, start.column - left),
+            word=word,
+            clue=clues[word],
+        )
+        for word, start, direction in layout.placed
+    ]
+    return Board(
+        num_rows=max(cell.row for cell in layout.letters) - top + 1,
+        num_columns=max(cell.column for cell in layout.letters) - left + 1,
+        entries=tuple(sorted(entries, key=lambda entry: (entry.number, entry.direction))),
+    )
+
+
+WIN = 1.0
+UNSOLVED = -0.5
+INVALID = -0.2
+"""More than the wrong letters of a turn can cost, so that trying is better."""
+WRONG_CELL = 0.1
+"""What a wrong letter costs, as a share of what a right one earns."""
+
+_LINE = re.compile(r"[\s*-]*([0-9]+)\s*-\s*(across|down)\b(.*)", re.IGNORECASE | re.ASCII)
+_WORD = re.compile(r"\s*:[\s*]*([A-Za-z]+)[\s*.,;]*", re.ASCII)
+
+
+class Outcome(NamedTuple):
+    """What became of a turn."""
+
+    reward: float
+    message: str
+    """What the player is told."""
+
+
+class CrosswordGame:
+    """One crossword.
+
+    Attributes:
+        board: the solution.
+        solved: cells whose letter was found.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.letters = board.letters
+        self.solved: set[Cell] = set()
+        self._entries = {entry.name: entry for entry in board.entries}
+
+    @property
+    def is_won(self) -> bool:
+        """Whether every letter was found."""
+        return len(self.solved) == len(self.letters)
+
+    def fill_in(self, text: str) -> Outcome:
+        """Write the words of a turn; one faulty line and none of them is written.
+
+        Args:
+            text: lines such as `1-Across: PEAR`; other lines are not looked at.
+
+        Raises:
+            ValueError: the crossword is solved.
+        """
+        if self.is_won:
+            raise ValueError("the crossword is solved; no turn can be taken")
+        words: dict[str, str] = {}
+        for line in filter(None, map(_LINE.match, text.splitlines())):
+            name = f"{int(line[1][:9])}-{line[2].capitalize()}"
+            word = _WORD.fullmatch(line[3])
+            if word is None:
+                return _invalid(f"{name} needs a colon and a word of the letters A to Z.")
+            problem = self._problem(name, word[1])
+            if problem or name in words:
+                return _invalid(problem or f"{name} is there twice.")
+            words[name] = word[1].lower()
+        if not words:
+            return _invalid("There is no line such as `1-Across: WORD`.")
+        return self._write(words)
+
+    def pattern(self, entry: Entry) -> str:
+        """Return the letters of an entry that were found: `P _ A _`."""
+        return " ".join(
+            self.letters[cell].upper() if cell in self.solved else "_" for cell in entry.cells
+        )
+
+    def grid(self) -> str:
+        """Return the board: found letters, `_` for hidden ones, `#` where no letter belongs."""
+        rows = []
+        for row in range(self.board.num_rows):
+            cells = [Cell(row, column) for column in range(self.board.num_columns)]
+            rows.append(" ".join(self._shown(cell) for cell in cells))
+        return "\n".join(rows)
+
+    def unsolved(self) -> list[Entry]:
+        """Return the entries with a hidden letter."""
+        return [e for e in self.board.entries if not self.solved.issuperset(e.cells)]
+
+    def _problem(self, name: str, word: str) -> str | None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return f"There is no {name}."
+        if len(word) != len(entry.word):
+            return f"{name} has {len(entry.word)} letters, not {len(word)}."
+        if self.solved.issuperset(entry.cells):
+            return f"{name} is solved already."
+        return None
+
+    def _write(self, words: dict[str, str]) -> Outcome:
+        right: set[Cell] = set()
+        wrong: set[tuple[Cell, str]] = set()
+        for name, word in words.items():
+            for cell, letter in zip(self._entries[name].cells, word, strict=True):
+                if self.letters[cell] == letter:
+                    right.add(cell)
+                else:
+                    wrong.add((cell, letter))
+        new = right - self.solved
+        self.solved |= new
+        reward = (len(new) - WRONG_CELL * len(wrong)) / len(self.letters)
+        message = f"{len(new)} new letters are right, {len(wrong)} are wrong and were rubbed out."
+        return Outcome(reward + (WIN if self.is_won else 0.0), message)
+
+    def _shown(self, cell: Cell) -> str:
+        if cell not in self.letters:
+            return "#"
+        return self.letters[cell].upper() if cell in self.solved else "_"
+
+
+def _invalid(problem: str) -> Outcome:
+    return Outcome(INVALID, f"{problem} Nothing was written.")
+
 
 CARD = EnvironmentCard(
     task="solve a crossword",

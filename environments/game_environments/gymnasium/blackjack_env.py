@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from environments.game_environments.gymnasium.blackjack.blackjack_env_thinking import (
-    BlackjackEnv,
-    BlackjackEnvConfig,
-)
-from environments.shared.card import EnvironmentCard
+from typing import TYPE_CHECKING
+
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.siblings import sibling_imports
+
+if TYPE_CHECKING or __package__:
+    from environments.game_environments.gymnasium.blackjack.blackjack_env_thinking import (
+        BlackjackEnv,
+        BlackjackEnvConfig,
+    )
+else:
+    with sibling_imports(__file__, "blackjack"):
+        from blackjack_env_thinking import BlackjackEnv, BlackjackEnvConfig
 
 __all__ = ["BlackjackEnv", "BlackjackEnvConfig"]
 
@@ -15,7 +23,7 @@ CARD = EnvironmentCard(
     turns="up to 5",
     reward="as `blackjack/blackjack_env_thinking.py`",
     data="made on the spot",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.total_steps 4",
 )
 

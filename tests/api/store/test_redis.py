@@ -268,7 +268,7 @@ def test_run_without_a_name_is_refused(redis_server: RedisServer) -> None:
 def test_missing_client_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
 
-    with pytest.raises(MissingExtraError, match=r"atroposlib\[redis\]"):
+    with pytest.raises(MissingExtraError, match=r"'\.\[redis\]'"):
         RedisRunStore("redis://localhost", "run")
 
 

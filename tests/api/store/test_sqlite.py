@@ -93,7 +93,7 @@ async def test_open_where_no_directory_can_be_made_is_refused(tmp_path: Path) ->
 
     message = await open_error(tmp_path / "data" / "run.sqlite3")
 
-    assert "choose another --data-dir" in message
+    assert "data is a file; expected a folder; choose another place with --data-dir" in message
 
 
 async def test_open_after_creation_was_interrupted_begins_the_run(path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.commands import run_cli
+from environments.gsm8k_server import GSM8kEnv
 from environments.reasoning_gym_environment.reasoning_gym_environment import ReasoningGymEnv
+from tests.byte_tokenizer import save_byte_tokenizer
 from tests.envs.check.defects import CleanEnv, GarbageScoresBest
 
 REPOSITORY = Path(__file__).parents[3]
@@ -89,6 +91,38 @@ def test_check_command_wrong_line_exits_2(
 ) -> None:
     assert call(CleanEnv, line, monkeypatch) == 2
     assert message in capsys.readouterr().err
+
+
+REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "seen", "remedy"),
+    [
+        (None, "does not render the conversation: it has none", "of an instruct model"),
+        (REFUSES_SYSTEM + "{% endif %}", "TemplateError: no system role", "keep to the roles"),
+    ],
+)
+def test_check_with_a_real_template_that_refuses_the_rollout_says_so_once(
+    template: str | None, seen: str, remedy: str, tmp_path: Path
+) -> None:
+    tokenizer = save_byte_tokenizer(tmp_path / "made")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    report = check_environment(GSM8kEnv, tokenizer_name=str(tmp_path / "tokenizer"))
+
+    [failure] = report.failures
+    assert failure.name == "rollout"
+    assert seen in failure.detail
+    assert remedy in failure.remedy
+    assert "gsm8k_server.py:" in str(failure.where)
+
+
+def test_check_with_a_stand_in_says_that_no_template_was_tried() -> None:
+    report = check_environment(CleanEnv, tokenizer_name="no/such-tokenizer")
+
+    assert any("chat template was not tried" in note for note in report.notes)
 
 
 def test_check_environment_reasoning_gym_passes_every_rule() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
+import random
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,6 +15,7 @@ import pytest
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.checks.report import Outcome
+from atroposlib.envs.conversation import Conversation, Reply
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
 from atroposlib.envs.single_turn_env import SingleTurnEnv
 from atroposlib.envs.tool_conversation import ToolConversation
@@ -103,6 +107,83 @@ class Shop(MultiTurnEnv):
         return "3.5"
 
 
+class LuckyScore(Sums):
+    async def score(self, item: Any, answer: str) -> float:
+        return random.random() + (1.0 if answer == str(item + 1) else 0.0)
+
+
+class SlowScore(Sums):
+    async def score(self, item: Any, answer: str) -> float:
+        await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+        return 1.0
+
+
+class PooledScore(Sums):
+    """Every call takes too long and counts as 0."""
+
+    async def score(self, item: Any, answer: str) -> float:
+        return await self.score_pool.run(time.sleep, 30, timeout=0.01, default=0.0)
+
+
+class Chain(Conversation):
+    """Say a word that begins with the last letter."""
+
+    def opening(self) -> Any:
+        return [{"role": "user", "content": "tea"}]
+
+    async def reply(self, turn: Any) -> Any:
+        return Reply(reward=float(turn.answer == "apple"), is_done=True)
+
+
+class PlainReply(Chain):
+    def reply(self, turn: Any) -> Any:
+        return Reply(reward=1.0, is_done=True)
+
+
+class AsyncOpening(Chain):
+    async def opening(self) -> Any:
+        return [{"role": "user", "content": "tea"}]
+
+
+class TextOpening(Chain):
+    def opening(self) -> Any:
+        return "tea"
+
+
+class ReplyOfNone(Chain):
+    async def reply(self, turn: Any) -> Any:
+        return None
+
+
+class ReplyOfTexts(Chain):
+    async def reply(self, turn: Any) -> Any:
+        return Reply(["next word"])
+
+
+class PlainClose(Chain):
+    def close(self) -> None:  # type: ignore[override]  # accepted: there is nothing to wait for
+        return
+
+
+class Chains(MultiTurnEnv):
+    default_settings: ClassVar[dict[str, Any]] = {"tokenizer_name": "no/such-tokenizer"}
+    conversation: ClassVar[type[Conversation]] = Chain
+
+    async def get_next_item(self) -> Any:
+        return 1
+
+    def start_conversation(self, item: Any) -> Any:
+        return self.conversation()
+
+    def check_gold_answer(self, item: Any) -> str:
+        return "apple"
+
+
+class AsyncStart(Chains):
+    async def start_conversation(self, item: Any) -> Any:
+        return Chain()
+
+
 def failures(env_cls: type[Any]) -> dict[str, Outcome]:
     return {failure.name: failure for failure in check_environment(env_cls).failures}
 
@@ -147,6 +228,68 @@ def test_check_method_that_does_not_fit_is_the_place(
         assert detail in found[name].detail
         assert (found[name].where or "").endswith(line_of(method))
         assert found[name].remedy == METHOD_REMEDY
+
+
+def test_check_score_by_luck_is_found_under_another_seed() -> None:
+    [failure] = check_environment(LuckyScore).failures
+
+    assert failure.name == "determinism"
+    assert failure.detail.startswith("the same answer scores 0.")
+    assert "under another" in failure.detail
+    assert (failure.where or "").endswith(line_of(LuckyScore.score))
+    assert failure.remedy.startswith("score by the item and the answer alone")
+
+
+def test_check_scoring_that_timed_out_is_called_that() -> None:
+    failure = failures(SlowScore)["rollout"]
+
+    assert failure.detail.startswith("scoring timed out in SlowScore.score: TimeoutError")
+    assert "test_check_mistakes.py:" in (failure.where or "")
+    assert failure.remedy.startswith("score in a worker with a limit")
+
+
+def test_check_default_of_a_scoring_that_timed_out_is_not_taken_for_a_score() -> None:
+    report = check_environment(PooledScore)
+
+    spread = next(failure for failure in report.failures if failure.name == "spread")
+    assert spread.detail.endswith("; scoring timed out and gave its default")
+    assert any("scoring timed out 5 times" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "method", "detail"),
+    [
+        (PlainReply, "reply", "PlainReply.reply is not async: write `async def reply(self, turn)`"),
+        (AsyncOpening, "opening", "AsyncOpening.opening is async: write `def opening(self)`"),
+        (TextOpening, "opening", "TextOpening.opening returned 'tea'; expected a list of messages"),
+        (ReplyOfNone, "reply", "ReplyOfNone.reply returned None; expected a Reply such as"),
+        (ReplyOfTexts, "reply", "ReplyOfTexts.reply gave the messages ['next word']; expected"),
+    ],
+)
+def test_check_mistake_in_a_conversation_is_named_at_its_method(
+    conversation: type[Conversation], method: str, detail: str
+) -> None:
+    env_cls = type("Wrong", (Chains,), {"conversation": conversation})
+
+    failure = failures(env_cls)["rollout"]
+
+    assert detail in failure.detail
+    assert (failure.where or "").endswith(line_of(getattr(conversation, method)))
+    assert failure.remedy == METHOD_REMEDY
+
+
+def test_check_async_start_of_a_conversation_is_named() -> None:
+    failure = failures(AsyncStart)["rollout"]
+
+    assert "start_conversation is async: write `def start_conversation" in failure.detail
+    assert (failure.where or "").endswith(line_of(AsyncStart.start_conversation))
+
+
+def test_check_shows_returns_of_conversations_and_takes_a_plain_close() -> None:
+    report = check_environment(type("Closing", (Chains,), {"conversation": PlainClose}))
+
+    assert report.passed, report.text
+    assert "gold 1, empty 0, garbage 0, truncated 0" in report.text
 
 
 def test_check_line_that_raises_is_the_place_in_rollout_and_evaluation() -> None:

@@ -14,6 +14,7 @@ import pytest
 from atroposlib.envs.checks.item_state import changed_path, data_of
 from atroposlib.envs.checks.leftovers import Running, end_leftover_tasks, wait_for_end
 from atroposlib.envs.checks.network_guard import NetworkBlockedError, block_network
+from atroposlib.envs.checks.rehearsal import StepTimeoutError, within_limit
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.script import GARBAGE, RoleBook, make_script
 from atroposlib.envs.checks.verdicts import judging
@@ -96,6 +97,25 @@ async def test_wait_for_end_names_processes_and_tasks_that_go_on() -> None:
     assert sorted(leftover.what.split()[0] for leftover in left) == ["process", "task"]
     assert task.cancelled()
     assert await wait_for_end(before) == []
+
+
+class Scorer:
+    async def score(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_step_that_waits_for_a_score_says_so() -> None:
+    async def other() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(StepTimeoutError) as scoring:
+        await within_limit(asyncio.gather(Scorer().score()), limit_s=0.01)
+    with pytest.raises(StepTimeoutError) as waiting:
+        await within_limit(other(), limit_s=0.01)
+
+    assert str(scoring.value) == "scoring timed out: Scorer.score did not end within 0.01 s"
+    assert "test_check_parts.py:" in (scoring.value.where or "")
+    assert (str(waiting.value), waiting.value.where) == ("did not end within 0.01 s", None)
 
 
 class RaisingEnv:

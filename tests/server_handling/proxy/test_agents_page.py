@@ -55,7 +55,7 @@ async def test_environment_of_the_page_makes_a_group(
     loader = SimpleNamespace(from_pretrained=lambda name: CharTokenizer())
     monkeypatch.setitem(vars(base), "AutoTokenizer", loader)
     config, _ = shopping_env.config_init()
-    async with ScriptedEngine(reply) as engine:
+    async with ScriptedEngine(reply, model="m") as engine:
         update = {"base_url": engine.base_url, "server_type": "vllm"}
         servers = [SERVERS[0].model_copy(update=update)]
         env = shopping_env(config.model_copy(update={"group_size": 2}), servers)

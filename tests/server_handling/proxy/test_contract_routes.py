@@ -217,16 +217,22 @@ def test_render_shows_the_prompt_and_records_nothing(
     assert rendered["prompt_text"].startswith("[tools]1</s>")
     assert rendered["prompt_text"].endswith("[assistant]")
     assert rendered["num_tokens"] == len(rendered["token_ids"])
-    assert CharTokenizer().decode(rendered["token_ids"]) == rendered["prompt_text"]
+    sent = CharTokenizer().encode(rendered["prompt_text"])
+    assert rendered["token_ids"] == sent
     assert nodes_of(client, uuid) == engine.calls == []
 
 
-def test_render_opens_a_reply_behind_an_assistant_message_too(client: TestClient) -> None:
+def test_render_shows_the_begun_reply_that_is_sent(
+    client: TestClient, engine: RecordingEngine
+) -> None:
+    uuid = create(client)
     body = {"messages": [HELLO, {"role": "assistant", "content": "Hi"}]}
 
-    response = client.post(f"/{create(client)}/v1/chat/completions/render", json=body)
+    rendered = client.post(f"/{uuid}/v1/chat/completions/render", json=body).json()
+    chat(client, uuid, body["messages"])
 
-    assert response.json()["prompt_text"].endswith("[assistant]Hi</s>\n[assistant]")
+    assert rendered["prompt_text"].endswith("[user]Hello</s>\n[assistant]Hi")
+    assert engine.calls[0].prompt_ids == rendered["token_ids"]
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.proxy.agent_groups import group_of_agents
+from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy
 from atroposlib.envs.server_handling.proxy.app import create_app
 from atroposlib.envs.server_handling.proxy.http_server import serving
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
@@ -32,7 +34,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     """A proxy that knows no server yet."""
-    app = create_app(SimpleNamespace(servers=[]), CharTokenizer(), "none_yet")
+    app = create_app(SimpleNamespace(servers=[]), CharTokenizer(), "unknown")
     async with (
         serving(app, host="127.0.0.1", port=0) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as http,
@@ -56,13 +58,13 @@ async def test_setup_brings_servers_and_open_sessions_keep_theirs(
     answer = await http.post(f"{url}/v1/chat/completions", json=CHAT)
 
     assert empty.status_code == 503
-    assert setup.json() == {"status": "ok", "servers": 1, "model_name": "none_yet"}
+    assert setup.json() == {"status": "ok", "servers": 1, "model_name": "unknown"}
     assert listed.json()["servers"] == [
         {
             "index": 0,
             "base_url": engine.base_url,
             "healthy": True,
-            "model_name": "none_yet",
+            "model_name": "unknown",
             "server_type": "vllm",
         }
     ]
@@ -105,7 +107,7 @@ async def test_setup_that_makes_no_sense_changes_nothing(
     assert response.status_code == status
     assert response.json()["error"]["message"]
     health = (await http.get("/health")).json()
-    assert (health["servers"], health["model"]) == (0, "none_yet")
+    assert (health["servers"], health["model"]) == (0, "unknown")
 
 
 async def test_vllm_server_gives_exact_tokens_through_the_proxy(
@@ -150,26 +152,72 @@ async def test_context_overflow_of_an_engine_is_typed(make_server: MakeServer) -
     assert num_tries == 2  # one finds the route
 
 
-async def test_openai_server_answers_with_placeholder_tokens(
+@pytest.fixture
+async def provider(
     engine: ScriptedEngine, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A proxy in front of a provider that reports no token ids."""
     monkeypatch.delenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", raising=False)
     server = make_server(engine, OpenAIServer)
     app = create_app(SimpleNamespace(servers=[server]), CharTokenizer(), "scripted")
-    body = {**CHAT, "tools": [SEARCH], "top_k": 2, "n": 2}
     async with (
         serving(app, host="127.0.0.1", port=0) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
     ):
-        url = await session_url(http)
-        answer = await http.post(f"{url}/v1/chat/completions", json=body)
-        rendered = await http.post(f"{url}/v1/chat/completions/render", json=body)
-        nodes = (await http.get(f"{url}/nodes")).json()["nodes"]
+        yield http
 
-    assert [c["message"]["content"] for c in answer.json()["choices"]] == ["one", "two"]
+
+async def test_texts_of_a_server_without_ids_are_tokenized(
+    provider: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    body = {**CHAT, "tools": [SEARCH], "top_k": 2, "n": 2}
+    url = await session_url(provider)
+    answer = (await provider.post(f"{url}/v1/chat/completions", json=body)).json()
+    rendered = (await provider.post(f"{url}/v1/chat/completions/render", json=body)).json()
+    reply = answer["choices"][0]["message"]
+    body["messages"] = [*CHAT["messages"], reply, {"role": "user", "content": "and?"}]
+    await provider.post(f"{url}/v1/chat/completions", json={**body, "n": 1})
+    nodes = (await provider.get(f"{url}/nodes")).json()["nodes"]
+
+    assert [c["message"]["content"] for c in answer["choices"]] == ["one", "two"]
+    assert answer["usage"]["completion_tokens"] == 2
     assert engine.requests[-1].body["top_k"] == 2
-    assert [node["metadata"]["dummy_tokens"] for node in nodes] == [True, True]
+    assert len(nodes) == 2
+    for node, texts in zip(nodes, (["one", "three"], ["two"]), strict=True):
+        sampled = [token_id for token_id in node["masked_tokens"] if token_id != -100]
+        assert CharTokenizer().decode(sampled) == "".join(f"{text}</s>" for text in texts)
+        assert node["metadata"] == {"finish_reason": "stop", "tokenized_from_text": True}
+        assert node["logprobs"] == [1.0] * len(node["tokens"])
+    assert rendered["prompt_text"].endswith("[assistant]")
+
+
+async def test_placeholder_tokens_come_only_when_asked_for(
+    provider: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "1")
+    url = await session_url(provider)
+    await provider.post(f"{url}/v1/chat/completions", json=CHAT)
+    rendered = await provider.post(f"{url}/v1/chat/completions/render", json=CHAT)
+    [node] = (await provider.get(f"{url}/nodes")).json()["nodes"]
+
+    assert node["metadata"]["dummy_tokens"]
     assert rendered.status_code == 400
+
+
+async def test_group_of_agents_says_that_its_tokens_were_made_from_text(
+    engine: ScriptedEngine, make_server: MakeServer
+) -> None:
+    manager = SimpleNamespace(servers=[make_server(engine, OpenAIServer)])
+    async with AgentProxy(manager, CharTokenizer()) as proxy, proxy.session() as agent:
+        headers = {"Authorization": f"Bearer {agent.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as http:
+            await http.post(f"{agent.base_url}/chat/completions", json=CHAT)
+        group = group_of_agents([agent.trajectory(1.0)])
+
+    assert group is not None
+    assert group["tokenized_from_text"]
+    assert group["inference_logprobs"] is None
+    assert CharTokenizer().decode(group["tokens"][0]).endswith("one</s>")
 
 
 async def test_engine_that_dies_leaves_503_and_a_session_that_goes_on(

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from atroposlib.errors import GroupError
 from atroposlib.scored_data import MASKED_LOGPROB
 from example_trainer.advantages import group_advantages, overlong_penalty
 from example_trainer.batch import build_batch, make_microbatch
@@ -148,6 +149,32 @@ def test_truncated_completions_are_trained_or_masked_as_told(truncated, num_toke
     batch = build_batch([cut, stopped], rules, microbatch_size=4)
 
     assert batch.totals.num_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("reasons", "trained"),
+    [
+        (["length", "stop"], [False, True]),
+        (["stop", "length"], [True, False]),
+        # Where the engine did not say, the length of the completion decides.
+        ([None, None], [False, True]),
+        (None, [False, True]),
+    ],
+)
+def test_masking_of_truncated_completions_follows_the_engine_s_finish_reasons(reasons, trained):
+    given = group([[7, 7], [8]], [1.0, 0.0], generation_params={"max_tokens": 2})
+    rules = RowRules(seq_len=8, truncated_completions="mask")
+
+    rows = rows_from_group({**given, "finish_reasons": reasons}, rules)
+
+    assert [any(label != -100 for label in row.labels) for row in rows] == trained
+
+
+def test_finish_reasons_of_another_count_than_the_trajectories_are_refused():
+    given = group([[7, 7], [8]], [1.0, 0.0], finish_reasons=["stop"])
+
+    with pytest.raises(GroupError, match="finish_reasons: 1 entries, tokens has 2"):
+        rows_from_group(given, RowRules(seq_len=8))
 
 
 def test_several_short_turns_are_not_a_truncated_completion():

@@ -11,6 +11,7 @@ import pytest
 
 from example_trainer.reporting.cli import main
 from example_trainer.reporting.findings import find
+from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.records import read_records
 from example_trainer.reporting.writing import settings_path, write_report, write_settings
 
@@ -167,7 +168,7 @@ def test_door_says_what_cannot_be_read(tmp_path, capsys):
     with pytest.raises(SystemExit) as ending:
         main([str(tmp_path / "no.jsonl")])
 
-    assert ending.value.code == 1
+    assert ending.value.code == 2
     assert "no.jsonl: cannot be read (No such file" in capsys.readouterr().err
 
 
@@ -178,7 +179,7 @@ def test_door_refuses_metrics_without_a_step_of_a_trainer(tmp_path, capsys, reco
     with pytest.raises(SystemExit) as ending:
         main([str(metrics)])
 
-    assert ending.value.code == 1
+    assert ending.value.code == 2
     said = capsys.readouterr().err
     assert "metrics.jsonl: holds no metrics of a trainer" in said
     assert "given with --environment" in said
@@ -195,3 +196,35 @@ def test_door_loads_nothing_heavy():
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert (found.returncode, found.stdout) == (0, "\n")
+
+
+def test_report_begins_with_the_held_out_result_and_says_what_each_reward_is(tmp_path):
+    metrics = write_metrics(tmp_path, *(record(i, **{"train/reward_mean": 0.5}) for i in (1, 2)))
+    environment = tmp_path / "environment.jsonl"
+    environment.write_text(
+        '{"step": 1, "sums_0_train/reward/format": 0.25, "sums_0_train/percent_correct": 0.5}\n'
+        '{"step": 2, "sums_0_train/reward/format": 0.75, "sums_0_train/reward/<b>": "x"}\n'
+    )
+    results = [HeldOut("share of right answers", 0.125, 0.5, 40), HeldOut(EVIL, None, 1.0)]
+
+    write_report(metrics, tmp_path / "report.html", environment_path=environment, held_out=results)
+
+    page = (tmp_path / "report.html").read_text()
+    Tags(page)
+    assert "share of right answers: 0.125 before, 0.5 after (+0.375), 40 problems" in page
+    assert "1 after the training" in page
+    assert page.index("Held-out result") < page.index('class="facts"')
+    assert "<dt>reward</dt><dd>mean score of the trajectories" in page
+    assert "<dt>format</dt><dd>a named part of the environment" in page
+    assert "Parts of the reward" in page
+    assert "<script" not in page
+
+
+def test_worth_checking_names_the_worst_value_and_its_step():
+    steps = [
+        record(i, **{"train/truncation_rate": rate}) for i, rate in ((1, 0.3), (2, 0.9), (3, 0.5))
+    ]
+
+    [finding] = find(steps)
+
+    assert "is 0.5 in the last steps, above 0.2 (worst: 0.9 at step 2): many completions" in finding

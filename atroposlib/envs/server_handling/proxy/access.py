@@ -1,8 +1,10 @@
 """Who asks: the key of a request, and the session or the administrator it stands for.
 
 /{uuid}/...   the session of that name; its own key, or none while keys are not required
-/v1/...       the session of the key
+/v1/...       the session of the key; that of X-Session-ID for the administrator's
 the rest      the administrator's key, when there is one
+
+X-Session-ID beside a session's key names a part of it, which records sequences of its own.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from starlette.requests import Request
 
 from atroposlib.envs.server_handling.proxy.refusals import wrong_key
 from atroposlib.envs.server_handling.proxy.session import SessionState
-from atroposlib.envs.server_handling.proxy.sessions import SessionStore
+from atroposlib.envs.server_handling.proxy.sessions import SESSION_HEADER, SessionStore
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
 
-__all__ = ["check_admin", "check_anyone", "key_of", "session_of"]
+__all__ = ["check_admin", "check_anyone", "key_of", "part_of", "session_of"]
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:
@@ -26,6 +28,25 @@ def key_of(headers: Mapping[str, str]) -> str | None:
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
     return headers.get("x-api-key", "").strip() or None
+
+
+def part_of(
+    request: Request, sessions: SessionStore, settings: ProxySettings, *, opens: bool
+) -> SessionState:
+    """Return the session of a request, or the part of it that `X-Session-ID` names.
+
+    Args:
+        request: Of an agent.
+        sessions: The open ones.
+        settings: Who must show a key.
+        opens: Whether to open a part that is not there.
+
+    Raises:
+        ProxyRefusal: as in `session_of`; 404 for an unknown part.
+    """
+    session = session_of(request, sessions, settings)
+    part_id = request.headers.get(SESSION_HEADER, "").strip()
+    return sessions.part(session, part_id, opens=opens) if part_id else session
 
 
 def session_of(request: Request, sessions: SessionStore, settings: ProxySettings) -> SessionState:
@@ -37,6 +58,8 @@ def session_of(request: Request, sessions: SessionStore, settings: ProxySettings
     """
     key = key_of(request.headers)
     name = request.path_params.get("uuid")
+    if name is None and key is not None and _is_admin(key, settings):
+        name = request.headers.get(SESSION_HEADER, "").strip() or None
     if name is None:
         session = sessions.of_key(key) if key else None
         if session is None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.weight_versions import FROM_TEXT
 from atroposlib.scored_data import ScoredDataGroup
 
 __all__ = ["AgentTrajectory", "group_of_agents"]
@@ -23,7 +24,8 @@ class AgentTrajectory(NamedTuple):
 def group_of_agents(trajectories: Sequence[AgentTrajectory]) -> ScoredDataGroup | None:
     """Put the agents of one item together: a row per sequence, with the score of its agent.
 
-    `group_overrides` names the number of rows where it is not the number of agents.
+    `group_overrides` names the number of rows where it is not the number of agents. Sequences made
+    from a server's text mark the group, which then has no logprobs.
 
     Args:
         trajectories: [G] one per agent.
@@ -40,6 +42,9 @@ def group_of_agents(trajectories: Sequence[AgentTrajectory]) -> ScoredDataGroup 
         "scores": [score for _, score in rows],
         "inference_logprobs": [node.logprobs for node, _ in rows],
     }
+    if any((node.metadata or {}).get(FROM_TEXT) for node, _ in rows):
+        group["inference_logprobs"] = None
+        group["tokenized_from_text"] = True
     if len(rows) != len(trajectories):
         group["group_overrides"] = {"group_size": len(rows)}
     return group

@@ -17,7 +17,7 @@ from atroposlib.envs.server_handling.proxy.proxy_state import ProxyState
 from atroposlib.envs.server_handling.proxy.request_models import SessionCreateRequest
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
-from atroposlib.envs.server_handling.weight_versions import note_sampled
+from atroposlib.envs.server_handling.weight_versions import note_node
 
 __all__ = ["AgentProxy", "AgentSession"]
 
@@ -49,20 +49,30 @@ class AgentSession:
             "ANTHROPIC_API_KEY": self.api_key,
         }
 
-    def nodes(self) -> list[SequenceNode]:
+    @property
+    def session_ids(self) -> list[str]:
+        """The values of `X-Session-ID` that requests with this key named, oldest first."""
+        return list(self._session.parts)
+
+    def nodes(self, session_id: str | None = None) -> list[SequenceNode]:
         """Return the sequences recorded so far; empty once the session has ended.
 
         The rollout that asks counts as having sampled them, for the policy version of its group:
         agents sample outside of its task.
+
+        Args:
+            session_id: Only those of requests with this `X-Session-ID`; None for all.
         """
-        nodes = self._session.nodes
+        parts = self._session.parts
+        session = self._session if session_id is None else parts.get(session_id)
+        nodes = [] if session is None else session.nodes
         for node in nodes:
-            note_sampled((node.metadata or {}).get("policy_version"))
+            note_node(node.tokens, node.metadata)
         return nodes
 
-    def trajectory(self, score: float) -> AgentTrajectory:
-        """Return the sequences recorded so far with the score of the rollout."""
-        return AgentTrajectory(self.nodes(), score)
+    def trajectory(self, score: float, session_id: str | None = None) -> AgentTrajectory:
+        """Return the sequences recorded so far, as `nodes`, with the score of the rollout."""
+        return AgentTrajectory(self.nodes(session_id), score)
 
 
 class AgentProxy:

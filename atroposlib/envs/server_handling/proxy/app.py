@@ -14,7 +14,10 @@ from atroposlib.envs.server_handling.proxy.backends import HasServers
 from atroposlib.envs.server_handling.proxy.dialect import Dialect
 from atroposlib.envs.server_handling.proxy.dialects import DIALECTS
 from atroposlib.envs.server_handling.proxy.management import ManagementRoutes
-from atroposlib.envs.server_handling.proxy.mounting import mount_dialect
+from atroposlib.envs.server_handling.proxy.mounting import (
+    answer_unknown_routes,
+    mount_dialect,
+)
 from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI
 from atroposlib.envs.server_handling.proxy.proxy_state import ProxyState
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
@@ -61,6 +64,7 @@ def app_of_state(state: ProxyState, dialects: Sequence[Dialect] = (OPENAI, *DIAL
     ManagementRoutes(state).mount(app)
     for dialect in dialects:
         mount_dialect(app, dialect, state.sessions, state.settings)
+    answer_unknown_routes(app, dialects)
     return app
 
 

@@ -12,6 +12,8 @@ from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, upstrea
 from atroposlib.envs.server_handling.proxy.request_models import SessionCreateRequest
 from atroposlib.envs.server_handling.proxy.session_server import SampledServer
 from atroposlib.envs.server_handling.routing import least_loaded
+from atroposlib.envs.server_handling.session_opening import wants_placeholders
+from atroposlib.utils.secret_masking import without_secrets
 
 __all__ = ["Backend", "HasServers", "address_of", "choose_server", "open_backend"]
 
@@ -52,9 +54,10 @@ def choose_server(servers: list[Any], base_url: str | None, open_sessions: Count
         return least_loaded(servers, open_sessions=open_sessions)
     known = {(address_of(server) or "").rstrip("/"): server for server in servers}
     if base_url.rstrip("/") not in known:
+        shown = ", ".join(sorted(without_secrets(address) for address in known if address))
         raise ProxyRefusal(
-            f"no inference server has the address {base_url!r}; there are: "
-            f"{', '.join(sorted(filter(None, known))) or 'none with an address'}",
+            f"no inference server has the address {without_secrets(base_url)!r}; there are: "
+            f"{shown or 'none with an address'}",
             status=404,
             code="server_not_found",
             param="base_url",
@@ -73,6 +76,9 @@ def open_backend(
 ) -> Backend:
     """Return a managed server for a new session.
 
+    A server without token ids has its texts tokenized; without a tokenizer, or where the
+    environment variable asks for it, the session holds placeholder tokens.
+
     A session that named its server stays there; others move when theirs is down, to a server of
     the same kind and model.
 
@@ -89,16 +95,19 @@ def open_backend(
     others = [] if request.base_url is not None else _replacements(server, servers)
     face = SampledServer(server, others, wait_s=wait_s)
     managed: ManagedServer | DummyManagedServer
-    if isinstance(server, OpenAIServer):
+    has_no_ids = isinstance(server, OpenAIServer)
+    if has_no_ids and wants_placeholders():
         managed = DummyManagedServer(face, tokenizer, track_tree=request.track_tree)
-    else:
-        managed = ManagedServer(
-            face,
-            tokenizer,
-            track_tree=request.track_tree,
-            tool_parser=request.tool_parser,
-            policy_version=policy_version,
-        )
+        return Backend(managed, address_of(server))
+    managed = ManagedServer(
+        face,
+        tokenizer,
+        track_tree=request.track_tree,
+        tool_parser=request.tool_parser,
+        policy_version=policy_version,
+    )
+    if has_no_ids and managed.tokenizer is None:
+        managed = DummyManagedServer(face, track_tree=request.track_tree)
     return Backend(managed, address_of(server))
 
 

@@ -12,16 +12,20 @@ hang up, or failing engines.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from starlette.responses import Response
 
 from atroposlib.envs.server_handling.proxy.exchange import RenderedPrompt, complete_chat, render
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
+from atroposlib.envs.server_handling.proxy.request_models import ChatCompletionProxyRequest
 from atroposlib.envs.server_handling.proxy.session import SessionState
 
-__all__ = ["Dialect", "Exchange", "Handler", "Route"]
+__all__ = ["IGNORED_HEADER", "Dialect", "Exchange", "Handler", "Route"]
+
+IGNORED_HEADER = "X-Atropos-Ignored"
+"""Names fields of the request that changed nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,17 @@ class Exchange:
     """Parameters behind the `?`."""
     headers: Mapping[str, str]
     """Headers by lower-case name."""
+    ignored: set[str] = field(default_factory=set)
+    """Fields of the body that are not honoured; handlers add to it, and the response names them
+    in `IGNORED_HEADER`."""
 
-    async def complete_chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def complete_chat(
+        self, request: Mapping[str, Any] | ChatCompletionProxyRequest
+    ) -> dict[str, Any]:
         """Answer an OpenAI chat request; see `exchange.complete_chat`."""
-        return await complete_chat(self.session, request)
+        return await complete_chat(self.session, request, ignored=self.ignored)
 
-    def render(self, request: Mapping[str, Any]) -> RenderedPrompt:
+    def render(self, request: Mapping[str, Any] | ChatCompletionProxyRequest) -> RenderedPrompt:
         """Return the prompt of an OpenAI chat request; see `exchange.render`."""
         return render(self.session, request)
 
@@ -74,3 +83,5 @@ class Dialect:
     routes: tuple[Route, ...]
     error_body: Callable[[ProxyRefusal], dict[str, Any]]
     """Body of an error response; status and headers come from the refusal."""
+    version_header: str | None = None
+    """Header that every client of the protocol sends and no other one does."""

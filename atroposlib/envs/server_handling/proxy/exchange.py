@@ -10,7 +10,7 @@ Every dialect goes through here, so a session is one record whatever its agents 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
@@ -24,7 +24,11 @@ from atroposlib.envs.server_handling.proxy.request_models import (
 from atroposlib.envs.server_handling.proxy.sampling import chat_kwargs, text_kwargs
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.session_server import Sample
-from atroposlib.errors import AtroposError
+from atroposlib.envs.server_handling.proxy.tool_constraints import demand_of, structural_tag
+from atroposlib.envs.server_handling.session_server import present_server
+from atroposlib.envs.server_handling.tool_formats import registry
+from atroposlib.envs.server_handling.turn_matching import THINKING_START
+from atroposlib.errors import AtroposError, PromptError
 
 __all__ = ["RenderedPrompt", "complete_chat", "complete_text", "render"]
 
@@ -34,11 +38,14 @@ class RenderedPrompt(NamedTuple):
 
     text: str
     token_ids: list[int]
-    """[P] ids of the text, without special tokens of the tokenizer's own."""
+    """[P] the ids that are sent."""
 
 
 async def complete_chat(
-    session: SessionState, body: Mapping[str, Any] | ChatCompletionProxyRequest
+    session: SessionState,
+    body: Mapping[str, Any] | ChatCompletionProxyRequest,
+    *,
+    ignored: set[str] | None = None,
 ) -> dict[str, Any]:
     """Answer a chat request and record its sequences.
 
@@ -46,6 +53,7 @@ async def complete_chat(
         session: Whose sequences the request continues.
         body: An OpenAI chat request, read or not. `stream` is ignored: the answer is whole, and
             streaming is the dialect's affair.
+        ignored: Receives the fields that the session's server cannot honour.
 
     Returns:
         An OpenAI chat completion: `id`, `object`, `created`, `model`, `choices`, `usage`. Each
@@ -58,12 +66,19 @@ async def complete_chat(
     """
     request = _chat_request(body)
     kwargs = chat_kwargs(request, max_choices=session.max_choices)
+    unmet = _constrain(session, request, kwargs)
+    if ignored is not None:
+        ignored.update(unmet)
     try:
         answer, samples = await session.run(lambda managed: managed.chat_completion(**kwargs))
+    except PromptError as error:
+        raise bad_request(str(error), code="render_failed", param="messages") from error
     except (AtroposError, OSError):
         raise
     except Exception:
-        _prompt_of(session, kwargs)  # tells when it was the template's doing
+        managed = session.managed_server
+        if isinstance(managed, ManagedServer) and managed.tokenizer is not None:
+            _prompt_of(managed, kwargs)  # tells when it was the template's doing
         raise
     text_of = _text_of(session) if request.logprobs else None
     return chat_answer(answer, samples, model=session.model_name, text_of=text_of)
@@ -96,22 +111,57 @@ async def complete_text(session: SessionState, request: CompletionProxyRequest) 
 def render(
     session: SessionState, body: Mapping[str, Any] | ChatCompletionProxyRequest
 ) -> RenderedPrompt:
-    """Return the prompt of a chat's next reply; nothing is generated or recorded.
+    """Return the prompt that `complete_chat` would send; nothing is generated or recorded.
 
-    A reply is opened behind an assistant's message too, which `complete_chat` would continue.
+    Where the chat continues a recorded sequence, its ids are the recorded ones.
 
     Raises:
         ProxyRefusal: the request is malformed, the template refuses the messages, or the
             session's server gives no token ids and so renders nothing here.
     """
     kwargs = chat_kwargs(_chat_request(body), max_choices=session.max_choices)
-    text = _prompt_of(session, kwargs)
     managed = session.managed_server
-    if text is None or managed.tokenizer is None:
+    if not isinstance(managed, ManagedServer) or managed.tokenizer is None:
         raise bad_request("this session has no tokenizer to render a prompt with")
-    if kwargs["messages"][-1]["role"] == "assistant":
-        text += _reply_opening(managed.tokenizer)
-    return RenderedPrompt(text, list(managed.tokenizer.encode(text, add_special_tokens=False)))
+    return _prompt_of(managed, kwargs)
+
+
+def _constrain(
+    session: SessionState, request: ChatCompletionProxyRequest, kwargs: dict[str, Any]
+) -> Sequence[str]:
+    """Let the engine keep to what a request demands of its calls; return the fields that it cannot.
+
+    Raises:
+        ProxyRefusal: the demand cannot be understood.
+    """
+    demand = demand_of(request.tool_choice, request.parallel_tool_calls, request.tools)
+    if demand is None:
+        return ()
+    managed = session.managed_server
+    if not isinstance(managed, ManagedServer):  # a provider has these fields itself
+        if demand.is_single:
+            kwargs["parallel_tool_calls"] = False
+        return ()
+    tool_format = registry.find(session.tool_parser)
+    server = present_server(managed.server)
+    # Servers of tests and of users need not say what they take.
+    can_constrain = getattr(server, "takes_structural_tags", False) and not managed.is_text_only
+    extra = kwargs.get("extra_body") or {}
+    begins_reply = kwargs["messages"][-1]["role"] == "assistant"
+    if not can_constrain or tool_format is None or managed.tokenizer is None or begins_reply:
+        return demand.fields
+    if extra.get("structured_outputs"):
+        return demand.fields
+    prompt = _prompt_of(managed, kwargs).text
+    form = structural_tag(
+        demand, kwargs["tools"], tool_format, is_thinking=prompt.rstrip().endswith(THINKING_START)
+    )
+    if form is None:
+        return demand.fields
+    unmet = ["response_format"] if extra.get("response_format") else []
+    kept = {name: value for name, value in extra.items() if name != "response_format"}
+    kwargs["extra_body"] = {**kept, "structured_outputs": {"structural_tag": form}}
+    return unmet
 
 
 def _chat_request(
@@ -122,21 +172,22 @@ def _chat_request(
     return read_body(ChatCompletionProxyRequest, body)
 
 
-def _prompt_of(session: SessionState, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the prompt text of a chat; None when the engine renders it.
+def _prompt_of(managed: ManagedServer, kwargs: Mapping[str, Any]) -> RenderedPrompt:
+    """Return the prompt of a chat.
 
     Raises:
-        ProxyRefusal: the chat template refuses the messages.
+        ProxyRefusal: the chat template refuses the messages, or leaves a text out.
     """
-    managed = session.managed_server
-    if not isinstance(managed, ManagedServer):
-        return None
     try:
-        return managed._convert_messages_to_prompt(kwargs["messages"], kwargs.get("tools"))
+        text, ids = managed.prompt_of_chat(kwargs["messages"], kwargs.get("tools"))
     except Exception as error:  # templates are code that raises anything
+        said = str(error) if isinstance(error, PromptError) else None
         raise bad_request(
-            f"the chat template refused the messages: {error}", code="render_failed"
+            said or f"the chat template refused the messages: {error}",
+            code="render_failed",
+            param="messages",
         ) from error
+    return RenderedPrompt(text, ids)
 
 
 async def _run_all(
@@ -153,18 +204,6 @@ async def _run_all(
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _reply_opening(tokenizer: Any) -> str:
-    """Return what the chat template writes in front of a reply."""
-    if not hasattr(tokenizer, "apply_chat_template"):
-        return ""
-    messages = [{"role": "user", "content": "x"}]
-    closed, opened = (
-        str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open))
-        for is_open in (False, True)
-    )
-    return opened.removeprefix(closed)
 
 
 def _text_of(session: SessionState) -> TextOf | None:

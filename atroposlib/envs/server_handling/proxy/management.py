@@ -10,18 +10,30 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from atroposlib.envs.server_handling.proxy.access import check_admin, check_anyone, session_of
+from atroposlib.envs.server_handling.proxy.access import (
+    check_admin,
+    check_anyone,
+    part_of,
+    session_of,
+)
 from atroposlib.envs.server_handling.proxy.backends import address_of
 from atroposlib.envs.server_handling.proxy.bodies import read_object
+from atroposlib.envs.server_handling.proxy.dialects.anthropic.objects import (
+    anthropic_model_card,
+    anthropic_model_list,
+)
+from atroposlib.envs.server_handling.proxy.dialects.anthropic.routes import ANTHROPIC
 from atroposlib.envs.server_handling.proxy.mounting import answered
-from atroposlib.envs.server_handling.proxy.openai_dialect import model_list
+from atroposlib.envs.server_handling.proxy.openai_dialect import model_card, model_list
 from atroposlib.envs.server_handling.proxy.proxy_state import ProxyState
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
 from atroposlib.envs.server_handling.proxy.request_models import (
     SessionCreateRequest,
     SessionCreateResponse,
     SetupRequest,
     read_body,
 )
+from atroposlib.envs.server_handling.proxy.sessions import SESSION_HEADER
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
 
 __all__ = ["ManagementRoutes"]
@@ -46,6 +58,8 @@ class ManagementRoutes:
             ("/health", self.health, "GET"),
             ("/v1/models", self.models, "GET"),
             ("/{uuid}/v1/models", self.session_models, "GET"),
+            ("/v1/models/{model:path}", self.model, "GET"),
+            ("/{uuid}/v1/models/{model:path}", self.session_model, "GET"),
             ("/setup", self.setup, "POST"),
             ("/servers", self.servers, "GET"),
             ("/sessions/create", self.create_session, "POST"),
@@ -53,7 +67,8 @@ class ManagementRoutes:
             ("/{uuid}/nodes", self.nodes, "GET"),
             ("/{uuid}", self.delete_session, "DELETE"),
         ):
-            app.add_api_route(path, answered(endpoint), methods=[method], tags=["management"])
+            guarded = answered(endpoint, by_header={ANTHROPIC.version_header: ANTHROPIC.error_body})
+            app.add_api_route(path, guarded, methods=[method], tags=["management"])
 
     async def health(self, request: Request) -> Response:
         """Tell how many sessions and healthy servers there are."""
@@ -71,12 +86,22 @@ class ManagementRoutes:
     async def models(self, request: Request) -> Response:
         """List the one model, as OpenAI does."""
         check_anyone(request, self._state.sessions, self._state.settings)
-        return JSONResponse(model_list(self._state.model_name, self._started_at))
+        return _models(request, self._state.model_name, self._started_at)
 
     async def session_models(self, request: Request) -> Response:
         """List the model of a session."""
         session = session_of(request, self._state.sessions, self._state.settings)
-        return JSONResponse(model_list(session.model_name, session.created_at))
+        return _models(request, session.model_name, session.created_at)
+
+    async def model(self, request: Request) -> Response:
+        """Describe the one model."""
+        check_anyone(request, self._state.sessions, self._state.settings)
+        return _model(request, self._state.model_name, self._started_at)
+
+    async def session_model(self, request: Request) -> Response:
+        """Describe the model of a session."""
+        session = session_of(request, self._state.sessions, self._state.settings)
+        return _model(request, session.model_name, session.created_at)
 
     async def setup(self, request: Request) -> Response:
         """Replace the inference servers; open sessions keep theirs."""
@@ -138,17 +163,42 @@ class ManagementRoutes:
         )
 
     async def nodes(self, request: Request) -> Response:
-        """Return the recorded sequences of a session."""
-        session = session_of(request, self._state.sessions, self._state.settings)
+        """Return the recorded sequences of a session, or of a part of it."""
+        session = part_of(request, self._state.sessions, self._state.settings, opens=False)
         # Long sessions hold a million tokens: bytes at once, without objects in between.
         body = b'{"nodes":' + _NODES.dump_json(session.nodes) + b"}"
         return Response(body, media_type="application/json")
 
     async def delete_session(self, request: Request) -> Response:
-        """Delete a session; its requests in flight are answered with 404."""
+        """Delete a session, or a part of it; its requests in flight are answered with 404."""
         session = session_of(request, self._state.sessions, self._state.settings)
-        self._state.sessions.delete(session)
+        part_id = request.headers.get(SESSION_HEADER, "").strip()
+        if part_id and part_id != session.uuid:
+            self._state.sessions.delete_part(session, part_id)
+        else:
+            self._state.sessions.delete(session)
         return JSONResponse({"status": "deleted", "uuid": session.uuid})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_object(request, max_bytes=self._state.settings.max_body_bytes)
+
+
+def _models(request: Request, model_name: str, created: float) -> Response:
+    if ANTHROPIC.version_header in request.headers:
+        return JSONResponse(anthropic_model_list(model_name, created))
+    return JSONResponse(model_list(model_name, created))
+
+
+def _model(request: Request, model_name: str, created: float) -> Response:
+    wanted = request.path_params["model"]
+    if wanted != model_name:
+        raise ProxyRefusal(
+            f"the model {wanted!r} does not exist; this proxy has {model_name!r}, which answers "
+            "requests for any model",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+    is_anthropic = ANTHROPIC.version_header in request.headers
+    card = anthropic_model_card if is_anthropic else model_card
+    return JSONResponse(card(model_name, created))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from atroposlib.envs.server_handling.proxy.access import session_of
+from atroposlib.envs.server_handling.proxy.access import part_of
 from atroposlib.envs.server_handling.proxy.bodies import read_object
-from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange, Route
+from atroposlib.envs.server_handling.proxy.dialect import (
+    IGNORED_HEADER,
+    Dialect,
+    Exchange,
+    Route,
+)
 from atroposlib.envs.server_handling.proxy.refusals import (
     ProxyRefusal,
     as_refusal,
@@ -22,11 +29,15 @@ from atroposlib.envs.server_handling.proxy.refusals import (
 from atroposlib.envs.server_handling.proxy.sessions import SessionStore
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
 
-__all__ = ["answered", "mount_dialect"]
+__all__ = ["answer_unknown_routes", "answered", "mount_dialect"]
 
 logger = logging.getLogger(__name__)
 
+ErrorBody = Callable[[ProxyRefusal], dict[str, Any]]
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMES = 16
 
 _GONE = 499
 """Status for logs alone: whoever asked is not there to read it."""
@@ -37,17 +48,66 @@ def mount_dialect(
 ) -> None:
     """Serve a dialect's routes, by key below `/v1` and by name below `/{uuid}/v1`."""
     for route in dialect.routes:
-        endpoint = answered(_endpoint(route, sessions, settings), dialect.error_body)
+        endpoint = answered(
+            _endpoint(route, sessions, settings), dialect.error_body, invalid_status=400
+        )
         for prefix in ("/v1", "/{uuid}/v1"):
             app.add_api_route(
                 prefix + route.path, endpoint, methods=[route.method], tags=[dialect.name]
             )
 
 
+def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
+    """Answer unknown routes below `/v1` in the shape of the dialect that they seem to mean.
+
+    That is the one whose client sends its header, else whose routes begin alike, else the first.
+    `detail` is the framework's own, as in every other answer to an unknown route.
+    """
+
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        body: dict[str, Any] = {"detail": error.detail}
+        below = request.url.path.strip("/").split("/")
+        below = below if below[0] == "v1" else below[1:]
+        if below[:1] == ["v1"]:
+            dialect = _meant_dialect(request, "/".join(["", *below[1:2]]), dialects)
+            refusal = ProxyRefusal(
+                f"unknown request URL: {request.method} {request.url.path}",
+                status=error.status_code,
+                code="unknown_url",
+            )
+            body |= dialect.error_body(refusal)
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    app.add_exception_handler(HTTPException, unknown)  # type: ignore[arg-type]  # of its class only
+
+
+def _meant_dialect(request: Request, start: str, dialects: Sequence[Dialect]) -> Dialect:
+    for dialect in dialects:
+        if dialect.version_header is not None and dialect.version_header in request.headers:
+            return dialect
+    for dialect in dialects:
+        if any(
+            route.path == start or route.path.startswith(f"{start}/") for route in dialect.routes
+        ):
+            return dialect
+    return dialects[0]
+
+
 def answered(
-    endpoint: Endpoint, error_body: Callable[[ProxyRefusal], dict[str, Any]] = openai_error_body
+    endpoint: Endpoint,
+    error_body: ErrorBody = openai_error_body,
+    *,
+    invalid_status: int = 422,
+    by_header: Mapping[str | None, ErrorBody] | None = None,
 ) -> Endpoint:
-    """Return an endpoint that answers what is raised inside, and ends when the agent hangs up."""
+    """Return an endpoint that answers what is raised inside, and ends when the agent hangs up.
+
+    Args:
+        endpoint: What may raise.
+        error_body: Of an error response.
+        invalid_status: Status for a body with missing or mistyped fields.
+        by_header: Bodies for clients that send a header of their protocol, by its name.
+    """
 
     async def guarded(request: Request) -> Response:
         try:
@@ -56,24 +116,32 @@ def answered(
             return Response(status_code=_GONE)
         except Exception as error:  # one request: answered, and logged if unforeseen
             refusal = as_refusal(error)
+            if refusal.status == 422:
+                refusal.status = invalid_status
             if refusal.status == 500:
                 logger.exception("request to %s failed", request.url.path.rpartition("/")[2])
-            return JSONResponse(
-                error_body(refusal), status_code=refusal.status, headers=refusal.headers
+            shape = next(
+                (body for name, body in (by_header or {}).items() if name in request.headers),
+                error_body,
             )
+            return JSONResponse(shape(refusal), status_code=refusal.status, headers=refusal.headers)
 
     return guarded
 
 
 def _endpoint(route: Route, sessions: SessionStore, settings: ProxySettings) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        session = session_of(request, sessions, settings)
+        session = part_of(request, sessions, settings, opens=route.method == "POST")
         body: dict[str, Any] = {}
         if route.method == "POST":
             body = await read_object(request, max_bytes=settings.max_body_bytes)
         path_params = {k: str(v) for k, v in request.path_params.items() if k != "uuid"}
         exchange = Exchange(session, body, path_params, request.query_params, request.headers)
-        return await _watched(request, route.handler(exchange))
+        response = await _watched(request, route.handler(exchange))
+        names = sorted(name for name in exchange.ignored if _SAFE_NAME.fullmatch(name))
+        if names:
+            response.headers[IGNORED_HEADER] = ", ".join(names[:_MOST_NAMES])
+        return response
 
     return endpoint
 

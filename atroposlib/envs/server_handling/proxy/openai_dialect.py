@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange, Route
-from atroposlib.envs.server_handling.proxy.exchange import complete_chat, complete_text, render
+from atroposlib.envs.server_handling.proxy.dialects.conversing import was_cut_while_thinking
+from atroposlib.envs.server_handling.proxy.exchange import complete_text
 from atroposlib.envs.server_handling.proxy.openai_stops import as_sampled, cut_chat, cut_text
 from atroposlib.envs.server_handling.proxy.openai_stream import chat_events, text_events
 from atroposlib.envs.server_handling.proxy.refusals import openai_error_body
@@ -20,54 +20,50 @@ from atroposlib.envs.server_handling.proxy.request_models import (
 )
 from atroposlib.envs.server_handling.proxy.sampling import ignored_fields
 from atroposlib.envs.server_handling.proxy.sse import stream_events
+from atroposlib.envs.server_handling.proxy.thinking import Thought, split_thinking
 
-__all__ = ["IGNORED_HEADER", "OPENAI", "model_list"]
-
-IGNORED_HEADER = "X-Atropos-Ignored"
-"""Names fields of the request that nobody here knows and that changed nothing."""
-
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MOST_NAMES = 16
+__all__ = ["OPENAI", "model_card", "model_list"]
 
 
 def model_list(model_name: str, created: float) -> dict[str, Any]:
     """Return OpenAI's list of models, with the one there is."""
-    card = {
-        "id": model_name,
-        "object": "model",
-        "created": int(created),
-        "owned_by": "atropos",
-    }
-    return {"object": "list", "data": [card]}
+    return {"object": "list", "data": [model_card(model_name, created)]}
+
+
+def model_card(model_name: str, created: float) -> dict[str, Any]:
+    """Return OpenAI's description of a model; `created` in seconds since the epoch."""
+    return {"id": model_name, "object": "model", "created": int(created), "owned_by": "atropos"}
 
 
 async def create_chat_completion(exchange: Exchange) -> Response:
     """Answer `POST /chat/completions`, streamed when asked."""
     sent = read_body(ChatCompletionProxyRequest, exchange.body)
+    exchange.ignored.update(ignored_fields(exchange.body, ChatCompletionProxyRequest))
     request = as_sampled(exchange.session, sent)
-    answer = await complete_chat(exchange.session, request)
+    answer = await exchange.complete_chat(request)
     cut_chat(exchange.session, request, answer)
-    response: Response = JSONResponse(answer)
+    if request.include_reasoning or request.separate_reasoning:
+        _split_reasoning(exchange, request, answer)
     if request.stream:
-        response = stream_events(chat_events(answer, include_usage=_wants_usage(request)))
-    return _with_ignored(response, exchange, ChatCompletionProxyRequest)
+        return stream_events(chat_events(answer, include_usage=_wants_usage(request)))
+    return JSONResponse(answer)
 
 
 async def create_completion(exchange: Exchange) -> Response:
     """Answer `POST /completions`, streamed when asked."""
     request = read_body(CompletionProxyRequest, exchange.body)
+    exchange.ignored.update(ignored_fields(exchange.body, CompletionProxyRequest))
     answer = await complete_text(exchange.session, request)
     cut_text(request, answer)
-    response: Response = JSONResponse(answer)
     if request.stream:
-        response = stream_events(text_events(answer, include_usage=_wants_usage(request)))
-    return _with_ignored(response, exchange, CompletionProxyRequest)
+        return stream_events(text_events(answer, include_usage=_wants_usage(request)))
+    return JSONResponse(answer)
 
 
 async def render_chat(exchange: Exchange) -> Response:
     """Answer `POST /chat/completions/render`: the prompt, without generating."""
     sent = read_body(ChatCompletionProxyRequest, exchange.body)
-    prompt = render(exchange.session, as_sampled(exchange.session, sent))
+    prompt = exchange.render(as_sampled(exchange.session, sent))
     body = {
         "prompt_text": prompt.text,
         "token_ids": prompt.token_ids,
@@ -80,11 +76,18 @@ def _wants_usage(request: SamplingRequest) -> bool:
     return bool((request.stream_options or {}).get("include_usage"))
 
 
-def _with_ignored(response: Response, exchange: Exchange, model: type[SamplingRequest]) -> Response:
-    names = [n for n in ignored_fields(exchange.body, model) if _SAFE_NAME.fullmatch(n)]
-    if names:
-        response.headers[IGNORED_HEADER] = ", ".join(names[:_MOST_NAMES])
-    return response
+def _split_reasoning(
+    exchange: Exchange, request: ChatCompletionProxyRequest, answer: dict[str, Any]
+) -> None:
+    """Move the thinking of each choice into `reasoning_content`; `answer` is changed."""
+    for choice in answer["choices"]:
+        message = choice["message"]
+        content = message["content"] or ""
+        thought = split_thinking(content)
+        if was_cut_while_thinking(exchange, request, choice):
+            thought = Thought(content.strip(), "")
+        message["reasoning_content"] = thought.thinking or None
+        message["content"] = thought.text or (None if "tool_calls" in message else "")
 
 
 OPENAI = Dialect(

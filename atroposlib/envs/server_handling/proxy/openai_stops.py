@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.envs.server_handling.proxy.dialects.turns import GivenTurn, GivenTurns, SentTurn
+from atroposlib.envs.server_handling.proxy.dialects.turns import (
+    GivenTurn,
+    GivenTurns,
+    SentTurn,
+    whole_turn,
+)
 from atroposlib.envs.server_handling.proxy.request_models import (
     ChatCompletionProxyRequest,
     ChatMessage,
@@ -27,13 +32,16 @@ _STATE_NAME = "openai"
 def as_sampled(
     session: SessionState, request: ChatCompletionProxyRequest
 ) -> ChatCompletionProxyRequest:
-    """Return a chat request whose replies that were shown cut hold their stop sequence again."""
+    """Return a chat request whose replies that were shown cut hold their stop sequence again.
+
+    The last message stays as it is: a reply that shall go on goes on from what was sent.
+    """
     turns = session.dialect_state.get(_STATE_NAME)
     if turns is None:
         return request
-    entries = [_as_entry(message.as_dict()) for message in request.messages]
+    entries = [_as_entry(message.as_dict()) for message in request.messages[:-1]]
     messages = [ChatMessage.model_validate(message) for message in turns.restore(entries)]
-    return request.model_copy(update={"messages": messages})
+    return request.model_copy(update={"messages": [*messages, *request.messages[-1:]]})
 
 
 def cut_chat(
@@ -55,7 +63,8 @@ def cut_chat(
         choice["message"]["content"] = shown
         turns: GivenTurns = session.dialect_state.setdefault(_STATE_NAME, GivenTurns())
         conversation = [message.as_dict() for message in request.messages]
-        turns.remember(GivenTurn(sampled, shown), ids=(), conversation=conversation)
+        turn, before = whole_turn(GivenTurn(sampled, shown), conversation)
+        turns.remember(turn, ids=(), conversation=before)
 
 
 def cut_text(request: SamplingRequest, answer: Mapping[str, Any]) -> None:

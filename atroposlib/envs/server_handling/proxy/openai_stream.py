@@ -57,6 +57,8 @@ def _chat_changes(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the parts of one choice; its logprobs come whole with the first piece of text."""
     message = choice["message"]
     yield {"delta": {"role": "assistant", "content": None if message["content"] is None else ""}}
+    for piece in _pieces(message.get("reasoning_content") or ""):
+        yield {"delta": {"reasoning_content": piece}}
     logprobs = choice["logprobs"]
     for piece in _pieces(message["content"] or ""):
         yield {"delta": {"content": piece}, "logprobs": logprobs}

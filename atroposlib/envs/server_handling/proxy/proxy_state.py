@@ -10,7 +10,7 @@ from typing import Any
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.engines import make_server
-from atroposlib.envs.server_handling.proxy.backends import HasServers, open_backend
+from atroposlib.envs.server_handling.proxy.backends import Backend, HasServers, open_backend
 from atroposlib.envs.server_handling.proxy.refusals import bad_request
 from atroposlib.envs.server_handling.proxy.request_models import (
     ServerEntry,
@@ -59,7 +59,7 @@ class ProxyState:
         self._replaced: list[Any] = []
         self.model_name = model_name
         self.settings = settings
-        self.sessions = SessionStore(settings, clock)
+        self.sessions = SessionStore(settings, clock, self._backend_for)
 
     @property
     def servers(self) -> list[Any]:
@@ -73,7 +73,10 @@ class ProxyState:
             ProxyRefusal: 429 without room, 404 for an unknown address, 503 without servers.
         """
         self.sessions.check_room()
-        backend = open_backend(
+        return self.sessions.add(self._backend_for(request), request, model_name=self.model_name)
+
+    def _backend_for(self, request: SessionCreateRequest) -> Backend:
+        return open_backend(
             self.servers,
             self._tokenizer,
             request,
@@ -82,7 +85,6 @@ class ProxyState:
             policy_version=lambda: getattr(self._server_manager, "policy_version", None),
             wait_s=self.settings.upstream_wait_s,
         )
-        return self.sessions.add(backend, request, model_name=self.model_name)
 
     async def set_up(self, request: SetupRequest) -> None:
         """Use other servers from now on, and another model and tokenizer where they are named.

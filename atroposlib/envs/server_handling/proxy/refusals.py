@@ -12,7 +12,13 @@ from atroposlib.envs.server_handling.retry import (
     ServerDownError,
     http_status,
 )
-from atroposlib.errors import AtroposError, ContextOverflowError
+from atroposlib.errors import (
+    AtroposError,
+    ConfigError,
+    ContextOverflowError,
+    MissingExtraError,
+    PromptError,
+)
 
 __all__ = [
     "ProxyRefusal",
@@ -23,9 +29,11 @@ __all__ = [
     "session_not_found",
     "upstream_unavailable",
     "wrong_key",
+    "wrong_setup",
 ]
 
 _RETRY_SOON_S = 5
+_FINAL = frozenset({424, 501})
 _OWN_CREDENTIALS = frozenset({401, 403, 407})
 
 
@@ -62,8 +70,10 @@ class ProxyRefusal(AtroposError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        """Headers of the response; clients do not repeat what will be refused again."""
+        if self.retry_after_s is not None:
+            return {"Retry-After": str(self.retry_after_s)}
+        return {"x-should-retry": "false"} if self.status in _FINAL else {}
 
 
 def openai_error_body(refusal: ProxyRefusal) -> dict[str, Any]:
@@ -134,6 +144,14 @@ def upstream_unavailable(reason: str) -> ProxyRefusal:
     )
 
 
+def wrong_setup(reason: str) -> ProxyRefusal:
+    """The environment is set up in a way that no request can be answered (424).
+
+    Not 5xx: clients repeat those, and the same request fails until a person changes the setup.
+    """
+    return ProxyRefusal(reason, status=424, code="environment_setup")
+
+
 def as_refusal(error: Exception) -> ProxyRefusal:
     """Return the refusal that tells an agent what happened to its request.
 
@@ -143,6 +161,10 @@ def as_refusal(error: Exception) -> ProxyRefusal:
         return error
     if isinstance(error, ContextOverflowError):
         return bad_request(str(error), code="context_length_exceeded", param="messages")
+    if isinstance(error, PromptError):
+        return bad_request(str(error), code="render_failed", param="messages")
+    if isinstance(error, (ConfigError, MissingExtraError)):
+        return wrong_setup(str(error))
     status = http_status(error)
     if status in _OWN_CREDENTIALS:
         return upstream_unavailable("it refused the key that the proxy has for it")

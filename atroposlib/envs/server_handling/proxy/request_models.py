@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from atroposlib.envs.server_handling.config import ServerType
 from atroposlib.envs.server_handling.proxy.refusals import invalid_body
+from atroposlib.envs.server_handling.proxy.thinking import with_thinking
+from atroposlib.envs.server_handling.turn_matching import THINKING_END
 
 __all__ = [
     "ChatCompletionProxyRequest",
@@ -43,6 +45,9 @@ class ChatMessage(ProxyModel):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    """Thinking of the assistant that its client shows apart; `reasoning` is another name for it."""
+    reasoning: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -61,8 +66,15 @@ class ChatMessage(ProxyModel):
         return "".join(texts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the message without its null fields, as chat templates expect it."""
-        return self.model_dump(exclude_none=True)
+        """Return the message without its null fields, as chat templates expect it.
+
+        Thinking that was shown apart stands in front of the assistant's text again.
+        """
+        fields = self.model_dump(exclude_none=True, exclude={"reasoning_content", "reasoning"})
+        thinking = (self.reasoning_content or self.reasoning or "").strip()
+        if thinking and self.role == "assistant" and THINKING_END not in (self.content or ""):
+            fields["content"] = with_thinking(thinking, self.content or "")
+        return fields
 
 
 class SamplingRequest(ProxyModel):
@@ -96,6 +108,10 @@ class ChatCompletionProxyRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST_LIMIT)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    """Show thinking as `reasoning_content`, apart from the text; also `separate_reasoning`."""
+    separate_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
 

@@ -6,7 +6,7 @@ engine's answer would break the tokens recorded for the session.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atroposlib.envs.server_handling.proxy.refusals import bad_request
@@ -16,7 +16,9 @@ from atroposlib.envs.server_handling.proxy.request_models import (
     SamplingRequest,
 )
 
-__all__ = ["chat_kwargs", "check_num_choices", "ignored_fields", "text_kwargs"]
+__all__ = ["chat_kwargs", "check_num_choices", "ignored_fields", "not_honoured", "text_kwargs"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _NAMED_OPTIONS = (
     "temperature",
@@ -62,29 +64,37 @@ _REFUSED = {
 _WITHOUT_EFFECT = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "reasoning_effort",
         "safety_identifier",
-        "service_tier",
-        "store",
         "user",
-        "verbosity",
     }
 )
-"""Fields of OpenAI's that say nothing to an engine."""
+"""Fields for the bookkeeping of a provider, which ask nothing of an answer."""
+
+_ASK_NOTHING: dict[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "truncation": ("disabled",),
+}
+"""Values of fields that are not honoured with which nothing is asked for."""
 
 
 def chat_kwargs(request: ChatCompletionProxyRequest, *, max_choices: int) -> dict[str, Any]:
     """Return the arguments of `ManagedServer.chat_completion`.
 
     Raises:
-        ProxyRefusal: 400 for a field that cannot be honoured, no messages, or too large an `n`.
+        ProxyRefusal: 400 for a field that cannot be honoured, no messages, an unknown role, or
+            too large an `n`.
     """
     if not request.messages:
         raise bad_request("messages is empty; give at least one", param="messages")
+    for i, message in enumerate(request.messages):
+        if message.role not in _ROLES:
+            raise bad_request(
+                f"messages[{i}].role: expected one of {', '.join(_ROLES)}; got {message.role!r}",
+                param=f"messages[{i}].role",
+            )
     _check(request, num_choices=request.n, max_choices=max_choices)
     if request.top_logprobs:
         raise bad_request("only the sampled token's logprob is known", param="top_logprobs")
@@ -131,9 +141,24 @@ def check_num_choices(num_choices: int, max_choices: int) -> None:
 
 
 def ignored_fields(body: Mapping[str, Any], model: type[SamplingRequest]) -> list[str]:
-    """Return the names of a body's fields that nobody here knows, sorted."""
-    known = model.model_fields.keys() | _ENGINE_OPTIONS | _WITHOUT_EFFECT | _REFUSED.keys()
-    return sorted(set(body) - known - {"modalities"})
+    """Return the names of a body's fields that are not honoured, sorted."""
+    known = model.model_fields.keys() | _ENGINE_OPTIONS | _REFUSED.keys() | {"modalities"}
+    return not_honoured(body, known)
+
+
+def not_honoured(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    """Return the names of a body's fields that change nothing although they ask for something.
+
+    Args:
+        body: As the client sent it.
+        known: Fields that are honoured, or refused.
+    """
+    others = set(body) - set(known) - _WITHOUT_EFFECT
+    return sorted(
+        name
+        for name in others
+        if body[name] is not None and body[name] not in _ASK_NOTHING.get(name, ())
+    )
 
 
 def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> None:

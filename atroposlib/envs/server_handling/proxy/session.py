@@ -13,6 +13,7 @@ from atroposlib.envs.server_handling.managed_server import (
     SequenceNode,
 )
 from atroposlib.envs.server_handling.proxy.refusals import session_not_found
+from atroposlib.envs.server_handling.proxy.request_models import SessionCreateRequest
 from atroposlib.envs.server_handling.proxy.session_server import SAMPLES, Sample
 
 __all__ = ["SessionState"]
@@ -50,21 +51,30 @@ class SessionState:
     """Seconds since the epoch."""
     dialect_state: dict[str, Any] = field(default_factory=dict, repr=False)
     """What a dialect keeps for this session under its own name, as earlier responses by id."""
+    wanted: SessionCreateRequest = field(default_factory=SessionCreateRequest)
+    """What it was opened with."""
+    parts: dict[str, SessionState] = field(default_factory=dict, repr=False)
+    """Sessions of their own beside its key, by the id that their requests name."""
     is_closed: bool = False
     """Whether it was deleted or expired."""
     _in_flight: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
 
     @property
     def nodes(self) -> list[SequenceNode]:
-        """The recorded sequences, oldest first."""
+        """The recorded sequences, oldest first; its own, then those of each part."""
         state = self.managed_server.get_state()
         nodes = state["sequences"].values() if "sequences" in state else state["nodes"]
-        return list(nodes)
+        return [*nodes, *(node for part in self.parts.values() for node in part.nodes)]
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that wait for the engine."""
-        return len(self._in_flight)
+        """Requests that wait for the engine, those of its parts included."""
+        return len(self._in_flight) + sum(part.num_in_flight for part in self.parts.values())
+
+    @property
+    def last_used(self) -> float:
+        """When it or one of its parts was used last, in seconds since the epoch."""
+        return max([self.last_accessed, *(part.last_accessed for part in self.parts.values())])
 
     async def run(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, list[Sample]]:
         """Make one request of the managed server; return its answer and what was sampled for it.
@@ -99,3 +109,6 @@ class SessionState:
             task.cancel()
         self.managed_server.reset()
         self.dialect_state.clear()
+        for part in self.parts.values():
+            part.close()
+        self.parts.clear()

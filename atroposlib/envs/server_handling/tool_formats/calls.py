@@ -50,7 +50,15 @@ class FoundCall(NamedTuple):
 
 
 class ToolCallFormat(ABC):
-    """How one family of models writes tool calls. Implementations hold no state."""
+    """How one family of models writes tool calls. Implementations hold no state.
+
+    Attributes:
+        trigger: Text that begins every call and nothing else; None where there is none.
+        separator: Text between calls.
+    """
+
+    trigger: str | None = None
+    separator: str = "\n"
 
     @abstractmethod
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
@@ -64,6 +72,17 @@ class ToolCallFormat(ABC):
             start: Index where the search begins; thinking lies before it.
             tools: Tool definitions of the request, as its caller gave them.
         """
+
+    def frame_of(self, name: str) -> tuple[str, str] | None:
+        """Return the text around the arguments of a call, which stand as a JSON object between.
+
+        Args:
+            name: Of the function.
+
+        Returns:
+            What stands before and behind them; None in a format that writes them otherwise.
+        """
+        return None
 
     @abstractmethod
     def render(self, calls: Sequence[FunctionCall]) -> str:

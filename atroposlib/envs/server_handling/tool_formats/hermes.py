@@ -32,6 +32,8 @@ CLOSE = "</tool_call>"
 class HermesFormat(ToolCallFormat):
     """Any number of tagged JSON objects; only the last tag may be left open."""
 
+    trigger = OPEN
+
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
         """Return the calls of a completion; see `ToolCallFormat`."""
         calls: list[FoundCall] = []
@@ -43,6 +45,13 @@ class HermesFormat(ToolCallFormat):
             calls.append(call)
             position = text.find(OPEN, call.end)
         return calls
+
+    def frame_of(self, name: str) -> tuple[str, str] | None:
+        """Return the tag and the object around the arguments; see `ToolCallFormat`."""
+        return (
+            f'{OPEN}{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
+            f"}}{CLOSE}",
+        )
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
         """Return one tagged object per line."""

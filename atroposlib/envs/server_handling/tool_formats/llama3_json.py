@@ -39,6 +39,8 @@ _NEXT = re.compile(r"\s*(?:[;,]\s*)?(?:<\|python_tag\|>\s*)?(?=[\[{])")
 class Llama3JsonFormat(ToolCallFormat):
     """Objects with `name` and `parameters` (or `arguments`), or a list of them."""
 
+    separator = "; "
+
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
         """Return the calls of a completion; see `ToolCallFormat`."""
         tag = text.find(TAG, start)
@@ -49,6 +51,10 @@ class Llama3JsonFormat(ToolCallFormat):
             return _read_calls(text, tag, tag + len(TAG))
         position = _known_object(text, first, set(parameter_schemas(tools)))
         return [] if position is None else _read_calls(text, position, position)
+
+    def frame_of(self, name: str) -> tuple[str, str] | None:
+        """Return the object around the parameters; see `ToolCallFormat`."""
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
         """Return the objects, divided by semicolons."""

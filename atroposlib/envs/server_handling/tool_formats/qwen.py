@@ -55,6 +55,8 @@ class QwenFormat(ToolCallFormat):
         writes_elements: Render function elements, as Qwen3-Coder does, instead of JSON.
     """
 
+    trigger = OPEN
+
     def __init__(self, *, writes_elements: bool = False) -> None:
         self.writes_elements = writes_elements
 
@@ -70,6 +72,13 @@ class QwenFormat(ToolCallFormat):
             calls.append(call)
             mark = _MARK.search(text, call.end)
         return calls
+
+    def frame_of(self, name: str) -> tuple[str, str] | None:
+        """Return the tag and the object around the arguments; None for function elements."""
+        if self.writes_elements:
+            return None
+        named = json.dumps(name, ensure_ascii=False)
+        return f'{OPEN}\n{{"name": {named}, "arguments": ', f"}}\n{CLOSE}"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
         """Return one tag per call, each tag on a line of its own."""

@@ -21,12 +21,9 @@ from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.multi_turn import Limits, Rollout
-from environments.game_environments.gymnasium.blackjack.chat import RULES, describe
-from environments.game_environments.gymnasium.blackjack.table import Table
-from environments.game_environments.gymnasium.blackjack.values import Action
-from environments.game_environments.gymnasium.package import load_gymnasium
-from environments.shared.card import EnvironmentCard
-from environments.shared.games import Game, GameEnv, GameEnvConfig
+from atroposlib.tasks.blackjack import RULES, Action, Table, describe
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.games import Game, GameEnv, GameEnvConfig, load_gymnasium
 
 __all__ = [
     "BlackjackEnvNoThinking",
@@ -40,7 +37,7 @@ CARD = EnvironmentCard(
     turns="up to 10",
     reward="won 1, drawn 0, lost -1; a turn that is no action ends the game with -1",
     data="made on the spot",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.total_steps 4",
 )
 

@@ -3,8 +3,9 @@
     seed ─► hand ─► G replies ─► Q* - V* + form ─► a group ─┐
               ▲                       best reply ─► table ──┴─► next hand, until the game is over
 
-A group per decision, scored against the exact value of the hand (`values.py`); the reply alone is
-trained. Earlier replies stay in the chat with their thinking cut short. Needs gymnasium, no data:
+A group per decision, scored against the exact value of the hand (`atroposlib.tasks.blackjack`);
+the reply alone is trained. Earlier replies stay in the chat with their thinking cut short. Needs
+gymnasium, no data:
 
     python environments/game_environments/gymnasium/blackjack/blackjack_env_thinking.py process \
         --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
@@ -19,27 +20,26 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ScoredDataGroup
-from atroposlib.utils.awaiting import all_results
-from atroposlib.utils.best_of_n_selection import select_best_index
-from environments.game_environments.gymnasium.blackjack.chat import Prompt, fit_prompt
-from environments.game_environments.gymnasium.blackjack.config import BlackjackEnvConfig
-from environments.game_environments.gymnasium.blackjack.figures import (
+from atroposlib.envs.single_turn import Answer, complete
+from atroposlib.tasks.blackjack import (
+    PREFILL,
+    BlackjackEnvConfig,
     GameRecord,
+    PlayedGame,
+    Prompt,
+    ScoredReply,
+    Table,
+    best_action,
     evaluation_figures,
+    fit_prompt,
+    score_reply,
     training_figures,
 )
-from environments.game_environments.gymnasium.blackjack.played_game import PlayedGame
-from environments.game_environments.gymnasium.blackjack.scoring import (
-    PREFILL,
-    ScoredReply,
-    score_reply,
-)
-from environments.game_environments.gymnasium.blackjack.table import Table
-from environments.game_environments.gymnasium.blackjack.values import best_action
-from environments.game_environments.gymnasium.package import load_gymnasium
-from environments.shared.card import EnvironmentCard
-from environments.shared.deep_hermes import deep_hermes_settings
-from environments.shared.games import NUM_TRAINING_SEEDS, evaluation_seeds
+from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.games import NUM_TRAINING_SEEDS, evaluation_seeds, load_gymnasium
+from atroposlib.tasks.single_turn_parts import deep_hermes_settings
+from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.best_of_n_selection import select_best_index
 
 __all__ = ["BlackjackEnv", "BlackjackEnvConfig"]
 
@@ -50,7 +50,7 @@ CARD = EnvironmentCard(
     turns="up to 5",
     reward="per decision, what it loses against the best one on average; form up to 0.4 either way",
     data="made on the spot",
-    needs="`atroposlib[examples]`",
+    needs="`pip install '.[examples]'`",
     command="process --env.total_steps 4",
 )
 
@@ -125,16 +125,19 @@ class BlackjackEnv(BaseEnv):
     async def _sample(self, table: Table, prompt: Prompt) -> Replies:
         """Wait for G replies to a hand."""
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            answer = await managed.completion(
-                prompt=prompt.text,
+            answers = await complete(
+                managed,
+                prompt.text,
+                prefill=PREFILL if self.config.thinking_active else "",
+                chat=prompt.messages,
                 n=self.config.group_size,
                 max_tokens=prompt.budget,
                 **self._sampling(),
             )
             nodes = managed.get_state()["nodes"]
         pairs = [
-            self._score(table, choice, num_tokens=len(node.tokens) - prompt.num_tokens)
-            for choice, node in zip(answer.choices, nodes, strict=True)
+            self._score(table, answer, num_tokens=len(node.tokens) - prompt.num_tokens)
+            for answer, node in zip(answers, nodes, strict=True)
         ]
         texts, scored = [text for text, _ in pairs], [score for _, score in pairs]
         scores = [reply.score for reply in scored]
@@ -152,14 +155,14 @@ class BlackjackEnv(BaseEnv):
         best = select_best_index(scores, [len(node.tokens) for node in nodes])
         return Replies(group, texts, scored, best)
 
-    def _score(self, table: Table, choice: Any, *, num_tokens: int) -> tuple[str, ScoredReply]:
-        reply = (PREFILL if self.config.thinking_active else "") + choice.text
+    def _score(self, table: Table, answer: Answer, *, num_tokens: int) -> tuple[str, ScoredReply]:
+        reply = answer.completion
         scored = score_reply(
             table.hand,
             reply,
             rules=table.rules,
             thinking_active=self.config.thinking_active,
-            is_cut=choice.finish_reason == "length",
+            is_cut=answer.finish_reason == "length",
             length_share=num_tokens / self.config.max_token_length,
             tiebreak_factor=self.config.tiebreak_token_factor,
         )
@@ -202,11 +205,17 @@ class BlackjackEnv(BaseEnv):
             prompt = self._prompt(game)
             if prompt is None:
                 break
-            answer = await self.server.completion(
-                prompt=prompt.text, n=1, max_tokens=prompt.budget, split="eval", **self._sampling()
+            [answer] = await complete(
+                self.server,
+                prompt.text,
+                prefill=PREFILL if self.config.thinking_active else "",
+                chat=prompt.messages,
+                n=1,
+                max_tokens=prompt.budget,
+                split="eval",
+                **self._sampling(),
             )
-            [choice] = answer.choices
-            game.play(*self._score(game.table, choice, num_tokens=0))
+            game.play(*self._score(game.table, answer, num_tokens=0))
         return game.record()
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:

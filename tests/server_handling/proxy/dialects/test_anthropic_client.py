@@ -162,8 +162,7 @@ async def test_usage_counts_the_tokens_the_engine_saw(
     assert message.usage.input_tokens == streamed.usage.input_tokens == len(call.prompt_ids)
     assert message.usage.output_tokens == streamed.usage.output_tokens == 9
     assert message.stop_reason == streamed.stop_reason == "max_tokens"
-    # Rendered prompts have no bos of the tokenizer's own.
-    assert counted.input_tokens == len(call.prompt_ids) - 1
+    assert counted.input_tokens == len(call.prompt_ids)
 
 
 async def test_key_may_be_a_bearer_token_too(agent: AgentSession) -> None:

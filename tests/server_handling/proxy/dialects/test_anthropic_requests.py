@@ -157,7 +157,11 @@ def _text(text: str) -> dict[str, str]:
             "messages[0].content[0].content[0]",
             "send 'text'",
         ),
-        ({"messages": [GREETING, {"role": "assistant", "content": "I"}]}, "messages", "continued"),
+        (
+            {"messages": [GREETING, {"role": "assistant", "content": "I "}]},
+            "messages",
+            "whitespace",
+        ),
         ({"system": 5}, "system", "expected a list"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]", "bash_20250124"),
         ({"tools": [{"name": "add"}]}, "tools[0].input_schema", "an object"),

@@ -177,8 +177,7 @@ async def test_usage_counts_the_tokens_the_engine_saw(
         "incomplete",
         "max_output_tokens",
     )
-    # Rendered prompts have no bos of the tokenizer's own.
-    assert counted.input_tokens == len(call.prompt_ids) - 1
+    assert counted.input_tokens == len(call.prompt_ids)
 
 
 async def test_stored_response_belongs_to_its_session(

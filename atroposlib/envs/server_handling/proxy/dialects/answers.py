@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.server_handling.proxy.dialects.thinking import Thought, split_thinking
 from atroposlib.envs.server_handling.proxy.dialects.turns import ChatMessage, GivenTurn
+from atroposlib.envs.server_handling.proxy.thinking import Thought, split_thinking
 
 __all__ = ["ShownAnswer", "ShownCall", "pieces", "shown_answer"]
 

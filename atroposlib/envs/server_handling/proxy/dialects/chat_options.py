@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["shared_options"]
+__all__ = ["SHARED_OPTIONS", "shared_options"]
 
-_SAME_NAME = (
+SHARED_OPTIONS = (
     "allowed_token_ids",
     "bad_words",
     "frequency_penalty",
@@ -29,4 +29,4 @@ _SAME_NAME = (
 
 def shared_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling options of a body that are set; the chat request checks their values."""
-    return {name: body[name] for name in _SAME_NAME if body.get(name) is not None}
+    return {name: body[name] for name in SHARED_OPTIONS if body.get(name) is not None}

@@ -12,21 +12,33 @@ from atroposlib.envs.server_handling.proxy.dialects.turns import (
     leading_systems_joined,
 )
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, bad_request
+from atroposlib.envs.server_handling.proxy.request_models import ChatCompletionProxyRequest
+from atroposlib.envs.server_handling.turn_matching import THINKING_START
 
-__all__ = ["answer_turn", "chat_request"]
-
-_THINKING_OPEN = "<think>"
+__all__ = ["answer_turn", "chat_request", "was_cut_while_thinking"]
 
 
 def chat_request(
-    options: Mapping[str, Any], messages: Sequence[ChatMessage], *, param: str
+    options: Mapping[str, Any],
+    messages: Sequence[ChatMessage],
+    *,
+    param: str,
+    continues_turns: bool = False,
 ) -> dict[str, Any]:
     """Return the chat request of a conversation whose next turn is the assistant's.
 
+    Args:
+        options: The request but for its messages.
+        messages: The conversation.
+        param: Names the field that holds it.
+        continues_turns: Whether a text of the assistant at the end is to be continued.
+
     Raises:
-        ProxyRefusal: the last turn is the assistant's already; `param` names the field.
+        ProxyRefusal: the last turn is the assistant's already and cannot be continued.
     """
-    if messages and messages[-1]["role"] == "assistant":
+    last = messages[-1] if messages else {}
+    can_continue = continues_turns and not last.get("tool_calls")
+    if last.get("role") == "assistant" and not can_continue:
         raise bad_request(
             f"{param}: the last turn is the assistant's; a turn can be answered, not continued",
             param=param,
@@ -49,7 +61,8 @@ async def answer_turn(
         completion,
         splits_thinking=splits_thinking,
         stops=_stops_of(request),
-        was_thinking=splits_thinking and _was_cut_while_thinking(exchange, request, completion),
+        was_thinking=splits_thinking
+        and was_cut_while_thinking(exchange, request, completion["choices"][0]),
     )
 
 
@@ -58,11 +71,12 @@ def _stops_of(request: Mapping[str, Any]) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else stop
 
 
-def _was_cut_while_thinking(
-    exchange: Exchange, request: Mapping[str, Any], completion: Mapping[str, Any]
+def was_cut_while_thinking(
+    exchange: Exchange,
+    request: Mapping[str, Any] | ChatCompletionProxyRequest,
+    choice: Mapping[str, Any],
 ) -> bool:
-    """Whether a completion without any tag is thinking that the prompt opened."""
-    choice = completion["choices"][0]
+    """Whether an answer without any tag is thinking that the prompt opened."""
     content = choice["message"].get("content") or ""
     if choice["finish_reason"] != "length" or "think>" in content:
         return False
@@ -70,4 +84,4 @@ def _was_cut_while_thinking(
         prompt = exchange.render(request).text
     except ProxyRefusal:  # the session's server renders prompts itself
         return False
-    return prompt.rstrip().endswith(_THINKING_OPEN)
+    return prompt.rstrip().endswith(THINKING_START)

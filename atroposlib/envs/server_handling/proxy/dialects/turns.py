@@ -7,9 +7,10 @@ must hold the turn as it was sampled, so the session keeps the chat message behi
     chat message given --> items or blocks with ids --> client --> the same ids --> chat message
 
 A turn is known by an id it carries: of a call, an item, a signature. One without ids, such as a
-plain text, is known by its place: the same text after the same messages. Spacing and the order of
-keys in arguments make no difference, nor does thinking or text left out in front of calls. A turn
-the client changed otherwise, or took calls out of, is not recognised: it is taken as it was sent.
+plain text, is known by its place: the same text after the same messages. Space around thoughts and
+text, spacing and the order of keys in arguments make no difference, nor does thinking that is left
+out or repeated, or text left out in front of calls. A turn the client changed otherwise, or took
+calls out of, is not recognised: it is taken as it was sent.
 """
 
 from __future__ import annotations
@@ -22,10 +23,22 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from atroposlib.envs.server_handling.proxy.dialects.bounded import Bounded
-from atroposlib.envs.server_handling.proxy.dialects.thinking import with_thinking
-from atroposlib.envs.server_handling.turn_matching import calls_of
+from atroposlib.envs.server_handling.proxy.thinking import with_thinking
+from atroposlib.envs.server_handling.turn_matching import (
+    THINKING_END,
+    calls_of,
+    reply_forms,
+    said_form,
+)
 
-__all__ = ["ChatMessage", "GivenTurn", "GivenTurns", "SentTurn", "leading_systems_joined"]
+__all__ = [
+    "ChatMessage",
+    "GivenTurn",
+    "GivenTurns",
+    "SentTurn",
+    "leading_systems_joined",
+    "whole_turn",
+]
 
 ChatMessage = Mapping[str, Any]
 Call = tuple[str, str, str]
@@ -69,11 +82,18 @@ class GivenTurn:
         """Id, name and canonical arguments of each tool call."""
         return frozenset(calls_of(self.message.get("tool_calls")))
 
+    @cached_property
+    def forms(self) -> frozenset[str]:
+        """What its text may come back as, in the form texts are compared in."""
+        has_calls = bool(self.calls)
+        whole = reply_forms(self.message.get("content") or "", has_calls=has_calls)
+        return whole | reply_forms(self.text, has_calls=has_calls)
+
     def is_meant_by(self, sent: SentTurn) -> bool:
         """Whether a client that names this turn sent it, or some of its calls, unchanged."""
-        if not self.calls or not sent.calls:
-            return not self.calls and not sent.calls and sent.text == self.text
-        return self.calls.issuperset(calls_of(sent.calls)) and sent.text in ("", self.text)
+        if bool(self.calls) != bool(sent.calls) or said_form(sent.text) not in self.forms:
+            return False
+        return self.calls.issuperset(calls_of(sent.calls))
 
 
 class GivenTurns:
@@ -135,6 +155,8 @@ class GivenTurns:
                 conversation.extend(messages[num_read:])
                 num_read = len(messages)
                 turn = self._by_place.recall(conversation.key(entry.text))
+                if turn is not None and not turn.is_meant_by(entry):
+                    turn = None
             messages.append(entry.as_message() if turn is None else turn.message)
         return messages
 
@@ -177,6 +199,22 @@ class _Restored(NamedTuple):
     """Index behind the entries."""
 
 
+def whole_turn(
+    turn: GivenTurn, conversation: Sequence[ChatMessage]
+) -> tuple[GivenTurn, Sequence[ChatMessage]]:
+    """Return a turn with the text that its request began it with, and what stands before it.
+
+    Args:
+        turn: What was given out.
+        conversation: Chat messages of the request; the last may be the assistant's.
+    """
+    if not conversation or conversation[-1]["role"] != "assistant":
+        return turn, conversation
+    begun = conversation[-1].get("content") or ""
+    message = {**turn.message, "content": begun + (turn.message.get("content") or "")}
+    return GivenTurn(message, begun + turn.text), conversation[:-1]
+
+
 def leading_systems_joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the messages with the system messages at the front as one; templates take one."""
     num_systems = 0
@@ -189,22 +227,33 @@ def leading_systems_joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]
 
 
 class _Conversation:
-    """A running digest of messages, so that each is read once however many turns are looked up."""
+    """A running digest of messages, so that each is read once however many turns are looked up.
+
+    Of the assistant's messages it holds the calls and what is said behind the thinking: clients
+    leave thinking out of a history at one time and not at another.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def extend(self, messages: Iterable[ChatMessage]) -> None:
         for message in messages:
-            text = _bytes_of(message.get("content") or "")
-            head = [message["role"], len(text), message.get("tool_calls")]
-            self._digest.update(json.dumps(head, sort_keys=True).encode())
-            self._digest.update(text)  # not as JSON: histories are long
+            text = message.get("content") or ""
+            calls = [call[1:] for call in calls_of(message.get("tool_calls"))]
+            if message["role"] == "assistant":
+                text = "" if calls else _said(text)
+            head = [message["role"], len(text), calls]
+            self._digest.update(json.dumps(head).encode())
+            self._digest.update(_bytes_of(text))  # not as JSON: histories are long
 
     def key(self, text: str) -> bytes:
         digest = self._digest.copy()
-        digest.update(_bytes_of(text))
+        digest.update(_bytes_of(_said(text)))
         return digest.digest()
+
+
+def _said(text: str) -> str:
+    return said_form(text.rpartition(THINKING_END)[2])
 
 
 def _bytes_of(text: str) -> bytes:

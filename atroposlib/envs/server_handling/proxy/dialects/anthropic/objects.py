@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 from atroposlib.envs.server_handling.proxy.dialects.answers import ShownAnswer
@@ -53,7 +54,7 @@ def content_blocks(answer: ShownAnswer, *, omits_thinking: bool = False) -> list
         shown = "" if omits_thinking else answer.thinking
         blocks.append({"type": "thinking", "thinking": shown, "signature": new_id("sig")})
     if answer.text.strip() or (answer.text and not answer.calls and not blocks):
-        blocks.append({"type": "text", "text": answer.text, "citations": None})
+        blocks.append({"type": "text", "text": answer.text})
     for call in answer.calls:
         arguments = tool_input(call.arguments)
         blocks.append(
@@ -101,6 +102,28 @@ def message_object(
             "output_tokens": answer.num_completion_tokens,
             "output_tokens_details": {"thinking_tokens": answer.num_thinking_tokens},
         },
+    }
+
+
+def anthropic_model_list(model_name: str, created: float) -> dict[str, Any]:
+    """Return Anthropic's list of models, with the one there is."""
+    return {
+        "data": [anthropic_model_card(model_name, created)],
+        "first_id": model_name,
+        "last_id": model_name,
+        "has_more": False,
+    }
+
+
+def anthropic_model_card(model_name: str, created: float) -> dict[str, Any]:
+    """Return Anthropic's description of a model; `created` in seconds since the epoch."""
+    at = datetime.fromtimestamp(int(created), tz=timezone.utc)
+    return {
+        "type": "model",
+        "id": model_name,
+        "display_name": model_name,
+        "created_at": at.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
     }
 
 

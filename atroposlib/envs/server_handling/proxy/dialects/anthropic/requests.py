@@ -7,15 +7,26 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.envs.server_handling.proxy.dialects.chat_options import shared_options
+from atroposlib.envs.server_handling.proxy.dialects.chat_options import (
+    SHARED_OPTIONS,
+    shared_options,
+)
 from atroposlib.envs.server_handling.proxy.dialects.reading import (
     object_at,
     read_fields,
     refuse,
     text_at,
 )
+from atroposlib.envs.server_handling.proxy.sampling import not_honoured
 
-__all__ = ["CountFields", "MessagesFields", "chat_options", "read_count", "read_request"]
+__all__ = [
+    "CountFields",
+    "MessagesFields",
+    "chat_options",
+    "ignored_fields",
+    "read_count",
+    "read_request",
+]
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING_KINDS = ("enabled", "adaptive", "between_tools")
@@ -74,6 +85,25 @@ def read_count(body: Mapping[str, Any]) -> CountFields:
     return read_fields(CountFields, body)
 
 
+def ignored_fields(fields: CountFields, body: Mapping[str, Any]) -> list[str]:
+    """Return the names of what a request asks for and does not get; inner ones behind a dot."""
+    known = {*MessagesFields.model_fields, "mcp_servers", "model", *SHARED_OPTIONS}
+    names = not_honoured(body, known)
+    inner = {"thinking": ("budget_tokens",), "output_config": ("effort",)}
+    for name, parts in inner.items():
+        value = getattr(fields, name) or {}
+        names += [f"{name}.{part}" for part in parts if value.get(part) is not None]
+    blocks = (
+        block
+        for message in fields.messages
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for block in message["content"]
+    )
+    if any(isinstance(block, Mapping) and block.get("is_error") for block in blocks):
+        names.append("tool_result.is_error")
+    return names
+
+
 def chat_options(fields: CountFields, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat request without its messages."""
     options = shared_options(body)
@@ -85,6 +115,8 @@ def chat_options(fields: CountFields, body: Mapping[str, Any]) -> dict[str, Any]
         options["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
     if fields.tool_choice is not None:
         options["tool_choice"] = _tool_choice(fields.tool_choice)
+        if fields.tool_choice.get("disable_parallel_tool_use") is True:
+            options["parallel_tool_calls"] = False
     response_format = _response_format((fields.output_config or {}).get("format"))
     if response_format is not None:
         options["response_format"] = response_format

@@ -22,6 +22,7 @@ from atroposlib.envs.server_handling.proxy.dialects.anthropic.objects import (
 from atroposlib.envs.server_handling.proxy.dialects.anthropic.requests import (
     CountFields,
     chat_options,
+    ignored_fields,
     read_count,
     read_request,
 )
@@ -30,7 +31,8 @@ from atroposlib.envs.server_handling.proxy.dialects.anthropic.threads import (
     MessagesState,
 )
 from atroposlib.envs.server_handling.proxy.dialects.conversing import answer_turn, chat_request
-from atroposlib.envs.server_handling.proxy.dialects.turns import ChatMessage
+from atroposlib.envs.server_handling.proxy.dialects.reading import refuse
+from atroposlib.envs.server_handling.proxy.dialects.turns import ChatMessage, whole_turn
 from atroposlib.envs.server_handling.proxy.sse import Event, stream_events
 from atroposlib.errors import ContextOverflowError
 
@@ -44,14 +46,19 @@ async def create_message(exchange: Exchange) -> Response:
     state = _state_of(exchange)
     fields = read_request(exchange.body)
     prompt = _prompt(fields, exchange)
+    exchange.ignored.update(ignored_fields(fields, exchange.body))
     answer, fills_context = await _answer(fields, prompt.request, exchange)
+    if "parallel_tool_calls" in exchange.ignored:
+        exchange.ignored.remove("parallel_tool_calls")
+        exchange.ignored.add("tool_choice.disable_parallel_tool_use")
     content = content_blocks(answer, omits_thinking=fields.omits_thinking)
     signatures = [block["signature"] for block in content if block["type"] == "thinking"]
-    state.turns.remember(answer.as_turn, ids=signatures, conversation=prompt.conversation)
+    turn, before = whole_turn(answer.as_turn, prompt.conversation)
+    state.turns.remember(turn, ids=signatures, conversation=before)
     model = exchange.session.model_name
     message = message_object(answer, content, model=model, fills_context=fills_context)
     if fields.thread is not None:
-        messages = [*prompt.conversation, answer.message]
+        messages = [*before, turn.message]
         state.hold(message["id"], HeldConversation(messages, prompt.tools))
     if not fields.stream:
         return JSONResponse(message)
@@ -72,6 +79,7 @@ ANTHROPIC = Dialect(
         Route("/messages/count_tokens", count_tokens),
     ),
     error_body=error_body,
+    version_header="anthropic-version",
 )
 
 
@@ -114,5 +122,14 @@ def _prompt(fields: CountFields, exchange: Exchange) -> _Prompt:
     entries = read_messages(fields.messages, fields.system)
     conversation = state.turns.restore(entries, held.messages)
     options = chat_options(fields.model_copy(update={"tools": tools}), exchange.body)
-    request = chat_request(options, conversation, param="messages")
+    request = chat_request(
+        options, conversation, param="messages", continues_turns=not fields.splits_thinking
+    )
+    begun = conversation[-1] if conversation else {}
+    if begun.get("role") == "assistant" and _ends_with_space(begun.get("content")):
+        refuse("messages", "final assistant content cannot end with trailing whitespace")
     return _Prompt(request, conversation, tools)
+
+
+def _ends_with_space(text: Any) -> bool:
+    return isinstance(text, str) and text != text.rstrip()

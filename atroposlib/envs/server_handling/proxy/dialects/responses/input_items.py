@@ -19,6 +19,7 @@ from atroposlib.envs.server_handling.proxy.dialects.reading import (
     refuse,
     text_at,
 )
+from atroposlib.envs.server_handling.proxy.dialects.responses.requests import flat_name
 from atroposlib.envs.server_handling.proxy.dialects.turns import ChatMessage, SentTurn
 
 __all__ = ["FindItem", "read_input"]
@@ -83,15 +84,18 @@ class _Reader:
         return self._entries
 
     def _read_reasoning(self, item: Mapping[str, Any], path: str) -> None:
-        if self._texts or self._calls or self._thinking:
+        parts = joined_text(item.get("content"), f"{path}.content", kinds=("reasoning_text",))
+        summary = joined_text(item.get("summary"), f"{path}.summary", kinds=("summary_text",))
+        thinking = parts or summary
+        is_repeated = thinking.split() in [known.split() for known in self._thinking]
+        if self._texts or self._calls or (self._thinking and not is_repeated):
             self._end_turn()
         self._note_id(item)
         handle = item.get("encrypted_content")
         if isinstance(handle, str):
             self._ids.append(handle)
-        parts = joined_text(item.get("content"), f"{path}.content", kinds=("reasoning_text",))
-        summary = joined_text(item.get("summary"), f"{path}.summary", kinds=("summary_text",))
-        self._thinking.append(parts or summary)
+        if not (self._thinking and is_repeated):
+            self._thinking.append(thinking)
 
     def _read_assistant(self, item: Mapping[str, Any], path: str) -> None:
         if self._texts or self._calls:
@@ -145,7 +149,7 @@ def _result_of(item: Mapping[str, Any], path: str) -> ChatMessage:
 
 def _call_of(item: Mapping[str, Any], path: str) -> ChatMessage:
     function = {
-        "name": text_at(item.get("name"), f"{path}.name"),
+        "name": flat_name(text_at(item.get("name"), f"{path}.name"), item.get("namespace")),
         "arguments": text_at(item.get("arguments"), f"{path}.arguments"),
     }
     call_id = text_at(item.get("call_id"), f"{path}.call_id")

@@ -12,21 +12,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atroposlib.envs.server_handling.proxy.dialects.answers import ShownAnswer, ShownCall
-from atroposlib.envs.server_handling.proxy.dialects.responses.requests import ResponsesFields
+from atroposlib.envs.server_handling.proxy.dialects.reading import refuse
+from atroposlib.envs.server_handling.proxy.dialects.responses.requests import (
+    ENCRYPTED_REASONING,
+    ResponsesFields,
+)
 
 __all__ = [
-    "ENCRYPTED_REASONING",
     "ResponseHead",
     "finished",
     "in_progress",
+    "listed_items",
     "new_id",
     "output_items",
+    "page_of",
 ]
 
 Item = dict[str, Any]
 
-ENCRYPTED_REASONING = "reasoning.encrypted_content"
-"""Entry of a request's `include` that asks for a handle in each reasoning item."""
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+_MOST_LISTED = 100
 
 
 class ResponseHead(NamedTuple):
@@ -47,13 +57,19 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def output_items(answer: ShownAnswer, *, include: Sequence[str] = ()) -> list[Item]:
+def output_items(
+    answer: ShownAnswer,
+    *,
+    include: Sequence[str] = (),
+    namespaces: Mapping[str, tuple[str, str]] | None = None,
+) -> list[Item]:
     """Return the output items of an answer: thinking, text, then calls.
 
     Args:
         answer: What to show. An empty answer is an empty message.
         include: The request's `include`. A reasoning item's `encrypted_content`, when asked for,
             is a handle of the turn that works in this session only.
+        namespaces: Namespace and name of the functions that stand in one, by the model's name.
     """
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     items: list[Item] = []
@@ -71,7 +87,7 @@ def output_items(answer: ShownAnswer, *, include: Sequence[str] = ()) -> list[It
                 "content": [part],
             }
         )
-    return [*items, *(_call_item(call) for call in answer.calls)]
+    return [*items, *(_call_item(call, (namespaces or {}).get(call.name)) for call in answer.calls)]
 
 
 def in_progress(head: ResponseHead) -> dict[str, Any]:
@@ -122,6 +138,53 @@ def finished(
     }
 
 
+def listed_items(sent: Any) -> list[Item]:
+    """Return a request's input as the items that are listed of it, each with an id."""
+    entries = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
+    return [_listed_item(entry) for entry in entries]
+
+
+def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return one page of a list of items.
+
+    Args:
+        items: Oldest first.
+        query: `order` (`desc` unless `asc`), `limit` (1 to 100, else 20), and `after`, an id.
+
+    Raises:
+        ProxyRefusal: a parameter has no such value.
+    """
+    ordered = list(items) if query.get("order") == "asc" else list(items)[::-1]
+    after = query.get("after")
+    if after is not None:
+        places = [i for i, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            refuse("after", f"there is no item {after!r}")
+        ordered = ordered[places[0] + 1 :]
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_LISTED:
+        refuse("limit", f"expected an integer from 1 to {_MOST_LISTED}, got {limit!r}")
+    page = ordered[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(ordered) > len(page),
+    }
+
+
+def _listed_item(entry: Mapping[str, Any]) -> Item:
+    kind = entry.get("type", "message")
+    item = {**entry, "type": kind, "id": entry.get("id") or new_id(_ID_PREFIXES.get(kind, "item"))}
+    if kind == "message" and isinstance(entry.get("content"), str):
+        part = "output_text" if entry.get("role") == "assistant" else "input_text"
+        item["content"] = [{"type": part, "text": entry["content"]}]
+    if kind in _ID_PREFIXES:
+        item.setdefault("status", "completed")
+    return item
+
+
 def _reasoning_item(thinking: str, handle: str | None, status: str) -> Item:
     return {
         "id": new_id("rs"),
@@ -133,12 +196,14 @@ def _reasoning_item(thinking: str, handle: str | None, status: str) -> Item:
     }
 
 
-def _call_item(call: ShownCall) -> Item:
+def _call_item(call: ShownCall, place: tuple[str, str] | None) -> Item:
+    namespace, name = place or (None, call.name)
     return {
+        **({} if namespace is None else {"namespace": namespace}),
         "id": new_id("fc"),
         "type": "function_call",
         "call_id": call.call_id,
-        "name": call.name,
+        "name": name,
         "arguments": call.arguments,
         "status": "completed",
     }

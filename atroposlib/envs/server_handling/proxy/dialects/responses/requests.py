@@ -7,15 +7,28 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.envs.server_handling.proxy.dialects.chat_options import shared_options
+from atroposlib.envs.server_handling.proxy.dialects.chat_options import (
+    SHARED_OPTIONS,
+    shared_options,
+)
 from atroposlib.envs.server_handling.proxy.dialects.reading import (
+    list_at,
     object_at,
     read_fields,
     refuse,
     text_at,
 )
+from atroposlib.envs.server_handling.proxy.sampling import not_honoured
 
-__all__ = ["ResponsesFields", "chat_options", "read_request"]
+__all__ = [
+    "ENCRYPTED_REASONING",
+    "ResponsesFields",
+    "chat_options",
+    "flat_name",
+    "ignored_fields",
+    "namespaces_of",
+    "read_request",
+]
 
 _UNSUPPORTED = {
     "background": "a response is answered on its own connection",
@@ -24,6 +37,10 @@ _UNSUPPORTED = {
     "top_logprobs": "the session's nodes have the logprobs of what was sampled",
 }
 _LOGPROBS = "message.output_text.logprobs"
+_NAMESPACE = "namespace"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+"""Entry of a request's `include` that asks for a handle in each reasoning item."""
+
 _TOOL_MODES = ("none", "auto", "required")
 
 
@@ -74,13 +91,65 @@ def chat_options(fields: ResponsesFields, body: Mapping[str, Any]) -> dict[str, 
     if body.get("stop") is not None:
         options["stop"] = body["stop"]
     if fields.tools:
-        options["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
+        options["tools"] = [
+            tool for i, entry in enumerate(fields.tools) for tool in _tools(entry, f"tools[{i}]")
+        ]
     if fields.tool_choice is not None:
         options["tool_choice"] = _tool_choice(fields.tool_choice)
+    if fields.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = fields.parallel_tool_calls
     response_format = _response_format((fields.text or {}).get("format"))
     if response_format is not None:
         options["response_format"] = response_format
     return options
+
+
+def ignored_fields(fields: ResponsesFields, body: Mapping[str, Any]) -> list[str]:
+    """Return the names of what a request asks for and does not get; inner ones behind a dot."""
+    known = {*ResponsesFields.model_fields, *_UNSUPPORTED, "model", "stop", *SHARED_OPTIONS}
+    names = not_honoured(body, known)
+    inner = {"reasoning": ("effort", "summary", "generate_summary"), "text": ("verbosity",)}
+    for name, parts in inner.items():
+        value = getattr(fields, name) or {}
+        names += [f"{name}.{part}" for part in parts if value.get(part) is not None]
+    if set(fields.include or ()) - {ENCRYPTED_REASONING}:
+        names.append("include")
+    return names
+
+
+def flat_name(name: str, namespace: Any) -> str:
+    """Return the name under which the model knows a function of a namespace."""
+    if not isinstance(namespace, str) or not namespace:
+        return name
+    return f"{namespace.rstrip('_')}__{name}"
+
+
+def namespaces_of(fields: ResponsesFields) -> dict[str, tuple[str, str]]:
+    """Return namespace and name of each function that stands in one, by its `flat_name`."""
+    return {
+        flat_name(tool["name"], space["name"]): (space["name"], tool["name"])
+        for space in fields.tools or ()
+        if space.get("type") == _NAMESPACE
+        for tool in space["tools"]
+    }
+
+
+def _tools(tool: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """Return a tool in the form of the chat APIs, of a namespace each of its functions."""
+    if tool.get("type") != _NAMESPACE:
+        return [_tool(tool, path)]
+    namespace = text_at(tool.get("name"), f"{path}.name")
+    about = tool.get("description")
+    found = []
+    for i, entry in enumerate(list_at(tool.get("tools"), f"{path}.tools")):
+        inner = _tool(object_at(entry, f"{path}.tools[{i}]"), f"{path}.tools[{i}]")
+        function = inner["function"]
+        function["name"] = flat_name(function["name"], namespace)
+        told = [text for text in (about, function.get("description")) if text]
+        if told:
+            function["description"] = "\n".join(told)
+        found.append(inner)
+    return found
 
 
 def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -101,11 +170,16 @@ def _tool_choice(choice: Any) -> Any:
         return choice
     wanted = object_at(choice, "tool_choice")
     if wanted.get("type") == "allowed_tools":
-        return _tool_choice(text_at(wanted.get("mode"), "tool_choice.mode"))
+        mode = text_at(wanted.get("mode"), "tool_choice.mode")
+        chosen = [
+            _tool_choice(object_at(tool, f"tool_choice.tools[{i}]"))
+            for i, tool in enumerate(list_at(wanted.get("tools"), "tool_choice.tools"))
+        ]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": chosen}}
     if wanted.get("type") != "function":
         refuse("tool_choice", f"type {wanted.get('type')!r} is not supported")
     name = text_at(wanted.get("name"), "tool_choice.name")
-    return {"type": "function", "function": {"name": name}}
+    return {"type": "function", "function": {"name": flat_name(name, wanted.get("namespace"))}}
 
 
 def _response_format(text_format: Any) -> dict[str, Any] | None:

@@ -1,8 +1,10 @@
 """The routes of the Responses protocol.
 
-POST /responses              answer, whole or as events
-POST /responses/input_tokens count what a request's prompt takes
-GET, DELETE /responses/{id}  a stored response
+POST /responses                  answer, whole or as events
+POST /responses/input_tokens     count what a request's prompt takes
+GET, DELETE /responses/{id}      a stored response
+GET /responses/{id}/input_items  what it was asked with
+POST /responses/{id}/cancel      refused: every response is answered on its own connection
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ from atroposlib.envs.server_handling.proxy.dialects.conversing import answer_tur
 from atroposlib.envs.server_handling.proxy.dialects.responses.events import response_events
 from atroposlib.envs.server_handling.proxy.dialects.responses.input_items import read_input
 from atroposlib.envs.server_handling.proxy.dialects.responses.objects import (
-    ENCRYPTED_REASONING,
     ResponseHead,
     finished,
     in_progress,
+    listed_items,
     new_id,
     output_items,
+    page_of,
 )
 from atroposlib.envs.server_handling.proxy.dialects.responses.requests import (
+    ENCRYPTED_REASONING,
     ResponsesFields,
     chat_options,
+    ignored_fields,
+    namespaces_of,
     read_request,
 )
 from atroposlib.envs.server_handling.proxy.dialects.responses.store import (
@@ -33,7 +39,7 @@ from atroposlib.envs.server_handling.proxy.dialects.responses.store import (
     StoredResponse,
 )
 from atroposlib.envs.server_handling.proxy.dialects.turns import ChatMessage
-from atroposlib.envs.server_handling.proxy.refusals import openai_error_body
+from atroposlib.envs.server_handling.proxy.refusals import bad_request, openai_error_body
 from atroposlib.envs.server_handling.proxy.sse import Event, stream_events
 
 __all__ = ["RESPONSES"]
@@ -49,16 +55,18 @@ async def create_response(exchange: Exchange) -> Response:
     request = chat_request(
         chat_options(fields, exchange.body), _with_instructions(fields, conversation), param="input"
     )
+    exchange.ignored.update(ignored_fields(fields, exchange.body))
     model = exchange.session.model_name
     head = ResponseHead(new_id("resp"), time.time(), model, fields)
     answer = await answer_turn(exchange, request, splits_thinking=_wants_reasoning(fields))
-    output = output_items(answer, include=fields.include or ())
+    output = output_items(answer, include=fields.include or (), namespaces=namespaces_of(fields))
     response = finished(head, answer, output, now=time.time())
     handles = [item.get("encrypted_content") for item in output]
     ids = [*(item["id"] for item in output), *filter(None, handles)]
     state.turns.remember(answer.as_turn, ids=ids, conversation=conversation)
     if fields.store is not False:
-        state.keep(StoredResponse(response, [*conversation, answer.message]))
+        items = listed_items(fields.input)
+        state.keep(StoredResponse(response, [*conversation, answer.message], items))
     if not fields.stream:
         return JSONResponse(response)
     events = response_events(in_progress(head), response)
@@ -89,6 +97,18 @@ async def delete_response(exchange: Exchange) -> Response:
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
+async def list_input_items(exchange: Exchange) -> Response:
+    """Return a page of the items that a stored response was asked with, the latest first."""
+    stored = _state_of(exchange).get(exchange.path_params["response_id"])
+    return JSONResponse(page_of(stored.input_items, exchange.query))
+
+
+async def cancel_response(exchange: Exchange) -> Response:
+    """Refuse: only a response in the background could be cancelled, and there are none."""
+    _state_of(exchange).get(exchange.path_params["response_id"])
+    raise bad_request("Cannot cancel a synchronous response.", code="invalid_request_error")
+
+
 RESPONSES = Dialect(
     name=_NAME,
     routes=(
@@ -96,6 +116,8 @@ RESPONSES = Dialect(
         Route("/responses/input_tokens", count_input_tokens),
         Route("/responses/{response_id}", get_response, "GET"),
         Route("/responses/{response_id}", delete_response, "DELETE"),
+        Route("/responses/{response_id}/input_items", list_input_items, "GET"),
+        Route("/responses/{response_id}/cancel", cancel_response),
     ),
     error_body=openai_error_body,
 )

@@ -23,6 +23,8 @@ class StoredResponse:
     """The Response object."""
     messages: Sequence[ChatMessage]
     """Chat messages up to and with the answer, without the request's instructions."""
+    input_items: Sequence[Mapping[str, Any]] = ()
+    """Items of the request's input, each with an id."""
 
 
 class ResponsesState:

@@ -8,6 +8,9 @@ import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+LACKS = os.environ.get("FAKE_VLLM_LACKS")
+"""What an older vLLM would lack: the `route` for updates, or the `reload` behind it."""
+
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
@@ -16,7 +19,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         print(self.path, body.decode(), flush=True)
-        self._reply(400 if body == b"{}" else 200)
+        if self.path == "/collective_rpc" and LACKS:
+            self._reply(404 if LACKS == "route" else (400 if body == b"{}" else 500))
+        else:
+            self._reply(400 if body == b"{}" else 200)
 
     def _reply(self, status: int) -> None:
         self.send_response(status)

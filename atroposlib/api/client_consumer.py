@@ -1,0 +1,225 @@
+"""Stand in for a trainer, so that environments start without one, until a trainer registers.
+
+    nobody is registered ──► register as consumer ──► take what was seen ──► a trainer registers:
+                                     ▲                                       go on by looking
+                                     └── another consumer has left ◄── look ◄┘
+    close ──► the place is free
+
+For tools that see every group by the inspection routes anyway. A batch is leased, looked at with
+the rest, and acknowledged only then, so that no group leaves the service unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from atroposlib.api.client_bodies import BINARY_LANE_HEADERS, plain
+from atroposlib.api.client_rules import batch_path, leased_batch, says_unregistered
+from atroposlib.api.client_sync_base import SyncClient
+from atroposlib.errors import TrajectoryApiError
+
+__all__ = ["Consumer", "consumer_registration"]
+
+PATIENCE_S = 30.0
+"""Seconds without a request after which another consumer counts as gone, as in the service."""
+_LEASE_S = 120.0
+_NUM_STEPS = 1_000_000
+_GROUPS_PER_BATCH = 64
+_NOT_ALLOWED = (401, 403)
+_HOST_CHARACTERS = 40
+_MOVED_ON = (404, 409)
+
+
+def consumer_registration(name: str, *, group_size: int, max_token_len: int) -> dict[str, Any]:
+    """Return the body with which a tool registers as consumer.
+
+    Args:
+        name: of the tool; shown to people with the process and the machine it runs on.
+        group_size: trajectories per group; a batch holds up to 64 such groups.
+        max_token_len: longest trajectory environments should send, in tokens; 0 sets no limit.
+    """
+    return {
+        "wandb_group": "test",
+        "wandb_project": "test",
+        "batch_size": group_size * _GROUPS_PER_BATCH,
+        "max_token_len": max_token_len,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": -1,
+        "starting_step": 0,
+        "num_steps": _NUM_STEPS,
+        "consumer": _full_name(name),
+    }
+
+
+def _full_name(tool: str) -> str:
+    """Name one of several that may run at a time, in printable characters."""
+    host = "".join(filter(str.isprintable, socket.gethostname()))[:_HOST_CHARACTERS]
+    return f"{tool} (process {os.getpid()} on {host})"
+
+
+class Consumer(SyncClient):
+    """The place of a trainer at one service, taken while there is none.
+
+    Args:
+        base_url: address of the service.
+        settings: what `consumer_registration` returned.
+        tell: gets a line whenever the place is taken, handed over or held by another tool.
+        takes: whether batches are taken, so that environments go on; otherwise they pause once
+            the queue is full.
+        **options: of `SyncClient`.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        settings: Mapping[str, Any],
+        tell: Callable[[str], None],
+        *,
+        takes: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(base_url, **options)
+        self._settings = settings
+        self._tell = tell
+        self._takes = takes
+        self._uuid: int | None = None
+        self._had_place = False
+        self._can_hand_over = True
+        self._may_register = True
+        self._other: str | None = None
+        self._leased: str | None = None
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether this tool stands in for the trainer, as far as it has heard."""
+        return self._uuid is not None
+
+    def attend(self) -> bool:
+        """See who is registered and act on it; call every second or two.
+
+        Returns:
+            Whether a batch was leased; `settle` takes it for good.
+
+        Raises:
+            TrajectoryApiError: the service is away.
+        """
+        consumer = self.status().get("consumer")
+        if consumer is None and int(self.info()["batch_size"]) < 0:
+            self.register()
+        elif consumer is None and self._can_hand_over:
+            self._note_trainer()
+        elif consumer is not None and self._uuid is None:
+            self._note_other(str(consumer["name"]), consumer.get("idle_s"))
+        return self._uuid is not None and self._takes and self._lease()
+
+    def settle(self) -> None:
+        """Take the leased batch for good: everything in it was seen."""
+        self._finish("ack")
+
+    def release(self) -> None:
+        """Give the leased batch back; the service need not answer any more."""
+        try:
+            self._finish("nack")
+        except TrajectoryApiError:
+            self._leased = None  # its lease runs out
+
+    def close(self) -> None:
+        """Leave the place, so that another tool may have it at once, and close the connections."""
+        uuid, self._uuid = self._uuid, None
+        if uuid is not None and self._can_hand_over:
+            # A service that is away, or does not know this, lets others in when enough time passed.
+            with suppress(TrajectoryApiError):
+                self._ask("DELETE", f"/register?consumer={uuid}")
+        super().close()
+
+    def register(self) -> None:
+        """Register as consumer; nothing happens where the service does not allow it."""
+        if not self._may_register:
+            return
+        full_name = self._settings["consumer"]
+        name = full_name.partition(" (")[0]
+        try:
+            answer = self._ask("POST", "/register", plain(dict(self._settings)))
+        except TrajectoryApiError as error:
+            if error.status == 409:  # another was faster; the next look tells who
+                return
+            if error.status not in _NOT_ALLOWED:
+                raise
+            self._may_register = False
+            self._tell(
+                f"no trainer is registered, so environments do not start, and {name} may not "
+                "stand in for one: set ATROPOS_API_TOKEN to a trainer's or admin's token"
+            )
+            return
+        self._uuid, self._other = int(answer["uuid"]), None
+        self._had_place = True
+        self._can_hand_over = answer.get("consumer") == full_name
+        if not self._can_hand_over:
+            self._tell(
+                f"no trainer is registered: {name} registers as one, so that environments start. "
+                "This service is an older one that cannot hand over: reset it, by GET "
+                "/reset_data, before a trainer starts"
+            )
+            if not self._takes and self._lease():  # such a service starts with the first request
+                self.release()
+        elif self._takes:
+            self._tell(
+                f"no trainer is registered: {name} stands in and takes the groups, so that "
+                "environments go on; a trainer that registers takes over"
+            )
+        else:
+            self._tell(
+                f"no trainer is registered: {name} stands in, so that environments start; groups "
+                "stay in the queue for a trainer, and environments pause once it is full"
+            )
+
+    def _note_trainer(self) -> None:
+        if self._had_place:
+            self._tell(
+                "a trainer has registered and takes the groups from here on; this command goes on "
+                "by looking at them"
+            )
+        self._had_place = False
+        self._uuid = self._leased = self._other = None
+
+    def _note_other(self, name: str, idle_s: float | None) -> None:
+        """Take the place of a tool that takes nothing; tell of one that does."""
+        if not self._takes:
+            return
+        if idle_s is None or idle_s > PATIENCE_S:
+            self.register()
+        elif self._other != name:
+            self._other = name
+            self._tell(
+                f"{name} already takes the groups of this run, so that environments go on; this "
+                "command looks at the same groups and takes none"
+            )
+
+    def _lease(self) -> bool:
+        path = batch_path(lease_s=_LEASE_S, wait_s=None, consumer=self._uuid)
+        try:
+            answer = self._ask("GET", path, headers=BINARY_LANE_HEADERS)
+            batch = leased_batch(answer, self.base_url)
+        except TrajectoryApiError as error:
+            if error.status != 409 and not says_unregistered(error):
+                raise
+            self._uuid = None  # the next look tells who has the place now
+            return False
+        if batch is None:
+            return False
+        self._leased = batch.batch_id
+        return True
+
+    def _finish(self, verb: str) -> None:
+        leased, self._leased = self._leased, None
+        if leased is None:
+            return
+        try:
+            self._ask("POST", f"/batch/{leased}/{verb}")
+        except TrajectoryApiError as error:
+            if error.status not in _MOVED_ON:  # handed over meanwhile
+                raise

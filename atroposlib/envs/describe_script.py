@@ -1,0 +1,141 @@
+"""Say what the environment in a file is and how it is set, without running it.
+
+    python -m atroposlib.envs.describe_script SCRIPT [--env.group_size 8 ...] ─► one line of JSON
+
+A program that starts environments, such as `atropos-train`, learns here in a process of its own
+what a file would serve. The file is executed as `python SCRIPT` would execute it, up to its call of
+`cli()`; the flags are read and checked as `serve` reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.construction import missing_methods
+from atroposlib.envs.flags import flags_of, read_flags
+from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.cli import refused_values
+
+__all__ = ["describe_script", "main"]
+
+_WITHOUT_ITEMS = ("atroposlib.envs.single_turn_env", "atroposlib.envs.multi_turn_env")
+"""Modules whose `evaluate` asks `eval_items`, and whose `eval_items` gives none."""
+
+
+class _Found(BaseException):
+    """Ends a script at its call of `cli()`; no `except Exception` of the script stops it."""
+
+    def __init__(self, env_cls: type[Any]) -> None:
+        super().__init__(env_cls)
+        self.env_cls = env_cls
+
+
+def describe_script(script: Path, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a script would serve.
+
+    Args:
+        script: The environment's file.
+        words: Flags of `serve`, as the shell split them.
+
+    Returns:
+        `class_name`, `name`, `group_size`, `max_token_length`, `num_servers` (inference servers in
+        its defaults), `limits_conversation` (whether `max_token_length` covers the prompt as
+        well as the completion) and `is_evaluated` (whether `evaluate` measures anything).
+
+    Raises:
+        ConfigError: the script runs no environment, is not complete, or refuses a setting.
+        Exception: whatever the script itself raises.
+    """
+    env_cls = _environment_of(script, words)
+    missing = missing_methods(env_cls)
+    if missing:
+        lines = " and ".join(f"`{line}`" for line in missing.values())
+        raise ConfigError(f"{env_cls.__name__} is not complete: write {lines}")
+    command_class = env_cls.get_cli_serve_config_cls()
+    try:
+        command = command_class(**read_flags(words, flags_of(command_class)))
+    except ValidationError as error:
+        raise refused_values(error) from error
+    settings = command.layered({})
+    servers = command.defaults.servers
+    return {
+        "class_name": env_cls.__name__,
+        "name": settings.env.wandb_name or env_cls.name or env_cls.__name__,
+        "group_size": settings.env.group_size,
+        "max_token_length": settings.env.max_token_length,
+        "num_servers": len(servers) if isinstance(servers, list | tuple) else 1,
+        "limits_conversation": _defining_module(env_cls, "_budget") == _WITHOUT_ITEMS[0]
+        or _defining_module(env_cls, "collect_trajectory") == _WITHOUT_ITEMS[1],
+        "is_evaluated": not (
+            _defining_module(env_cls, "evaluate") in _WITHOUT_ITEMS
+            and _defining_module(env_cls, "eval_items") in _WITHOUT_ITEMS
+        ),
+    }
+
+
+def main() -> NoReturn:
+    """Describe the script that the command line names; exit code 2 with one line on a refusal."""
+    script, words = Path(sys.argv[1]), sys.argv[2:]
+    try:
+        # The script may print; stdout is for the answer.
+        with contextlib.redirect_stdout(sys.stderr):
+            facts = describe_script(script, words)
+    except AtroposError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.exit(0)
+
+
+def _environment_of(script: Path, words: Sequence[str]) -> type[Any]:
+    """Execute a script up to its call of `cli()` and return the class that was called."""
+
+    def found(env_cls: type[Any]) -> NoReturn:
+        raise _Found(env_cls)
+
+    sys.argv = [str(script), "serve", *words]
+    sys.path[0] = str(script.resolve().parent)
+    original = vars(BaseEnv)["cli"]
+    BaseEnv.cli = classmethod(found)  # type: ignore[method-assign,assignment]
+    try:
+        names = runpy.run_path(str(script), run_name="__main__")
+    except _Found as call:
+        return call.env_cls
+    finally:
+        BaseEnv.cli = original  # type: ignore[method-assign]
+    classes = sorted(
+        name
+        for name, value in names.items()
+        if isinstance(value, type)
+        and issubclass(value, BaseEnv)
+        and value.__module__ == "__main__"
+        and not missing_methods(value)
+    )
+    if not classes:
+        raise ConfigError(
+            f"{script} holds no environment: expected a subclass of BaseEnv, and at the end "
+            "`if __name__ == '__main__': MyEnv.cli()`; atropos-new-env writes one"
+        )
+    called = classes[0] if len(classes) == 1 else f"ONE_OF({', '.join(classes)})"
+    raise ConfigError(
+        f"{script} starts no environment; end it with `if __name__ == '__main__': {called}.cli()`"
+    )
+
+
+def _defining_module(env_cls: type[Any], method: str) -> str | None:
+    """Return the module of the class that a method comes from; None where there is no such."""
+    owner = next((base for base in env_cls.__mro__ if method in vars(base)), None)
+    return None if owner is None else owner.__module__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What a request demands of tool calls, as a form that the engine keeps to; pure.
+
+tool_choice, parallel_tool_calls ─► ToolDemand ─► structural tag ─► the engine's structured outputs
+
+The engine then samples among the tokens that the form allows, and the logprobs it reports are those
+among them. Arguments are held to be an object; to their schema only where the tool is `strict`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from atroposlib.envs.server_handling.proxy.refusals import bad_request
+from atroposlib.envs.server_handling.tool_formats import ToolCallFormat
+
+__all__ = ["ToolDemand", "demand_of", "structural_tag"]
+
+_MODES = ("none", "auto", "required")
+_BETWEEN = "\n\n"
+"""Between thinking and the first call."""
+
+Form = dict[str, Any]
+
+
+class ToolDemand(NamedTuple):
+    """What calls a reply may hold."""
+
+    names: tuple[str, ...]
+    """Tools that may be called."""
+    is_required: bool
+    """Whether the reply must call one."""
+    is_single: bool
+    """Whether it may call one at most."""
+    fields: tuple[str, ...]
+    """Fields of the request that demand it."""
+
+
+def demand_of(
+    tool_choice: Any, parallel_tool_calls: bool | None, tools: Sequence[Any] | None
+) -> ToolDemand | None:
+    """Return what a chat request demands of its calls, None where anything goes.
+
+    Args:
+        tool_choice: `none`, `auto`, `required`, a function, or `allowed_tools`.
+        parallel_tool_calls: False for one call at most.
+        tools: Definitions in the form of the chat APIs.
+
+    Raises:
+        ProxyRefusal: 400 for a choice of another form, of a tool there is none of, or of tools
+            where there are none.
+    """
+    known = [name for name in map(_name_of, tools or ()) if name is not None]
+    names, is_required = list(known), False
+    if isinstance(tool_choice, Mapping):
+        names, is_required = _chosen(tool_choice)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise bad_request(
+                f"tool_choice: no tool of the request is named {unknown[0]!r}; there are: "
+                f"{', '.join(known) or 'none'}",
+                param="tool_choice",
+            )
+    elif tool_choice is not None:
+        if tool_choice not in _MODES:
+            raise bad_request(
+                f"tool_choice: expected one of {', '.join(_MODES)}, or a function; "
+                f"got {tool_choice!r}",
+                param="tool_choice",
+            )
+        is_required = tool_choice == "required"
+    if is_required and not known:
+        raise bad_request(
+            "tool_choice is only allowed when tools are specified", param="tool_choice"
+        )
+    is_single = parallel_tool_calls is False and bool(known) and tool_choice != "none"
+    is_limited = is_required or names != known
+    fields = [("tool_choice", is_limited), ("parallel_tool_calls", is_single)]
+    if not is_limited and not is_single:
+        return None
+    demanding = tuple(name for name, is_set in fields if is_set)
+    return ToolDemand(tuple(names), is_required, is_single, demanding)
+
+
+def structural_tag(
+    demand: ToolDemand,
+    tools: Sequence[Any],
+    tool_format: ToolCallFormat,
+    *,
+    is_thinking: bool,
+) -> str | None:
+    """Return the form of a reply that meets a demand, as JSON text for xgrammar.
+
+    A reply may think first. A call that is demanded follows at once.
+
+    Args:
+        demand: What the reply must be.
+        tools: Definitions in the form of the chat APIs.
+        tool_format: How the model writes calls.
+        is_thinking: Whether the prompt ends inside of the model's thinking.
+
+    Returns:
+        The text; None where this format's calls cannot be described.
+    """
+    tags = []
+    for function in map(_function_of, tools):
+        name = function.get("name")
+        frame = tool_format.frame_of(name) if name in demand.names else None
+        if frame is not None:
+            schema = function.get("parameters") if function.get("strict") else None
+            content = {"type": "json_schema", "json_schema": schema or {"type": "object"}}
+            tags.append({"type": "tag", "begin": frame[0], "content": content, "end": frame[1]})
+    if len(tags) != len(set(demand.names)):
+        return None
+    if demand.is_required:
+        calls: Form = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": tool_format.separator,
+            "at_least_one": True,
+            "stop_after_first": demand.is_single,
+        }
+    elif tool_format.trigger is None:
+        return None
+    else:
+        calls = {
+            "type": "triggered_tags",
+            "triggers": [tool_format.trigger],
+            "tags": tags,
+            "at_least_one": False,
+            "stop_after_first": demand.is_single,
+        }
+    between = {"type": "const_string", "value": _BETWEEN}
+    thinking = _tag_of_thinking("" if is_thinking else "<think>")
+    parts = [thinking, between, calls] if demand.is_required else [thinking, calls]
+    form: Form = {"type": "sequence", "elements": parts}
+    if not is_thinking:
+        form = {"type": "or", "elements": [calls, form]}
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def _tag_of_thinking(begin: str) -> Form:
+    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
+
+
+def _chosen(choice: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Return the tools that a choice names, and whether one of them must be called."""
+    kind = choice.get("type")
+    if kind == "function" and isinstance(_name_of(choice), str):
+        return [str(_name_of(choice))], True
+    allowed = choice.get("allowed_tools", choice)
+    if kind == "allowed_tools" and isinstance(allowed, Mapping):
+        names = [_name_of(tool) for tool in allowed.get("tools") or ()]
+        mode = allowed.get("mode", "auto")
+        if names and all(isinstance(name, str) for name in names) and mode in _MODES[1:]:
+            return [str(name) for name in names], mode == "required"
+    raise bad_request(
+        f"tool_choice: expected {', '.join(_MODES)}, a function with its name, or allowed_tools "
+        f"with mode and tools; got type {kind!r}",
+        param="tool_choice",
+    )
+
+
+def _function_of(tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return function if isinstance(function, Mapping) else {}
+
+
+def _name_of(tool: Any) -> str | None:
+    name = _function_of(tool).get("name")
+    return name if isinstance(name, str) else None

@@ -1,0 +1,1 @@
+"""What the programs of `environments/` share, and what their tasks are made of."""

@@ -1,0 +1,318 @@
+"""Programming problems with tests: reading them, running a program on the tests, and the verdict.
+
+row ─► Problem ─► program in a sandbox, test by test ─► output or value ─► expected one?
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atroposlib.errors import ConfigError
+from atroposlib.sandbox import Sandbox, SandboxLimits, run_python
+from atroposlib.tasks.hub_items import hub_rows
+from atroposlib.utils.local_records import read_splits
+
+__all__ = [
+    "Problem",
+    "Test",
+    "arguments_of",
+    "expected_values",
+    "is_same_output",
+    "is_same_value",
+    "load_problems",
+    "pass_at_k",
+    "passes_all_tests",
+    "read_problem",
+]
+
+COLUMNS = ("problem", "tests")
+OPTIONAL = ("problem_type", "starter_code", "fn_name", "difficulty")
+KINDS = ("func", "stdin_stdout")
+SHUFFLE_SEED = 42
+HUB = {"normal": "NousResearch/RLVR_Coding_Problems", "deepmind": "deepmind/code_contests"}
+HUB_EVAL = "NousResearch/lcb_test"
+
+
+class Test(NamedTuple):
+    """One test of a program."""
+
+    input: Any
+    """Standard input as text; of a function a list of arguments, or text with one per line."""
+    output: Any
+    """What it must print; of a function what it must return, as a value or as JSON text."""
+
+
+class Problem(NamedTuple):
+    """One problem."""
+
+    question: str
+    kind: str
+    """`func` or `stdin_stdout`."""
+    tests: tuple[Test, ...]
+    starter_code: str
+    function: str
+    """Of `func`: its name, or that of a method of the class `Solution`."""
+    difficulty: str
+
+
+def read_problem(row: Mapping[str, Any]) -> Problem:
+    """Return the problem of a row.
+
+    Raises:
+        ConfigError: its tests or its kind cannot be read; the message says what was expected.
+    """
+    tests = row["tests"]
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        pairs = tuple(Test(*pair) for pair in zip(tests["input"], tests["output"], strict=True))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"tests of {row['problem'][:60]!r} cannot be read ({error!r}); expected "
+            '{"input": [...], "output": [...]} of equal length, as an object or as JSON text'
+        ) from error
+    function = row.get("fn_name") or tests.get("fn_name") or ""
+    kind = row.get("problem_type") or ("func" if function else "stdin_stdout")
+    if not pairs or kind not in KINDS or (kind == "func" and not function):
+        raise ConfigError(
+            f"problem {row['problem'][:60]!r}: expected one test or more, a problem_type out of "
+            f"{', '.join(KINDS)}, and fn_name with func; got {len(pairs)}, {kind!r}, {function!r}"
+        )
+    return Problem(
+        question=row["problem"],
+        kind=kind,
+        tests=pairs,
+        starter_code=row.get("starter_code") or "",
+        function=function,
+        difficulty=str(row.get("difficulty") or ""),
+    )
+
+
+def load_problems(
+    dataset_path: str | None, dataset_name: str
+) -> tuple[list[Problem], list[Problem]]:
+    """Return training and evaluation problems, shuffled with a fixed seed.
+
+    Args:
+        dataset_path: file or folder with the columns of the hub's; None loads from the hub.
+        dataset_name: `normal` or `deepmind`, the training problems of the hub.
+
+    Raises:
+        ConfigError: something is missing or cannot be read; the message says what.
+    """
+    if dataset_path is not None:
+        train, test = read_splits(
+            Path(dataset_path), COLUMNS, shuffle_seed=SHUFFLE_SEED, optional=OPTIONAL
+        )
+    else:
+        train = hub_rows(HUB[dataset_name], split="train", shuffle_seed=SHUFFLE_SEED)
+        test = hub_rows(HUB_EVAL, split="test", shuffle_seed=SHUFFLE_SEED)
+        if dataset_name == "deepmind":
+            train = _contest_rows(train)
+    return [read_problem(row) for row in train], [read_problem(row) for row in test]
+
+
+def _contest_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return contest problems in the columns of the others; those without tests are left out."""
+    kinds = ("private_tests", "generated_tests")
+    found = []
+    for row in rows:
+        tests = {
+            side: [text for kind in kinds for text in (row.get(kind) or {}).get(side, [])]
+            for side in ("input", "output")
+        }
+        if tests["input"]:
+            found.append({"problem": row["description"], "tests": tests})
+    return found
+
+
+RELATIVE = 1e-9
+MAX_NUMBER_CHARACTERS = 400
+
+
+def is_same_output(printed: str, expected: str) -> bool:
+    """Compare printed text line by line; `1.50` equals `1.5`, spaces around words do not count."""
+    left, right = printed.strip().splitlines(), expected.strip().splitlines()
+    return len(left) == len(right) and all(map(_is_same_line, left, right))
+
+
+def is_same_value(returned: Any, expected: Any) -> bool:
+    """Compare values as JSON has them; floats up to rounding, truth values are no numbers."""
+    try:
+        return _is_same(returned, expected)
+    except RecursionError:
+        return False
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the probability that one of k samples, drawn from these, is correct.
+
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
+    arXiv:2107.03374, section 2.1.
+    """
+    if num_samples - num_correct < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def _is_same_line(left: str, right: str) -> bool:
+    words, others = left.split(), right.split()
+    return len(words) == len(others) and all(map(_is_same_word, words, others))
+
+
+def _is_same_word(left: str, right: str) -> bool:
+    if left == right:
+        return True
+    numbers = (_number(left), _number(right))
+    return None not in numbers and numbers[0] == numbers[1]
+
+
+def _number(word: str) -> Decimal | None:
+    if not word.isascii() or len(word) > MAX_NUMBER_CHARACTERS:
+        return None
+    try:
+        number = Decimal(word)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, float) or isinstance(right, float):
+        are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        return are_numbers and _is_close(left, right)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_is_same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
+    return type(left) is type(right) and bool(left == right)
+
+
+def _is_close(left: float, right: float) -> bool:
+    try:
+        return math.isclose(left, right, rel_tol=RELATIVE, abs_tol=RELATIVE)
+    except OverflowError:  # an integer beyond the floats
+        return False
+
+
+PRELUDE = """
+import json, os
+space = {"__name__": "__main__"}
+exec(
+    "import bisect, collections, functools, heapq, itertools, math, random, re, string, sys\\n"
+    "from bisect import *\\nfrom collections import *\\nfrom functools import *\\n"
+    "from heapq import *\\nfrom itertools import *\\nfrom typing import *\\n"
+    "from math import ceil, floor, gcd, inf, sqrt\\n",
+    space,
+)
+program = compile(open("solution.py").read(), "solution.py", "exec")
+"""
+"""Names that answers to such problems use without importing them."""
+
+RUNNER = PRELUDE + "exec(program, space)\n"
+
+CALLER = (
+    PRELUDE
+    + """
+import sys, types
+space["__name__"] = "solution"
+module = types.ModuleType("solution")  # where dataclasses look their annotations up
+module.__dict__.update(space)
+sys.modules["solution"], space = module, module.__dict__
+result, (name, arguments) = os.dup(1), json.load(open("call.json"))
+os.dup2(2, 1)
+exec(program, space)
+function = getattr(space["Solution"](), name) if "Solution" in space else space[name]
+with open(result, "w") as file:
+    json.dump(function(*arguments), file)
+os._exit(0)
+"""
+)
+"""Calls the function; what the program prints goes to standard error, the result alone to
+standard output."""
+
+
+async def passes_all_tests(
+    sandbox: Sandbox, program: str, problem: Problem, *, limits: SandboxLimits
+) -> bool:
+    """Run a program on one test after the other, until one fails.
+
+    Args:
+        sandbox: where it runs; each test begins in an empty folder.
+        program: the text of the program.
+        problem: whose tests.
+        limits: of each test.
+
+    Raises:
+        SandboxError: the sandbox could not be set up: no verdict on the program.
+    """
+    run = _call if problem.kind == "func" else _talk
+    for test in problem.tests:
+        if not await run(sandbox, program, problem, test, limits):
+            return False
+    return True
+
+
+async def _talk(
+    sandbox: Sandbox, program: str, _: Problem, test: Test, limits: SandboxLimits
+) -> bool:
+    result = await run_python(
+        sandbox,
+        RUNNER,
+        stdin=_as_text(test.input),
+        files={"solution.py": program},
+        limits=limits,
+    )
+    expected = _as_text(test.output)
+    return result.is_success and await asyncio.to_thread(is_same_output, result.stdout, expected)
+
+
+async def _call(
+    sandbox: Sandbox, program: str, problem: Problem, test: Test, limits: SandboxLimits
+) -> bool:
+    call = json.dumps([problem.function, arguments_of(test)])
+    files = {"solution.py": program, "call.json": call}
+    result = await run_python(sandbox, CALLER, files=files, limits=limits)
+    return result.is_success and await asyncio.to_thread(_is_expected, result.stdout, test)
+
+
+def _is_expected(printed: str, test: Test) -> bool:
+    try:
+        returned = json.loads(printed)
+    except (ValueError, RecursionError):
+        return False
+    return any(is_same_value(returned, option) for option in expected_values(test))
+
+
+def expected_values(test: Test) -> list[Any]:
+    """Return the values of which the function must return one.
+
+    Text is JSON where the input is text; a list of arguments may go with a list of one value.
+    """
+    if isinstance(test.input, str) and isinstance(test.output, str):
+        try:
+            return [json.loads(test.output)]
+        except (ValueError, RecursionError):
+            return [test.output]
+    if isinstance(test.output, list) and len(test.output) == 1:
+        return [test.output, test.output[0]]
+    return [test.output]
+
+
+def arguments_of(test: Test) -> list[Any]:
+    """Return what the function is called with: a list, or text with a JSON value per line."""
+    given = test.input
+    if isinstance(given, list):
+        return given
+    return [json.loads(line) for line in str(given).splitlines() if line.strip()]
+
+
+def _as_text(given: Any) -> str:
+    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)

@@ -1,0 +1,429 @@
+"""Questions about images, one turn, right or wrong: `ImageEnv`, and images as base64 PNG.
+
+    row -> image as PNG, question, gold -> [system, user with image] -> G completions -> +1 or -1
+
+    PIL image, bytes, {"bytes", "path"} of a Parquet file, base64, file name ─► png_base64
+    http(s) address ─► fetch_image ─► bytes
+
+The policy sees the image and a system message that says how to answer. The tokens of a group are
+those of the question and the completion alone, made from their text: no text token stands for an
+image. It travels with them, under `images`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import io
+import logging
+import random
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypedDict
+
+import aiohttp
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
+from atroposlib.envs.single_turn import completion_budget
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.errors import MissingExtraError, NoDataError
+from atroposlib.tasks.answers import boxed_answer, tagged_answer
+from atroposlib.tasks.hub_items import hub_dataset
+from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+
+__all__ = [
+    "RIGHT",
+    "WRONG",
+    "ImageEnv",
+    "ImageEnvConfig",
+    "ImageError",
+    "ImageItem",
+    "answer_boxed",
+    "answer_tagged",
+    "fetch_image",
+    "is_address",
+    "png_base64",
+    "require_pillow",
+    "score_text",
+    "usable",
+]
+
+logger = logging.getLogger(__name__)
+
+MAX_IMAGE_BYTES = 32_000_000
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+
+class ImageError(Exception):
+    """An image that cannot be had or read; the message says why."""
+
+
+def require_pillow() -> Any:
+    """Return the module `PIL.Image`.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("pillow", extra="examples") from error
+    return Image
+
+
+def is_address(source: Any) -> bool:
+    """Whether an image has to be fetched over the network."""
+    return isinstance(source, str) and source.startswith(("http://", "https://"))
+
+
+def png_base64(source: Any, *, folder: Path | None = None) -> str:
+    """Return an image as base64 of a PNG; blocks while it is read and encoded.
+
+    Args:
+        source: PIL image; encoded bytes; a mapping with `bytes` or `path`; a `data:` address;
+            base64; or the name of a file in `folder`.
+        folder: where files are looked up; None: a name is no image.
+
+    Raises:
+        ImageError: there is no such file, or what there is cannot be read as an image.
+        MissingExtraError: Pillow is not installed.
+    """
+    image_module = require_pillow()
+    try:
+        is_decoded = isinstance(source, image_module.Image)
+        image = source if is_decoded else _opened(image_module, _encoded(source, folder))
+        png = io.BytesIO()
+        shown = image if image.mode in PNG_MODES else image.convert("RGB")
+        shown.save(png, "PNG")
+    except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
+        raise ImageError(f"not a readable image: {error}") from error
+    return base64.b64encode(png.getvalue()).decode()
+
+
+async def fetch_image(address: str, *, timeout_s: float) -> bytes:
+    """Wait for the bytes behind an address.
+
+    Args:
+        address: `http://` or `https://`.
+        timeout_s: time for all of it.
+
+    Raises:
+        ImageError: it takes longer, is refused, or is larger than `MAX_IMAGE_BYTES`.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    content = bytearray()
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as http, http.get(address) as answer:
+            answer.raise_for_status()
+            async for chunk in answer.content.iter_chunked(65_536):
+                content += chunk
+                if len(content) > MAX_IMAGE_BYTES:
+                    raise ImageError(f"{address} is larger than {MAX_IMAGE_BYTES} bytes")
+    except asyncio.TimeoutError as error:
+        raise ImageError(f"{address} took longer than {timeout_s:g} s") from error
+    except (aiohttp.ClientError, ValueError, OSError) as error:
+        raise ImageError(f"{address} cannot be fetched: {error}") from error
+    return bytes(content)
+
+
+def _opened(image_module: Any, content: bytes) -> Any:
+    return image_module.open(io.BytesIO(content), formats=FORMATS)
+
+
+def _encoded(source: Any, folder: Path | None) -> bytes:
+    """Return the bytes of an image file."""
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, bytes | bytearray):
+        return bytes(source)
+    if not isinstance(source, str) or not source:
+        raise ImageError(f"expected an image, got {type(source).__name__}")
+    path = _file(source, folder)
+    if path is not None:
+        return path.read_bytes()
+    try:
+        return base64.b64decode(source.rpartition(",")[2], validate=True)
+    except binascii.Error as error:
+        raise ImageError(f"neither a file of the data set nor base64: {source[:60]!r}") from error
+
+
+def _file(name: str, folder: Path | None) -> Path | None:
+    """Return a file inside the folder; a name that leads out of it is none."""
+    if folder is None or len(name) > 255 or name.startswith("data:"):
+        return None
+    path = (folder / name).resolve()
+    return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
+
+
+RIGHT, WRONG = 1.0, -1.0
+
+
+def answer_boxed(answer: str) -> str:
+    r"""Return the text of the last `\boxed{}`; empty without one."""
+    return boxed_answer(answer) or ""
+
+
+def answer_tagged(answer: str) -> str:
+    """Return the text of the first `<answer>` pair, or the whole answer when there is none."""
+    tagged = tagged_answer(answer)
+    return answer.strip() if tagged is None else tagged
+
+
+def score_text(answer: str, gold: str) -> float:
+    """Return 1.0 when two texts are equal but for upper and lower case, else -1.0."""
+    is_right = answer != "" and answer.casefold() == gold.strip().casefold()
+    return RIGHT if is_right else WRONG
+
+
+def usable(text: Any) -> str:
+    """Return the text of a row's field, or of the first entry where it is a list.
+
+    Raises:
+        ValueError: it is empty, so the row cannot be asked or scored.
+    """
+    first = (text[0] if len(text) else "") if isinstance(text, list | tuple) else text
+    shown = str("" if first is None else first).strip()
+    if not shown:
+        raise ValueError("a field of the row is empty")
+    return shown
+
+
+MODEL = "Qwen/Qwen2-VL-2B-Instruct"
+
+
+class ImageItem(TypedDict):
+    """One question."""
+
+    image: str
+    """Base64 of a PNG."""
+    question: str
+    gold: str
+    """Gold answer in the form that `score` compares."""
+
+
+class ImageEnvConfig(SingleTurnEnvConfig):
+    """Where the questions come from, and how long images and answers may take."""
+
+    dataset_path: str | None = Field(
+        None,
+        description="JSONL, JSON or Parquet file, or folder with a train file, in the columns of "
+        "the data set; images are base64 or names of files beside it. None loads it from the hub.",
+    )
+    dataset_seed: int = Field(0, description="Seed of the order and of the evaluation items.")
+    num_eval_items: int = Field(
+        16, ge=0, description="Rows kept for evaluations, at most a quarter of them."
+    )
+    image_timeout_s: float = Field(
+        10.0, gt=0, description="Seconds the download of one image may take; then it is skipped."
+    )
+    request_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds the completions of one group may take."
+    )
+
+
+class ImageEnv(SingleTurnEnv):
+    r"""Write `question`, `gold` and `score_answer`; the rest is the same for all data sets.
+
+    Attributes:
+        hub_name: data set on the hub, its split `train`.
+        columns: of a row.
+        image_column: the one with the image, or with its address.
+        instructions: system message; says how the answer is marked.
+        answer_form: gold answer as a completion marks it, `{}` for the text.
+        max_tokens: budget of one completion.
+        iter: rows handed out so far, those that could not be loaded among them.
+    """
+
+    hub_name: ClassVar[str]
+    columns: ClassVar[Sequence[str]]
+    image_column: ClassVar[str] = "image"
+    instructions: ClassVar[str]
+    answer_form: ClassVar[str] = "<answer>{}</answer>"
+    max_tokens: ClassVar[int] = 512
+    env_config_cls = ImageEnvConfig
+    config: ImageEnvConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+        self.rows: Any = []
+        self.folder: Path | None = None
+        self.train: list[int] = []
+        self.held_out: list[int] = []
+        self._eval_items: list[ImageItem] = []
+
+    @classmethod
+    def config_init(cls) -> tuple[ImageEnvConfig, APIServerConfig]:
+        """Return the published settings of these environments."""
+        env_config = ImageEnvConfig(
+            tokenizer_name=MODEL,
+            group_size=8,
+            max_num_workers=2,
+            total_steps=1000,
+            batch_size=12,
+            steps_per_eval=100,
+            max_token_length=2048,
+            wandb_name=cls.name,
+        )
+        server_config = APIServerConfig(
+            model_name=MODEL,
+            base_url="http://localhost:9001/v1",
+            api_key="x",
+            server_type="vllm",
+        )
+        return env_config, server_config
+
+    @abstractmethod
+    def question(self, row: Mapping[str, Any]) -> str:
+        """Return what is asked; a ValueError skips the row."""
+
+    @abstractmethod
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """Return the gold answer; a ValueError skips the row."""
+
+    @staticmethod
+    @abstractmethod
+    def score_answer(answer: str, gold: str) -> float:
+        """Return 1.0 for an answer that agrees with the gold one, else -1.0."""
+
+    async def setup(self) -> None:
+        """Read the rows, or open the data set of the hub, whose images are read one by one."""
+        require_pillow()
+        self.rows = await asyncio.to_thread(self._read)
+        order = list(range(len(self.rows)))
+        random.Random(self.config.dataset_seed).shuffle(order)
+        num_held_out = min(self.config.num_eval_items, len(order) // 4)
+        self.held_out, self.train = order[:num_held_out], order[num_held_out:]
+        logger.info("%d training and %d evaluation rows", len(self.train), len(self.held_out))
+
+    async def get_next_item(self) -> ImageItem:
+        """Return the next row whose image and texts can be read; the others are counted.
+
+        Raises:
+            NoDataError: no row can be read.
+        """
+        for _ in range(len(self.train)):
+            index = self.train[self.iter % len(self.train)]
+            self.iter += 1
+            item = await self._load(index)
+            if item is not None:
+                return item
+        raise NoDataError(f"none of {len(self.train)} rows has a readable image and answer")
+
+    def prompt(self, item: ImageItem) -> list[dict[str, Any]]:
+        """Return the messages that pose a question, the image among them."""
+        address = f"data:image/png;base64,{item['image']}"
+        parts = [
+            {"type": "text", "text": item["question"]},
+            {"type": "image_url", "image_url": {"url": address}},
+        ]
+        return [
+            {"role": "system", "content": self.instructions},
+            {"role": "user", "content": parts},
+        ]
+
+    async def score(self, item: ImageItem, answer: str) -> float:
+        """Return 1.0 or -1.0."""
+        return self.score_answer(answer, item["gold"])
+
+    def check_gold_answer(self, item: ImageItem) -> str:
+        """Return the gold answer, marked as the instructions say."""
+        return self.answer_form.format(item["gold"])
+
+    async def collect_trajectories(
+        self, item: ImageItem
+    ) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """Wait for one group of completions of a question and its scores."""
+        budget = self._budget(self.prompt(item))
+        if budget < 1:
+            logger.warning("item skipped: its question leaves no room in max_token_length")
+            return None, []
+        chat = await self.server.chat_completion(
+            messages=self.prompt(item),
+            n=self.config.group_size,
+            max_tokens=budget,
+            timeout=self.config.request_timeout_s,
+            **self.sampling(),
+        )
+        replies = [(c.message.content or "", c.finish_reason or "stop") for c in chat.choices]
+        answers = [self._shown(text, is_cut=reason == "length") for text, reason in replies]
+        scores = [reward.total for reward in await self.weighed_scores(item, answers)]
+        self.scores_since_log += scores
+        return self._group(item, replies, scores), []
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Ask the rows kept for evaluations once and log the mean score."""
+        if not self._eval_items:
+            items = await asyncio.gather(*(self._load(index) for index in self.held_out))
+            self._eval_items = [item for item in items if item is not None]
+        await super().evaluate()
+
+    def eval_items(self) -> list[ImageItem]:
+        """Return the evaluation items that could be loaded."""
+        return self._eval_items
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position."""
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+
+    def _group(
+        self, item: ImageItem, replies: Sequence[tuple[str, str]], scores: Sequence[float]
+    ) -> ScoredDataGroup:
+        asked = {"role": "user", "content": item["question"]}
+        chats = [[asked, {"role": "assistant", "content": text}] for text, _ in replies]
+        rows = [
+            tokenize_for_trainer(self.tokenizer, chat, finish_reason=reason)
+            for chat, (_, reason) in zip(chats, replies, strict=True)
+        ]
+        is_muted = [self.config.mute_truncated and reason == "length" for _, reason in replies]
+        group: ScoredDataGroup = {
+            "tokens": [row["tokens"] for row in rows],
+            "masks": [row["masks"] for row in rows],
+            "scores": list(scores),
+            "images": [item["image"]] * len(rows),
+            "overrides": [{"set_advantage_to_zero": True} if muted else {} for muted in is_muted],
+            "generation_params": self.sampling(),
+            "tokenized_from_text": True,
+        }
+        if self.config.include_messages:
+            system = {"role": "system", "content": self.instructions}
+            group["messages"] = [[system, *chat] for chat in chats]
+        return group
+
+    async def _load(self, index: int) -> ImageItem | None:
+        """Return the item of a row; None, counted as `failures/unusable_row`, if there is none."""
+        try:
+            row = await asyncio.to_thread(self.rows.__getitem__, index)
+            source = row[self.image_column]
+            if is_address(source):
+                source = await fetch_image(source, timeout_s=self.config.image_timeout_s)
+            return {
+                "image": await asyncio.to_thread(png_base64, source, folder=self.folder),
+                "question": self.question(row),
+                "gold": self.gold(row),
+            }
+        except (ImageError, ValueError, OSError) as error:
+            logger.warning("row %d skipped: %s", index, error)
+            self.count_failure("unusable_row")
+            return None
+
+    def _read(self) -> Any:
+        if self.config.dataset_path is None:
+            return hub_dataset(self.hub_name, split="train")
+        path = Path(self.config.dataset_path)
+        if path.is_dir():
+            path = find_split(path, ["train"])
+        self.folder = path.parent
+        return read_records(path, self.columns)
+
+    def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Return the tokens of a completion; the question counts, the image does not."""
+        text = [{"role": "user", "content": messages[-1]["content"][0]["text"]}]
+        limit = self.config.max_token_length
+        room = completion_budget(self.tokenizer, text, max_token_length=limit)
+        return min(self.max_tokens, room)

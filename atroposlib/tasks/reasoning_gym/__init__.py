@@ -1,0 +1,1 @@
+"""Items, prompts, scores and curriculum of the procedural tasks of the package reasoning-gym."""

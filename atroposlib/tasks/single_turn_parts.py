@@ -1,0 +1,135 @@
+"""Parts of single-turn environments: thinking in tags, metrics of right and wrong, columns."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+from atroposlib.envs.base import (
+    APIServerConfig,
+    BaseEnv,
+    BaseEnvConfig,
+    EvalHandlingEnum,
+    Item,
+    ScoredDataGroup,
+)
+from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.envs.single_turn_env import SingleTurnEnv
+
+__all__ = [
+    "DEEP_THINKING",
+    "PercentCorrect",
+    "RolloutColumns",
+    "ThinkingEnv",
+    "answer_after_thinking",
+    "deep_hermes_settings",
+]
+
+DEEP_THINKING = (
+    "You are an AI that thinks deeply. Before you answer you may reason for as long as you need: "
+    "look at the problem from several sides, try ideas, and check each step. Put all of that "
+    "inside <think> </think> tags, and give your solution or answer after the closing tag."
+)
+
+THINK_TAG = re.compile(r"<(/?)think>", re.IGNORECASE)
+
+
+def answer_after_thinking(completion: str) -> str | None:
+    """Return what follows the thinking; None unless there is exactly one pair of tags."""
+    tags = list(THINK_TAG.finditer(completion))
+    if [tag[1] for tag in tags] != ["", "/"]:
+        return None
+    return completion[tags[1].end() :]
+
+
+class ThinkingEnv(SingleTurnEnv):
+    """`score` receives the whole completion; very short ones do not move the policy."""
+
+    scores_thinking = True
+    min_trained_tokens = 10
+
+    @cached_property
+    def opened_tag(self) -> str:
+        """The opening tag where the chat template writes it before every answer, else empty."""
+        prompt = render_messages(self.tokenizer, [{"role": "user", "content": "?"}])
+        return "<think>" if prompt.rstrip().endswith("<think>") else ""
+
+
+MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+
+Config = TypeVar("Config", bound=BaseEnvConfig)
+
+
+def deep_hermes_settings(
+    config_cls: type[Config], **settings: Any
+) -> tuple[Config, APIServerConfig]:
+    """Return what `config_init` of such an environment returns.
+
+    Args:
+        config_cls: the environment's config class.
+        settings: what is its own; they win.
+    """
+    common = {
+        "tokenizer_name": MODEL,
+        "batch_size": 1024,
+        "inference_weight": 1.0,
+        "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+        "eval_limit_ratio": 0.1,
+    }
+    server = APIServerConfig(
+        model_name=MODEL,
+        base_url="http://localhost:9004/v1",
+        api_key="x",
+        server_type="vllm",
+        num_max_requests_at_once=32,
+        num_requests_for_eval=256,
+    )
+    return config_cls(**{**common, **settings}), server
+
+
+class PercentCorrect(SingleTurnEnv):
+    """Logs the part of the answers whose score is above zero, in training and in evaluations."""
+
+    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
+        """Return `train/percent_correct`."""
+        return {"train/percent_correct": statistics.fmean(score > 0 for score in scores)}
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return `eval/percent_correct`."""
+        return {"eval/percent_correct": statistics.fmean(s["score"] > 0 for s in samples)}
+
+
+class RolloutColumns(BaseEnv):
+    """Adds columns to `train/rollouts`; to be named before the kind of environment.
+
+    Attributes:
+        rollout_columns: their names.
+    """
+
+    rollout_columns: ClassVar[Sequence[str]]
+
+    @abstractmethod
+    def rollout_cells(self, item: Item) -> Sequence[Any]:
+        """Return the values of the columns, the same for every completion of an item."""
+
+    async def add_rollouts_for_wandb(
+        self, scored_data: ScoredDataGroup, item: Item | None = None
+    ) -> None:
+        """Keep the first trajectories of a group, with the columns of their item."""
+        await super().add_rollouts_for_wandb(scored_data, item)
+        if self.rollouts_for_wandb and item is not None:
+            cells = tuple(self.rollout_cells(item))
+            self.rollouts_for_wandb[-1] = [(*row, *cells) for row in self.rollouts_for_wandb[-1]]
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the kept rollouts as table `train/rollouts`."""
+        names = ["text", "score", *self.rollout_columns]
+        rows = [row for group in self.rollouts_for_wandb for row in group]
+        complete = [(*row, *[None] * (len(names) - len(row))) for row in rows]
+        if complete:
+            wandb_metrics["train/rollouts"] = self.run_log.table(names, complete)
+        return wandb_metrics

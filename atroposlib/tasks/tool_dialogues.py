@@ -1,0 +1,536 @@
+"""Dialogues with tools, played along a data set: settings, scenarios, turns and the environment.
+
+row ─► Scenario (expected calls of each turn) ─► DialogueConversation ─► checked turns ─► scores
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+import statistics
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from atroposlib.envs.base import Item
+from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn, visible_text
+from atroposlib.envs.multi_turn import Limits, Rollout
+from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
+from atroposlib.errors import ConfigError
+from atroposlib.tasks.hub_items import HubItems, HubItemsConfig, hub_rows
+from atroposlib.tasks.single_turn_parts import DEEP_THINKING
+from atroposlib.tasks.tool_calls import calls_match, read_calls
+from atroposlib.utils.length_penalty import length_factor
+from atroposlib.utils.local_records import read_records
+
+__all__ = [
+    "MODEL",
+    "Dialogue",
+    "DialogueConversation",
+    "DialogueRule",
+    "Helpers",
+    "Scenario",
+    "ToolDialogueConfig",
+    "ToolDialogueEnv",
+    "TurnCheck",
+    "check_call_turn",
+    "check_text_turn",
+    "conversation_of",
+    "dialogue_of",
+    "has_leading_thought",
+    "shortened_scores",
+]
+
+FREE_LENGTH_FRACTION = 0.5
+FULL_SCORE = 0.99
+"""A group loses by length when all its scores are above."""
+
+
+Scenario = Literal["single", "multistep", "multiturn", "relevance", "all"]
+"""Which dialogues are taken: one call turn; calls one after the other; a call for each request;
+requests no tool helps with; all that have a call."""
+
+
+class ToolDialogueConfig(HubItemsConfig, MultiTurnEnvConfig):
+    """Which dialogues are played, and how the policy must write."""
+
+    max_tool_call_turns_cap: int = Field(2, ge=1, description="Call turns of one dialogue.")
+    validate_think_blocks: bool = Field(
+        False, description="Take a turn for wrong unless it begins with its one thought."
+    )
+    generate_all_gpt_turns: bool = Field(
+        False,
+        description="Let the policy also write the texts between calls, which else are shown as "
+        "they stand in the data.",
+    )
+    max_gen_per_turn: int = Field(1024, ge=1, description="Tokens of one turn.")
+    wrong_call_penalty: float = Field(
+        -0.2, le=0, description="Added where a turn is not the expected one."
+    )
+    skip_completed: bool = Field(
+        True, description="Leave out dialogues that completed_dataset_id has."
+    )
+    completed_dataset_id: str | None = Field(
+        None,
+        description="File, or data set of the hub, with the column conversations: what was already "
+        "worked on.",
+    )
+    scenario_category: Scenario = Field(
+        "multiturn",
+        description="Dialogues with one call turn; calls that depend on each other; a call for "
+        "each of several requests; requests no tool helps with; all with a call.",
+    )
+    add_dynamic_few_shot: bool = Field(
+        True, description="Show a training dialogue, never the one that is played, as an example."
+    )
+    temperature: float = Field(0.8, ge=0, description="Sampling temperature of rollouts.")
+
+
+def shortened_scores(
+    scores: Sequence[float], lengths: Sequence[int], *, max_tokens: int
+) -> list[float]:
+    """Return the scores of a group; one in which all are full loses by length.
+
+    Args:
+        scores: [G].
+        lengths: [G] tokens, prompt included.
+        max_tokens: the length that loses 1; half of it is free.
+    """
+    if min(scores) <= FULL_SCORE:
+        return list(scores)
+    factors = (
+        length_factor(length, max_tokens=max_tokens, free_fraction=FREE_LENGTH_FRACTION)
+        for length in lengths
+    )
+    return [score - (1.0 - factor) for score, factor in zip(scores, factors, strict=True)]
+
+
+PATTERNS: Mapping[str, str] = {
+    "single": r"H[^C]*C[^C]*",
+    "multistep": r"H(?:CT)+CT?N?",
+    "multiturn": r"(?:HCTN)+HC.*",
+    "relevance": r"HN.*",
+    "all": r"H.*C.*",
+}
+"""H human, C reply with calls, N reply without, T answers of tools."""
+
+TAG = re.compile(r"</?tool_(?:call|response)>")
+
+
+class Dialogue(NamedTuple):
+    """One item."""
+
+    messages: tuple[ChatMessage, ...]
+    """What the policy reads first."""
+    expected_calls_by_turn: tuple[tuple[str, ...], ...]
+    """[T] calls as canonical JSON; none where the turn is to be a text."""
+    inter_turns: tuple[tuple[ChatMessage, ...], ...]
+    """[T - 1] what is read between two turns."""
+
+    @property
+    def num_call_turns(self) -> int:
+        """Turns that are to call tools."""
+        return sum(bool(calls) for calls in self.expected_calls_by_turn)
+
+
+class Helpers(NamedTuple):
+    """Texts put behind what the policy reads, by what its next turn is to be; may be empty."""
+
+    sequential: str = ""
+    """Behind a request that needs calls one after the other."""
+    narration: str = ""
+    """Behind the answers of tools that are to be told to the user."""
+    continuation: str = ""
+    """Behind the answers of tools after which more calls are needed."""
+    relevance: str = ""
+    """Behind a request no tool helps with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialogueRule:
+    """What is taken from a row."""
+
+    scenario: Scenario = "multiturn"
+    max_call_turns: int = 2
+    """Call turns of the policy; the dialogue is cut behind them."""
+    generate_all: bool = False
+    """Whether the policy also writes the texts between calls; else those of the data are shown."""
+    system_prompt: str = ""
+    """Comes before the system text of the row, which lists the tools."""
+    helpers: Helpers = field(default_factory=Helpers)
+
+
+class TurnCheck(NamedTuple):
+    """What is known of one turn."""
+
+    is_call_turn: bool
+    """Whether calls were expected."""
+    is_well_formed: bool
+    """Whether it is what its kind must look like."""
+    is_match: bool
+    """Whether it is right as well."""
+
+
+CheckTurn = Callable[[str, Sequence[str]], TurnCheck]
+
+
+class _Message(NamedTuple):
+    kind: str
+    text: str
+    calls: tuple[str, ...] = ()
+
+
+def dialogue_of(row: Mapping[str, Any], rule: DialogueRule) -> Dialogue | None:
+    """Return what the policy plays of a row; None when it is of another scenario."""
+    messages = [_as_message(m) for m in row["conversations"] if m["from"] != "system"]
+    systems = [m["value"] for m in row["conversations"] if m["from"] == "system"]
+    kinds = re.sub("T+", "T", "".join(message.kind for message in messages))
+    if not re.fullmatch(PATTERNS[rule.scenario], kinds):
+        return None
+    chats: list[list[ChatMessage]] = [
+        [{"role": "system", "content": "\n\n".join([rule.system_prompt, *systems[:1]]).strip()}]
+    ]
+    expected: list[tuple[str, ...]] = []
+    for message in _cut(messages, rule):
+        is_turn = message.kind == "C" or rule.generate_all or rule.scenario == "relevance"
+        if message.kind in "CN" and is_turn:
+            chats[-1] = _with_helper(chats[-1], message, rule, is_first=not expected)
+            expected.append(message.calls)
+            chats.append([])
+        else:
+            _add(chats[-1], "assistant" if message.kind == "N" else "user", message.text)
+    inter_turns = tuple(tuple(chat) for chat in chats[1:-1])
+    if not expected or not all(inter_turns):
+        return None
+    return Dialogue(tuple(chats[0]), tuple(expected), inter_turns)
+
+
+def check_call_turn(answer: str, expected: Sequence[str]) -> TurnCheck:
+    """Check a turn, without its thinking, that must be calls and nothing else."""
+    read = read_calls(answer, allow_literals=True)
+    is_well_formed = bool(
+        read.calls
+        and not read.num_broken
+        and not read.rest.strip()
+        and all(isinstance(call.get("name"), str) for call in read.calls)
+    )
+    wanted = [json.loads(call) for call in expected]
+    is_match = is_well_formed and calls_match(wanted, read.calls, coerce=True)
+    return TurnCheck(True, is_well_formed, is_match)
+
+
+def check_text_turn(answer: str) -> TurnCheck:
+    """Check a turn, without its thinking, that must be a text without calls."""
+    is_text = bool(answer.strip()) and not TAG.search(answer)
+    return TurnCheck(False, is_text, is_text)
+
+
+def has_leading_thought(text: str) -> bool:
+    """Say whether a turn begins with its one thought; the template may have opened it."""
+    before, closing, after = text.partition("</think>")
+    thought = before.lstrip().removeprefix("<think>")
+    return bool(closing) and "<think>" not in thought + after and "</think>" not in after
+
+
+class DialogueConversation(Conversation):
+    """The data's side of a dialogue; it ends at the first turn that is not the expected one.
+
+    Attributes:
+        checks: [T] of the turns so far.
+        latest: the latest turn without its thinking.
+    """
+
+    def __init__(self, dialogue: Dialogue, check_turn: CheckTurn) -> None:
+        self.dialogue = dialogue
+        self.checks: list[TurnCheck] = []
+        self.latest = ""
+        self._check_turn = check_turn
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every turn was played and right."""
+        is_whole = len(self.checks) == len(self.dialogue.expected_calls_by_turn)
+        return is_whole and all(check.is_match for check in self.checks)
+
+    def opening(self) -> Sequence[ChatMessage]:
+        """Return the tools and the first request."""
+        return self.dialogue.messages
+
+    async def reply(self, turn: Turn) -> Reply:
+        """Show what comes next in the data."""
+        check = self._check_turn(turn.text, self.dialogue.expected_calls_by_turn[turn.index])
+        self.checks.append(check)
+        self.latest = turn.answer
+        if not check.is_match or turn.index == len(self.dialogue.inter_turns):
+            return Reply(is_done=True)
+        return Reply(self.dialogue.inter_turns[turn.index])
+
+
+def _as_message(message: Mapping[str, str]) -> _Message:
+    text = message["value"]
+    if message["from"] == "gpt":
+        answer = visible_text(text)
+        calls = read_calls(answer, allow_literals=True).calls
+        canonical = tuple(json.dumps(call, sort_keys=True, default=str) for call in calls)
+        return _Message("C" if calls else "N", answer, canonical)
+    if message["from"] == "tool" and "<tool_response>" not in text:
+        text = f"<tool_response>\n{text}\n</tool_response>"
+    return _Message("T" if message["from"] == "tool" else "H", text)
+
+
+def _cut(messages: Sequence[_Message], rule: DialogueRule) -> Sequence[_Message]:
+    """Return the messages up to the last turn of the policy."""
+    num_calls = 0
+    end = 0
+    for position, message in enumerate(messages):
+        if num_calls == rule.max_call_turns and message.kind in "HC":
+            break
+        num_calls += message.kind == "C"
+        is_text_turn = rule.generate_all or rule.scenario == "relevance"
+        if message.kind == "C" or (message.kind == "N" and is_text_turn):
+            end = position + 1
+        if rule.scenario == "relevance" and end:
+            break
+    return messages[:end]
+
+
+def _add(chat: list[ChatMessage], role: str, text: str) -> None:
+    """Add a message; one of the same role as the last becomes part of that."""
+    if chat and chat[-1]["role"] == role:
+        chat[-1] = {"role": role, "content": f"{chat[-1]['content']}\n{text}"}
+    else:
+        chat.append({"role": role, "content": text})
+
+
+def _with_helper(
+    chat: list[ChatMessage], turn: _Message, rule: DialogueRule, *, is_first: bool
+) -> list[ChatMessage]:
+    if not chat or chat[-1]["role"] != "user":
+        return chat
+    helpers = rule.helpers
+    after_tool = "<tool_response>" in chat[-1]["content"]
+    if is_first:
+        by_scenario = {"multistep": helpers.sequential, "relevance": helpers.relevance}
+        text = by_scenario.get(rule.scenario, "")
+    elif after_tool:
+        text = helpers.continuation if turn.kind == "C" else helpers.narration
+    else:
+        text = ""
+    if not text:
+        return chat
+    return [*chat[:-1], {"role": "user", "content": f"{chat[-1]['content']}\n\n{text}"}]
+
+
+MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+MAX_EVAL_ITEMS = 128
+
+SYSTEM_PROMPT = (
+    f"{DEEP_THINKING}\n\nBegin every reply with one thought in those tags. Where tools are needed, "
+    "what follows it is one <tool_call> block per call and nothing else. Where they are not, tell "
+    "the user what you found, without a block. What the tools answer is shown to you between "
+    "<tool_response> tags; never write such tags yourself."
+)
+SEQUENTIAL = (
+    "Several calls are needed, and later ones depend on what earlier ones give: make the calls "
+    "that can be made now and wait for their answers before you make the next."
+)
+NARRATION = "Tell me what these answers mean for my request, in a sentence or two, without a call."
+CONTINUATION = "Go on with the call that comes next."
+RELEVANCE = (
+    "If no tool fits, or something needed is missing, make no call: say that you are sorry, and "
+    "ask for what you need."
+)
+
+
+class ToolDialogueEnv(HubItems, MultiTurnEnv):
+    """Write `turn_rewards`; the texts and the checks of turns may be overridden.
+
+    Attributes:
+        min_call_turns: dialogues with fewer call turns are left out.
+        examples: dialogues that are shown as examples.
+    """
+
+    columns: ClassVar[Sequence[str]] = ("conversations",)
+    env_config_cls = ToolDialogueConfig
+    config: ToolDialogueConfig  # type: ignore[assignment]
+    min_call_turns = 0
+
+    @abstractmethod
+    def turn_rewards(self, conversation: DialogueConversation, *, num_turns: int) -> list[float]:
+        """Return [T] rewards of the turns of a rollout.
+
+        Args:
+            conversation: has the checks of the turns; a turn that a limit cut has none.
+            num_turns: T, at least 1.
+        """
+
+    def get_system_prompt(self) -> str:
+        """Return what stands before the list of tools."""
+        return SYSTEM_PROMPT
+
+    def get_few_shot_example(self, dialogue: Dialogue) -> str:
+        """Return a dialogue as an example: its request and the calls to be written first."""
+        calls = "\n".join(
+            f"<tool_call>\n{call}\n</tool_call>" for call in dialogue.expected_calls_by_turn[0]
+        )
+        answer = calls or "I am sorry, none of the tools fits. What exactly do you need?"
+        request = dialogue.messages[-1]["content"]
+        thought = "<think>\nWhich tools help, and with which arguments?\n</think>"
+        return f"An example, with tools of its own.\nUser: {request}\nYou: {thought}\n{answer}"
+
+    def get_sequential_helper(self) -> str:
+        """Return what stands behind a request that needs calls one after the other."""
+        return SEQUENTIAL
+
+    def get_narration_helper(self) -> str:
+        """Return what stands behind answers of tools that are to be told to the user."""
+        return NARRATION
+
+    def get_continuation_helper(self) -> str:
+        """Return what stands behind answers of tools after which more calls are needed."""
+        return CONTINUATION
+
+    def validate_tool_call_turn(self, text: str, expected: Sequence[str]) -> TurnCheck:
+        """Check a whole turn that must call tools."""
+        check = check_call_turn(visible_text(text), expected)
+        return check if self._thought_is_fine(text) else check._replace(**NOTHING_RIGHT)
+
+    def validate_summary_turn(self, text: str) -> TurnCheck:
+        """Check a whole turn that must be a text."""
+        check = check_text_turn(visible_text(text))
+        return check if self._thought_is_fine(text) else check._replace(**NOTHING_RIGHT)
+
+    def _thought_is_fine(self, text: str) -> bool:
+        return not self.config.validate_think_blocks or has_leading_thought(text)
+
+    async def setup(self) -> None:
+        """Read the rows and make dialogues of those that are of the scenario."""
+        await super().setup()
+        await asyncio.to_thread(self._make_dialogues)
+
+    def _make_dialogues(self) -> None:
+        rule = DialogueRule(
+            scenario=self.config.scenario_category,
+            max_call_turns=self.config.max_tool_call_turns_cap,
+            generate_all=self.config.generate_all_gpt_turns,
+            system_prompt=self.get_system_prompt(),
+            helpers=Helpers(
+                sequential=self.get_sequential_helper(),
+                narration=self.get_narration_helper(),
+                continuation=self.get_continuation_helper(),
+                relevance=RELEVANCE,
+            ),
+        )
+        done = self._completed_requests()
+        for name in ("train", "test"):
+            rows = [row for row in getattr(self, name) if _request_of(row) not in done]
+            made = (dialogue_of(row, rule) for row in rows)
+            setattr(self, name, [d for d in made if d is not None and self._is_playable(d)])
+        if not self.train:
+            raise ConfigError(
+                f"no training row is a dialogue of scenario {self.config.scenario_category!r}; "
+                "--env.scenario_category all takes every row with a call"
+            )
+        dialogues: list[Any] = self.train
+        self.examples: list[Dialogue] = sorted(dialogues, key=_num_characters)[:2]
+
+    def _is_playable(self, dialogue: Dialogue) -> bool:
+        has_turns = len(dialogue.expected_calls_by_turn) <= self.config.max_turns
+        return has_turns and dialogue.num_call_turns >= self.min_call_turns
+
+    def _completed_requests(self) -> set[str]:
+        source = self.config.completed_dataset_id
+        if source is None or not self.config.skip_completed:
+            return set()
+        path = Path(source)
+        rows = (
+            read_records(path, self.columns) if path.exists() else hub_rows(source, split="train")
+        )
+        return {_request_of(row) for row in rows}
+
+    def eval_items(self) -> Sequence[Any]:
+        """Return the first test dialogues."""
+        return self.test[:MAX_EVAL_ITEMS]
+
+    def start_conversation(self, item: Item) -> DialogueConversation:
+        """Begin a dialogue, under an example where the settings ask for one."""
+        messages = item.messages
+        others = [e for e in self.examples if e.messages[1:] != messages[1:]]
+        if self.config.add_dynamic_few_shot and others:
+            system = f"{messages[0]['content']}\n\n{self.get_few_shot_example(others[0])}"
+            messages = ({"role": "system", "content": system}, *messages[1:])
+        return DialogueConversation(item._replace(messages=messages), self._check_turn)
+
+    def _check_turn(self, text: str, expected: Sequence[str]) -> TurnCheck:
+        if expected:
+            return self.validate_tool_call_turn(text, expected)
+        return self.validate_summary_turn(text)
+
+    async def collect_trajectory(self, item: Item) -> tuple[Rollout, list[Item]]:
+        """Play one dialogue and reward its turns."""
+        rollout, backlog = await super().collect_trajectory(item)
+        return self._rewarded(rollout), backlog
+
+    async def play_for_evaluation(self, item: Item) -> Rollout:
+        """Play one dialogue on any server and reward its turns."""
+        return self._rewarded(await super().play_for_evaluation(item))
+
+    def _rewarded(self, rollout: Rollout) -> Rollout:
+        if rollout.rewards:
+            rollout.rewards = self.turn_rewards(
+                conversation_of(rollout), num_turns=len(rollout.rewards)
+            )
+        return rollout
+
+    def limits(self) -> Limits:
+        """Return the limits, with that of a turn."""
+        return dataclasses.replace(super().limits(), max_turn_tokens=self.config.max_gen_per_turn)
+
+    def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
+        """Return the mean reward and the share of dialogues that were right to the end."""
+        if not rollouts:
+            return {}
+        complete = [conversation_of(rollout).is_complete for rollout in rollouts]
+        return {
+            f"{area}/avg_reward": statistics.fmean(self.score_of(r) for r in rollouts),
+            f"{area}/percent_correct": statistics.fmean(complete),
+            **super().metrics_of(rollouts, area),
+        }
+
+    def score_of(self, rollout: Rollout) -> float:
+        """Return what a whole dialogue is worth; the sum of its rewards unless overridden."""
+        return sum(rollout.rewards)
+
+    def check_gold_answer(self, item: Item) -> Sequence[str]:
+        """Return the expected calls of each turn, or a text."""
+        turns = []
+        for calls in item.expected_calls_by_turn:
+            blocks = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+            turns.append(f"<think>Next.</think>\n{blocks or 'I am sorry; which one do you mean?'}")
+        return turns
+
+
+def conversation_of(rollout: Rollout) -> DialogueConversation:
+    """Return what was played in a rollout of these environments."""
+    conversation = rollout.conversation
+    if not isinstance(conversation, DialogueConversation):
+        raise TypeError(f"the rollout is of {conversation!r}; expected a DialogueConversation")
+    return conversation
+
+
+NOTHING_RIGHT = {"is_well_formed": False, "is_match": False}
+
+
+def _request_of(row: dict[str, Any]) -> str:
+    texts = (m["value"] for m in row["conversations"] if m["from"] == "human")
+    return next(texts, "").strip()
+
+
+def _num_characters(dialogue: Dialogue) -> int:
+    return sum(len(message["content"]) for message in dialogue.messages)

@@ -1,0 +1,171 @@
+"""What console commands share: a parser, and how they end.
+
+Refusals of the parser are one line with the near name, and its help has parts: `--help` shows what
+is often needed where a command names that, and `--help all` everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
+
+__all__ = ["CommandParser", "end_command", "exit_code_of"]
+
+_NEAR = 0.6
+
+
+_REFUSED_SETTINGS = (401, 403, 409)
+"""What a service answers to a wrong token, and to settings that are not those of its run."""
+
+
+def exit_code_of(error: Exception) -> int:
+    """Return how a command ends: 2 when a setting can never work, 1 when its work failed."""
+    if isinstance(error, (ConfigError, MissingExtraError)):
+        return 2
+    is_refused = isinstance(error, TrajectoryApiError) and error.status in _REFUSED_SETTINGS
+    return 2 if is_refused else 1
+
+
+def end_command(command: str, message: object, *, code: int) -> NoReturn:
+    """Print one line on standard error and end the process.
+
+    Args:
+        command: name of the command, before the message.
+        message: what is wrong and what to do.
+        code: exit code.
+    """
+    sys.stderr.write(f"{command}: {message}\n")
+    sys.exit(code)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser for people: one line per mistake, exit code 2.
+
+    Args:
+        often: Destinations of the arguments that the short help shows; empty shows all of them.
+        **options: Of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, often: Collection[str] = (), **options: Any) -> None:
+        # Options of argparse, which differ between versions of Python.
+        super().__init__(**{**options, "add_help": False})
+        self._often = frozenset(often)
+        text = "show this help" + (", or every flag" if often else "") + ", and exit"
+        self.add_argument("-h", "--help", action=_Help, help=text, **self._help_options())
+
+    def _help_options(self) -> dict[str, Any]:
+        return {"metavar": "all", "nargs": "?"} if self._often else {"nargs": 0}
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse like argparse; on an unknown flag suggest the near name and exit with 2."""
+        given = list(sys.argv[1:] if args is None else args)
+        # Before argparse looks: a mistyped required flag should not be reported as missing.
+        self.refuse_unknown(self._before_terminator(given))
+        parsed, rest = self.parse_known_args(given, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed
+
+    def refuse_unknown(self, words: Iterable[str]) -> None:
+        """Exit with 2 when words that look like flags are none of this command's."""
+        known = self._known_flags()
+        unknown = [word for word in words if self._is_unknown_flag(word, known)]
+        if unknown:
+            self.error("; ".join(_explain(word, known) for word in unknown))
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line instead of the whole usage, exit with 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def short_help(self) -> str:
+        """Return the help with the arguments that are often needed."""
+        shown = [action for action in self._actions if self._is_often(action)]
+        formatter = self._get_formatter()
+        needed = [f"{a.option_strings[0]} {a.dest.upper()}" for a in shown if _is_flag_needed(a)]
+        made = " ".join(["%(prog)s", *needed, "[--flag value ...]"])
+        formatter.add_usage(self.usage or made, [], [])
+        formatter.add_text(self.description)
+        for title, wanted in (("needed", True), ("often needed", False)):
+            formatter.start_section(title)
+            formatter.add_arguments(a for a in shown if _is_required(a) is wanted)
+            formatter.end_section()
+        num_others = len(self._actions) - len(shown)
+        formatter.add_text(f"All others, {num_others} of them: {self.prog} --help all")
+        return formatter.format_help()
+
+    def _is_often(self, action: argparse.Action) -> bool:
+        is_help = "--help" in action.option_strings
+        return not self._often or is_help or action.dest in self._often or _is_required(action)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of the choices, naming the near one."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        raise argparse.ArgumentError(
+            action, f"invalid choice: {value!r}{_hint(str(value), choices)} (choose from "
+            f"{', '.join(choices)})",
+        )  # fmt: skip
+
+    def _before_terminator(self, words: list[str]) -> list[str]:
+        return words[: words.index("--")] if "--" in words else words
+
+    def _known_flags(self) -> list[str]:
+        """The flags of this command and of its sub-commands."""
+        flags = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    flags += parser._option_string_actions
+        return flags
+
+    def _is_unknown_flag(self, word: str, known: Collection[str]) -> bool:
+        flag = word.split("=", 1)[0]
+        if not flag.startswith("--") or len(flag) < 3 or " " in flag or flag in known:
+            return False
+        return not (self.allow_abbrev and any(each.startswith(flag) for each in known))
+
+
+class _Help(argparse.Action):
+    """`--help` in two lengths."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        # argparse's own defaults, so that the namespace has no entry of this name.
+        options |= {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        super().__init__(option_strings, **options)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, CommandParser)
+        is_short = parser._often and values != "all"
+        parser._print_message(parser.short_help() if is_short else parser.format_help(), sys.stdout)
+        parser.exit()
+
+
+def _is_required(action: argparse.Action) -> bool:
+    return action.required if action.option_strings else action.nargs not in ("?", "*")
+
+
+def _is_flag_needed(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and action.required
+
+
+def _explain(word: str, known: Iterable[str]) -> str:
+    return f"unrecognized argument {word}{_hint(word.split('=', 1)[0], known)}"
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, list(known), n=1, cutoff=_NEAR)
+    return f", did you mean {near[0]}?" if near else ""

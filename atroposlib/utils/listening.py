@@ -1,0 +1,60 @@
+"""Whether an address can be listened on, found out before a server says so in words of its own."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+
+from atroposlib.errors import ConfigError
+
+__all__ = ["CannotListenError", "require_free_port"]
+
+
+class CannotListenError(ConfigError, OSError):
+    """An address cannot be listened on; the message says why, and which flags choose another."""
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Return when the address can be listened on.
+
+    Args:
+        host: name or address; of several addresses that a name has, one must be usable.
+        port: 0 for any free one.
+
+    Raises:
+        CannotListenError: it cannot.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        unusable = [error for family, *_, address in found if (error := _try(family, address))]
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from None
+    for reason in unusable:
+        # A family that this machine does not have is passed over, as servers do.
+        if reason.errno == errno.EADDRINUSE or len(unusable) == len(found):
+            raise _cannot_listen(host, port, reason) from None
+
+
+def _try(family: int, address: Any) -> OSError | None:
+    """Return why an address cannot be bound; None when it can."""
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers have it
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error
+    return None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> CannotListenError:
+    if error.errno == errno.EADDRINUSE:
+        return CannotListenError(f"port {port} is in use; choose another with --port")
+    return CannotListenError(
+        f"cannot listen on {host}, port {port} ({error.strerror}); choose others with --host "
+        "and --port"
+    )

@@ -1,0 +1,1 @@
+"""Runs of several processes: `atropos-train`, and what `atropos-demo` is made of."""

@@ -1,0 +1,642 @@
+"""`atropos-train`: train a model on environments of yours by one command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from atroposlib.errors import AtroposError, ConfigError
+from example_trainer.cli import TrainerParser, config_from_args, create_full_parser, describe_errors
+from example_trainer.config import require_model_folder
+from example_trainer.launch.options import (
+    EnvironmentFile,
+    Machine,
+    TrainOptions,
+    make_plan,
+    place,
+    require_gpu_memory,
+    visible_gpus,
+)
+from example_trainer.launch.plan import RunPaths, RunPlan, shown_path
+from example_trainer.launch.preflight import (
+    ModelFacts,
+    describe_environment,
+    prepare_folder,
+    read_model,
+    require_new_folder,
+    require_packages,
+    served_model,
+)
+from example_trainer.launch.supervisor import ending_signals
+
+if TYPE_CHECKING:
+    from example_trainer.config import TrainingConfig
+    from example_trainer.launch.train import TrainResult
+
+__all__ = ["main"]
+
+_PROGRAM = "atropos-train"
+_RUNS = Path("train_runs")
+_TRAINER_PREFIX = "--trainer."
+_ENVIRONMENT_PREFIX = "--env."
+_FILE = re.compile(r"(?P<path>.+\.py)(?:=(?P<weight>.*))?")
+
+_OWN_FLAGS = {
+    "model_name": "--model",
+    "training_steps": "--steps",
+    "lr": "--lr",
+    "seed": "--seed",
+    "device": "--device",
+    "resume": "--resume",
+    "save_path": "--output",
+    "seq_len": "--context-tokens",
+    "batch_size": "--groups-per-step",
+    "gradient_accumulation_steps": "--groups-per-step",
+    "engine_urls": "--engine-url",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "vllm_args": "--engine-args",
+}
+"""Settings of the trainer that a flag of this command sets."""
+
+_OFTEN_NEEDED = (
+    *("files", "model", "steps", "output", "resume", "lr", "groups_per_step", "context_tokens"),
+    *("seed", "device", "no_evaluate", "engine_url", "engine_args", "gpu_memory_utilization"),
+)
+"""Arguments that `--help` shows; `--help all` shows the trainer's as well."""
+
+_NAMES_OF_SETTINGS = {
+    "model": "model_name",
+    "vllm-gpu-memory-utilization": "gpu_memory_utilization",
+}
+
+_FIXED = {
+    "metrics_path", "atropos_url", "vllm_host", "vllm_port", "vllm_gpu", "max_model_len", "dtype",
+    "vllm_start_timeout_s", "engine", "weight_bridge_mode", "vllm_config_path", "trainer_rank",
+    "world_size", "parallel_mode", "init_method", "num_inference_nodes", "log_dir", "quiet",
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices",
+    "lora_name", "help",
+}  # fmt: skip
+"""Settings of the trainer that follow from the run itself."""
+
+
+_FIXED_IN_ENVIRONMENTS = {
+    "tokenizer_name": f"{_PROGRAM} takes the tokenizer of --model; leave it out",
+    "rollout_server_url": f"{_PROGRAM} starts the service itself; leave it out",
+    "metrics_path": f"{_PROGRAM} needs the metrics for its report; leave it out",
+    "data_path_to_save_groups": f"{_PROGRAM} needs the groups for its report; leave it out",
+    "total_steps": "it is --steps here",
+}
+"""Settings of environments that follow from the run itself, and why."""
+
+_FIXED_ENGINE_ARGS = ("--host", "--port", "--model", "--served-model-name")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train.
+
+    Exits with 0 when all went well, 1 when a process failed, 2 when something asked for cannot be
+    done (nothing has been started then), 130 after Ctrl-C and 143 after SIGTERM. No process it
+    started is left in any of these cases.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    with ending_signals():
+        parser = _parser()
+        own, environment_flags = _split_words(words)
+        _refuse_own_settings(parser, own)
+        arguments = parser.parse_args(own)
+        # Python repeats these for other packages when it compiles them, on the first run.
+        warnings.filterwarnings("ignore", category=SyntaxWarning)
+        try:
+            prepared = _prepare(parser, arguments, environment_flags)
+        except (AtroposError, ValidationError) as error:
+            text = (
+                describe_errors(error).replace("--", _TRAINER_PREFIX, 1)
+                if isinstance(error, ValidationError)
+                else str(error)
+            )
+            parser.exit(2, f"{_PROGRAM}: error: {text}\n")
+        except KeyboardInterrupt:
+            parser.exit(130, "\nstopped before anything was started\n")
+        _train(prepared)
+
+
+class _Prepared:
+    """A run about which nothing was found wrong."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        paths: RunPaths,
+        plan: RunPlan,
+        model: ModelFacts,
+        notes: Sequence[str],
+    ) -> None:
+        self.options = options
+        self.paths = paths
+        self.plan = plan
+        self.model = model
+        self.notes = notes
+
+
+def _prepare(
+    parser: TrainerParser,
+    arguments: argparse.Namespace,
+    environment_flags: dict[str, tuple[str, ...]],
+) -> _Prepared:
+    """Find out all that can be wrong, and make the folder."""
+    is_resumed = arguments.resume is not None
+    if is_resumed:
+        folder = _folder_to_resume(parser, arguments, environment_flags)
+        from example_trainer.launch.train import read_options
+
+        options = read_options(folder)
+        if arguments.steps is not None:
+            options = replace(options, steps=arguments.steps)
+    else:
+        options = _options(parser, arguments, environment_flags)
+        folder = arguments.output or _RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
+    paths = RunPaths(folder.resolve())
+    if not is_resumed:
+        require_new_folder(paths.output)  # before what takes its time
+        require_model_folder(options.model)
+    require_packages(launches_engine=options.engine_url is None)
+    if options.engine_url is not None:
+        served_model(options.engine_url, options.model)
+    environments = [
+        describe_environment(Path(options.working_folder, file.path), options.flags_of(name))
+        for file, name in zip(options.files, options.names(), strict=True)
+    ]
+    model = read_model(options.model)
+    if is_resumed:
+        _require_steps_to_do(options, paths)
+    machine = _machine(options.device)
+    plan, notes = make_plan(
+        options,
+        paths,
+        model=model,
+        environments=environments,
+        machine=machine,
+        is_resumed=is_resumed,
+    )
+    require_gpu_memory(model, _trainer_config(plan), machine, place(options, machine))
+    if not is_resumed:
+        prepare_folder(paths.output, subfolders=[paths.logs])
+    from example_trainer.launch.train import write_options
+
+    write_options(options, paths)
+    return _Prepared(options, paths, plan, model, notes)
+
+
+def _train(prepared: _Prepared) -> None:
+    from example_trainer.launch import report
+    from example_trainer.launch.progress import RunProgress
+    from example_trainer.launch.train import TrainRun, needs_untying, phases
+
+    paths, plan = prepared.paths, prepared.plan
+
+    def how_to_continue() -> str:
+        steps = report.count_steps(paths.trainer_metrics)
+        command = f"{_PROGRAM} --resume {shlex.quote(shown_path(paths.output))}"
+        return f"{steps} of {plan.steps} steps done; continue with:\n  {command}"
+
+    try:
+        with RunProgress() as progress:
+            progress.announce(
+                f"{_PROGRAM}: {plan.model} on {', '.join(e.name for e in plan.environments)}",
+                phases(plan, unties=needs_untying(plan, prepared.model)),
+            )
+            progress.note(f"everything goes to {shown_path(paths.output)}; logs to its folder logs")
+            for note in prepared.notes:
+                progress.note(note)
+            result = TrainRun(plan, paths, progress, model=prepared.model).run()
+    except KeyboardInterrupt:
+        print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
+        sys.exit(130)
+    except AtroposError as error:
+        print(f"\n{_PROGRAM}: {error}\n\n{how_to_continue()}", file=sys.stderr)
+        sys.exit(1)
+    except SystemExit:
+        print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
+        raise
+    _print_result(prepared, result)
+
+
+def _print_result(prepared: _Prepared, result: TrainResult) -> None:
+    from example_trainer.launch.report import curve_text, plain_number
+
+    paths, plan = prepared.paths, prepared.plan
+    if result.points:
+        print(f"\n{curve_text(result.points, metric=result.metric)}")
+    for name, before, after in _measured(result):
+        print(f"\n{name}, measured by its own evaluate")
+        for key in after:
+            if key in before:
+                shown = f"before {plain_number(before[key])}, after {plain_number(after[key])}"
+                change = plain_number(after[key] - before[key])
+                print(f"  {key}: {shown} ({change if change.startswith('-') else f'+{change}'})")
+    if result.ends is not None:
+        first, last = result.ends
+        print(
+            f"\n{result.metric.label}: first steps {plain_number(first)}, "
+            f"last steps {plain_number(last)}"
+        )
+    print(f"in {result.seconds:.0f} s, seed {plan.seed}\n")
+    if result.points:
+        print(f"reward curve  {shown_path(paths.curve)}")
+    print(f"report        {shown_path(paths.report)}")
+    if result.has_rollouts:
+        print(f"rollouts      {shown_path(paths.rollouts)}")
+    print(f"model         {shown_path(paths.final_model)}")
+    print(f"logs          {shown_path(paths.logs)}\n")
+    model = shlex.quote(shown_path(paths.final_model))
+    print("next:")
+    print(f"  vllm serve {model} --port 9001          # serve the trained model")
+    more = f"{_PROGRAM} --resume {shlex.quote(shown_path(paths.output))} --steps {2 * plan.steps}"
+    print(f"  {more}   # train on")
+
+
+def _measured(result: TrainResult) -> Iterator[tuple[str, Any, Any]]:
+    for name, after in result.after.items():
+        if name in result.before:
+            yield name, result.before[name], after
+
+
+def _parser() -> TrainerParser:
+    parser = TrainerParser(
+        prog=_PROGRAM,
+        usage=f"{_PROGRAM} FILE.py [FILE.py=WEIGHT ...] --model NAME_OR_PATH [--steps N] "
+        "[--env.NAME VALUE ...] [--trainer.NAME VALUE ...]",
+        description="Train a model on environments of yours: starts the inference engine, the "
+        "trajectory service, the environments and the trainer, and ends with results before and "
+        "after, a report and the trained model. Ctrl-C ends every process; --resume goes on.\n\n"
+        f"{_ENVIRONMENT_PREFIX}NAME VALUE sets any setting of every environment, "
+        f"{_ENVIRONMENT_PREFIX}FILE.NAME VALUE of one of\nseveral (FILE without .py); "
+        "`python FILE.py serve --help all` lists them with their defaults.\n"
+        f"{_TRAINER_PREFIX}NAME VALUE passes a flag of atropos-grpo on to the trainer.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        often=_OFTEN_NEEDED,
+    )
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=_environment_file,
+        metavar="FILE.py[=WEIGHT]",
+        help="environments; with several, their shares of each batch are as their weights "
+        "(default 1)",
+    )
+    parser.add_argument("--model", help="hub name or folder of the model to train")
+    parser.add_argument(
+        "--steps", type=_whole(1), help="optimizer steps of the whole run (default: 200)"
+    )
+    parser.add_argument(
+        "--output", type=Path, help=f"folder to write to (default: {_RUNS}/<date>-<time>)"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="go on with the run in this folder, or with the newest under "
+        f"{_RUNS}/; its settings hold, --steps may be raised",
+    )
+    parser.add_argument(
+        "--lr",
+        type=_positive,
+        help="learning rate (default: 1e-6, which is usual where all weights are trained; 2e-4 "
+        "below 20 million parameters. atropos-grpo by itself takes 1e-5)",
+    )
+    parser.add_argument(
+        "--groups-per-step",
+        type=_whole(1),
+        help="groups in one optimizer step (default: 16; 4 on a CPU, except for tiny models)",
+    )
+    parser.add_argument(
+        "--context-tokens",
+        type=_whole(16),
+        help="longest prompt and completion together, in tokens (default: the largest "
+        "env.max_token_length and 1024 more, at most what the model reads)",
+    )
+    parser.add_argument("--seed", type=_whole(0), help="seed of engine and trainer (default: 0)")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        help="where engine and trainer run; auto: on the GPU if there is one. One GPU is "
+        "shared, of several the trainer has the first and the engine the last; "
+        "CUDA_VISIBLE_DEVICES chooses among them (default: auto)",
+    )
+    parser.add_argument(
+        "--no-evaluate",
+        action="store_true",
+        help="do not measure before and after training (default: the environments' evaluate does)",
+    )
+    parser.add_argument(
+        "--engine-url",
+        type=_address,
+        metavar="URL",
+        help="use the vLLM at this address, started with VLLM_SERVER_DEV_MODE=1 (default: one is "
+        "launched)",
+    )
+    parser.add_argument(
+        "--engine-args",
+        type=_shell_words,
+        metavar="'ARGS'",
+        help="further arguments for the launched vLLM, as one word (default: none)",
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=_fraction,
+        help="share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a GPU of its own)",
+    )
+    trainer = parser.add_argument_group("flags of atropos-grpo, passed on to the trainer")
+    for action in create_full_parser()._actions:
+        if action.dest not in _OWN_FLAGS and action.dest not in _FIXED:
+            _add_trainer_flag(trainer, action)
+    return parser
+
+
+def _add_trainer_flag(group: Any, action: argparse.Action) -> None:
+    """Add a flag of the trainer under `--trainer.`; only what is typed appears in the result."""
+    names = [
+        f"{_TRAINER_PREFIX}{name.removeprefix('--')}"
+        for name in action.option_strings
+        if name.startswith("--") and not name.startswith("--no-")
+    ]
+    options: dict[str, Any] = {
+        "dest": f"{_TRAINER_PREFIX}{action.dest}",
+        "default": argparse.SUPPRESS,
+        "help": f"{action.help or ''} (default: {action.default})".replace(
+            " (default: %(default)s)", ""
+        ),
+    }
+    if isinstance(action, argparse.BooleanOptionalAction) or action.nargs == 0:
+        options["type"] = _boolean
+        options["metavar"] = "true|false"
+    else:
+        options |= {
+            "type": action.type,
+            "choices": action.choices,
+            "nargs": action.nargs,
+            "metavar": action.metavar
+            or ("|".join(map(str, action.choices)) if action.choices else "VALUE"),
+        }
+    group.add_argument(*names, **options)
+
+
+def _refuse_own_settings(parser: TrainerParser, words: Sequence[str]) -> None:
+    """Name the flag of this command for a setting of the trainer that it sets itself."""
+    for word in words:
+        setting = word.removeprefix(_TRAINER_PREFIX).partition("=")[0]
+        name = _NAMES_OF_SETTINGS.get(setting, setting.replace("-", "_"))
+        if word.startswith(_TRAINER_PREFIX) and name in _OWN_FLAGS:
+            parser.error(f"{_TRAINER_PREFIX}{setting} is {_OWN_FLAGS[name]} here")
+        if word.startswith(_TRAINER_PREFIX) and name in _FIXED:
+            parser.error(f"{_TRAINER_PREFIX}{setting}: {_PROGRAM} sets this itself")
+
+
+def _options(
+    parser: TrainerParser,
+    arguments: argparse.Namespace,
+    environment_flags: dict[str, tuple[str, ...]],
+) -> TrainOptions:
+    if not arguments.files:
+        parser.error("name the file of an environment; atropos-new-env writes one to start from")
+    if arguments.model is None:
+        parser.error("--model is missing: the hub name or the folder of the model to train")
+    given = {
+        name: getattr(arguments, name)
+        for name in (
+            "steps", "seed", "lr", "groups_per_step", "context_tokens", "device", "engine_url",
+            "engine_args", "gpu_memory_utilization",
+        )
+        if getattr(arguments, name) is not None
+    }  # fmt: skip
+    options = TrainOptions(
+        files=tuple(arguments.files),
+        model=str(Path(arguments.model).resolve())
+        if Path(arguments.model).is_dir()
+        else arguments.model,
+        evaluates=not arguments.no_evaluate,
+        environment_flags=environment_flags,
+        trainer_flags=_typed_trainer_flags(arguments),
+        working_folder=str(Path.cwd()),
+        **given,
+    )
+    _refuse_run_settings(environment_flags)
+    unknown = environment_flags.keys() - {"", *options.names()}
+    if unknown:
+        raise ConfigError(
+            f"{_ENVIRONMENT_PREFIX}{min(unknown)}.: there is no environment of that name; there is "
+            f"{', '.join(options.names())}"
+        )
+    return options
+
+
+def _refuse_run_settings(environment_flags: Mapping[str, Sequence[str]]) -> None:
+    """Refuse settings of environments that follow from the run itself."""
+    for words in environment_flags.values():
+        for word in words:
+            setting = word.removeprefix(_ENVIRONMENT_PREFIX).partition("=")[0]
+            if word.startswith(_ENVIRONMENT_PREFIX) and setting in _FIXED_IN_ENVIRONMENTS:
+                raise ConfigError(
+                    f"{_ENVIRONMENT_PREFIX}{setting}: {_FIXED_IN_ENVIRONMENTS[setting]}"
+                )
+
+
+def _typed_trainer_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
+    flags: list[str] = []
+    by_destination = {action.dest: action for action in create_full_parser()._actions}
+    for name, value in vars(arguments).items():
+        if not name.startswith(_TRAINER_PREFIX):
+            continue
+        action = by_destination[name.removeprefix(_TRAINER_PREFIX)]
+        flag = next(s for s in action.option_strings if s.startswith("--"))
+        if isinstance(value, bool):
+            if value != bool(action.default):
+                flags.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        elif action.nargs == "+":
+            flags += [flag, *map(str, value)]
+        else:
+            flags.append(f"{flag}={_layers(value) if isinstance(value, list) else value}")
+    return tuple(flags)
+
+
+def _layers(indices: Sequence[int]) -> str:
+    return ",".join(map(str, indices))
+
+
+def _trainer_config(plan: RunPlan) -> TrainingConfig:
+    """Return the settings the trainer will have.
+
+    Raises:
+        pydantic.ValidationError: It would refuse them.
+    """
+    from example_trainer.launch.stack import trainer_arguments
+
+    [_, _, *words] = trainer_arguments(
+        plan, RunPaths(Path()), engine_url="http://127.0.0.1:1", service_url="http://127.0.0.1:2"
+    )
+    parser = create_full_parser()
+    parser.prog = _PROGRAM
+    return config_from_args(parser.parse_args(words))
+
+
+def _folder_to_resume(
+    parser: TrainerParser,
+    arguments: argparse.Namespace,
+    environment_flags: dict[str, tuple[str, ...]],
+) -> Path:
+    changed = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(arguments).items()
+        if name not in ("files", "steps", "resume") and value not in (None, False, [])
+    ]
+    changed += [f"{_ENVIRONMENT_PREFIX}*"] if environment_flags else []
+    changed += [file.path for file in arguments.files]
+    if changed:
+        parser.error(
+            f"{changed[0].removeprefix('----') if changed[0].startswith('----') else changed[0]}: "
+            "--resume goes on with the settings of the run; only --steps may change"
+        )
+    if arguments.resume:
+        return Path(arguments.resume)
+    runs = [path.parent for path in _RUNS.glob("*/run.json")]
+    if not runs:
+        raise ConfigError(f"--resume: there is no run under {_RUNS}/; name the folder of one")
+    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime)
+
+
+def _require_steps_to_do(options: TrainOptions, paths: RunPaths) -> None:
+    from example_trainer.launch.report import count_steps
+
+    done = count_steps(paths.trainer_metrics)
+    if done >= options.steps and paths.final_model.is_dir():
+        raise ConfigError(
+            f"the run in {shown_path(paths.output)} has done its {done} steps; to train on, add "
+            f"--steps {2 * done}"
+        )
+
+
+def _machine(device: str) -> Machine:
+    import torch
+
+    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cuda" and count == 0:
+        raise ConfigError("--device cuda: torch finds no GPU here; leave it out to use the CPU")
+    return Machine(
+        gpus=visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""), count),
+        num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        gpu_bytes=torch.cuda.get_device_properties(0).total_memory if count else 0,
+        has_bfloat16=not count or torch.cuda.get_device_capability(0) >= (8, 0),
+    )
+
+
+def _split_words(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Part the flags of environments from those of this command.
+
+    Returns:
+        The other words, files first, and the flags by environment name; those for all under "".
+    """
+    own: list[str] = []
+    files: list[str] = []  # argparse takes them in one place only
+    flags: dict[str, tuple[str, ...]] = {}
+    name: str | None = None  # the environment whose flag takes the words that follow
+    for word in words:
+        if word.startswith(_ENVIRONMENT_PREFIX):
+            name, word = _environment_flag(word)
+        elif word.startswith("--") or _FILE.fullmatch(word):
+            name = None
+        if name is None:
+            (files if _FILE.fullmatch(word) else own).append(word)
+        else:
+            flags[name] = (*flags.get(name, ()), word)
+    return [*files, *own], flags
+
+
+def _environment_flag(word: str) -> tuple[str, str]:
+    """Read `--env.FILE.NAME=VALUE` as a flag for one environment, `--env.NAME=VALUE` for all."""
+    flag, equals, value = word.removeprefix(_ENVIRONMENT_PREFIX).partition("=")
+    name, _, setting = flag.rpartition(".")
+    return name, f"{_ENVIRONMENT_PREFIX}{setting}{equals}{value}"
+
+
+def _environment_file(text: str) -> EnvironmentFile:
+    match = _FILE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"expected the file of an environment, FILE.py, got {text!r}"
+        )
+    if match["weight"] is None:
+        return EnvironmentFile(match["path"])
+    return EnvironmentFile(match["path"], _positive(match["weight"]))
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected an integer of at least {least}, got {text!r}"
+            )
+        return int(text)
+
+    return whole_number
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+    return value
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() == "true"
+
+
+def _address(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(
+            f"expected an address such as http://HOST:9001, got {text!r}"
+        )
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def _shell_words(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"cannot be split into arguments: {error}") from error
+    fixed = [word for word in words if word.partition("=")[0] in _FIXED_ENGINE_ARGS]
+    if fixed:
+        raise argparse.ArgumentTypeError(
+            f"{fixed[0]}: {_PROGRAM} sets this itself; to use an engine of yours, name it with "
+            "--engine-url"
+        )
+    return text
+
+
+if __name__ == "__main__":
+    main()

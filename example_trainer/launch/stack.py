@@ -1,0 +1,282 @@
+"""The processes of a run: with which command, variables and settings each is started.
+
+    environments --completions--> inference engine <--new weights-- trainer
+        |                                                             ^
+        +---------scored groups--> trajectory service --batches-------+
+
+Everything here is a function of the plan; nothing is started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from example_trainer.launch.plan import EnvironmentPlan, RunPaths, RunPlan
+from example_trainer.processes import ManagedProcess
+
+__all__ = [
+    "Stack",
+    "build_stack",
+    "common_variables",
+    "engine_arguments",
+    "engine_variables",
+    "environment_sections",
+    "evaluation_process",
+    "trainer_arguments",
+    "write_yaml",
+]
+
+_RUN_NAME = "run"
+_CPU_ENGINE_GIB = 1
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The processes of one run, not started yet, and where they answer."""
+
+    engine: ManagedProcess | None
+    """None where an engine runs already."""
+    service: ManagedProcess
+    environments: tuple[ManagedProcess, ...]
+    trainer: ManagedProcess
+    engine_url: str
+    service_url: str
+
+
+def build_stack(
+    plan: RunPlan, paths: RunPaths, *, ports: tuple[int, int], inherited: Mapping[str, str]
+) -> Stack:
+    """Describe the processes; writes the YAML file of each environment.
+
+    Args:
+        plan: What is run.
+        paths: Where it writes.
+        ports: Free ports for the engine and for the service.
+        inherited: Environment variables of this process.
+    """
+    engine_port, service_port = ports
+    engine_url = plan.engine_url or f"http://127.0.0.1:{engine_port}"
+    service_url = f"http://127.0.0.1:{service_port}"
+    variables = common_variables(plan, inherited)
+
+    def part(
+        name: str,
+        arguments: Sequence[str],
+        own: Mapping[str, str] | None = None,
+        folder: Path = paths.output,
+    ) -> ManagedProcess:
+        return _process(name, arguments, paths, {**variables, **(own or {})}, folder)
+
+    environments = []
+    for environment in plan.environments:
+        sections = environment_sections(
+            plan, environment, engine_url=engine_url, service_url=service_url
+        )
+        write_yaml(sections, environment.config)
+        command = [str(environment.script), "serve", "--config", str(environment.config)]
+        environments.append(
+            part(
+                environment.process_name, [*command, *environment.flags], folder=plan.working_folder
+            )
+        )
+    return Stack(
+        engine=None
+        if plan.engine_url
+        else part(
+            "inference engine",
+            engine_arguments(plan, port=engine_port),
+            engine_variables(plan, inherited),
+        ),
+        service=part(
+            "trajectory service",
+            [
+                *("-m", "atroposlib.cli.run_api", "--port", str(service_port)),
+                *("--data-dir", str(paths.service_data), "--run", _RUN_NAME),
+            ],
+        ),
+        environments=tuple(environments),
+        trainer=part(
+            "trainer",
+            trainer_arguments(plan, paths, engine_url=engine_url, service_url=service_url),
+            plan.trainer_variables,
+        ),
+        engine_url=engine_url,
+        service_url=service_url,
+    )
+
+
+def evaluation_process(
+    plan: RunPlan,
+    environment: EnvironmentPlan,
+    paths: RunPaths,
+    when: str,
+    *,
+    inherited: Mapping[str, str],
+) -> ManagedProcess:
+    """Describe the `evaluate` command of an environment; writes its YAML file.
+
+    Args:
+        plan: What is run; its stack has been built.
+        environment: What is evaluated.
+        paths: Where the run writes.
+        when: `before` or `after`, for the names of its files.
+        inherited: Environment variables of this process.
+    """
+    folder = environment.evaluation(when)
+    sections = yaml.safe_load(environment.config.read_text(encoding="utf-8"))
+    sections["env"] |= {
+        "data_dir_to_save_evals": str(folder),
+        "data_path_to_save_groups": None,
+        "metrics_path": str(folder / "evaluation_metrics.jsonl"),
+    }
+    config = folder / "environment.yaml"
+    write_yaml(sections, config)
+    return _process(
+        f"evaluation {when} of {environment.name}",
+        [str(environment.script), "evaluate", "--config", str(config), *environment.flags],
+        paths,
+        common_variables(plan, inherited),
+        plan.working_folder,
+    )
+
+
+def write_yaml(content: Mapping[str, Any], path: Path) -> None:
+    """Write the settings of an environment to the file it is started with, for its owner only.
+
+    They may hold keys, and passwords in addresses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
+
+
+def common_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables every process gets."""
+    variables = {
+        **inherited,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",  # a log is read while it is written
+        **plan.variables,
+    }
+    if plan.import_folder is not None:
+        search_path = [str(plan.import_folder), inherited.get("PYTHONPATH", "")]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+    return variables
+
+
+def engine_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of vLLM: in-place weight updates, no usage report, CPU settings."""
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if not plan.on_gpu:
+        own = {
+            "VLLM_CPU_KVCACHE_SPACE": str(_CPU_ENGINE_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        variables |= {name: inherited.get(name, value) for name, value in own.items()}
+    return {**variables, **plan.engine_variables}
+
+
+def engine_arguments(plan: RunPlan, *, port: int) -> list[str]:
+    """Return the arguments of a stock vLLM server on the loopback address."""
+    arguments = ["-m", "vllm.entrypoints.openai.api_server"]
+    arguments += ["--model", str(plan.engine_model or plan.model)]
+    arguments += ["--served-model-name", plan.model]
+    # Never to be bound elsewhere: in-place updates let anyone who reaches the port load files.
+    arguments += ["--host", "127.0.0.1", "--port", str(port)]
+    arguments += ["--max-model-len", str(plan.context_tokens), "--seed", str(plan.seed)]
+    # The trainer divides its logits by the temperature where the engine has done so.
+    arguments += ["--logprobs-mode", "processed_logprobs"]
+    arguments += ["--disable-uvicorn-access-log"]  # thousands of short requests a minute
+    return [*arguments, *plan.engine_flags]
+
+
+def trainer_arguments(
+    plan: RunPlan, paths: RunPaths, *, engine_url: str, service_url: str
+) -> list[str]:
+    """Return the arguments of the GRPO trainer, which updates the running engine in place."""
+    flags: dict[str, Any] = {
+        "model": plan.model,
+        "training-steps": plan.steps,
+        "batch-size": plan.sequences_per_step,
+        "gradient-accumulation-steps": 1,
+        "seq-len": plan.context_tokens,
+        "seed": plan.seed,
+        "weight-bridge-mode": "in_place",
+        "vllm-restart-interval": 1,
+        "save-path": paths.checkpoints,
+        "metrics-path": paths.trainer_metrics,
+        "atropos-url": service_url,
+    }
+    if plan.engine_url:
+        flags["engine-urls"] = engine_url
+    else:
+        flags["vllm-port"] = urlsplit(engine_url).port
+    arguments = ["-m", "example_trainer.grpo"]
+    arguments += [f"--{name}={value}" for name, value in flags.items()]
+    if plan.is_resumed:
+        # The service may know the run with fewer steps.
+        arguments += ["--resume", "--replace-run"]
+    return [*arguments, *plan.trainer_flags]
+
+
+def environment_sections(
+    plan: RunPlan, environment: EnvironmentPlan, *, engine_url: str, service_url: str
+) -> dict[str, Any]:
+    """Return the content of the YAML file an environment is started with.
+
+    What is set here is what the run needs; everything else is the environment's own default.
+    """
+    engine = {
+        "server_type": "vllm",
+        "base_url": f"{engine_url}/v1",
+        "model_name": plan.model,
+        "tokenizer_name": plan.model,
+        "api_key": "none",  # pragma: allowlist secret
+    }
+    sections: dict[str, Any] = {
+        "env": {
+            "batch_size": plan.sequences_per_step,
+            "total_steps": plan.steps,
+            "tokenizer_name": plan.model,
+            "rollout_server_url": service_url,
+            "rollout_grace_s": 0.0,  # nothing takes the groups of a run that is stopped
+            "use_wandb": False,
+            "include_messages": True,
+            "data_path_to_save_groups": str(environment.groups),
+            "metrics_path": str(environment.metrics),
+            **environment.settings,
+        },
+        "openai": engine,
+        "slurm": False,
+        "testing": False,
+    }
+    for name, given in environment.sections.items():
+        sections[name] = {**sections.get(name, {}), **given}
+    if environment.num_servers > 1:
+        # An environment with several servers takes a list of them alone.
+        sections["openai"] = [sections["openai"]] * environment.num_servers
+    return sections
+
+
+def _process(
+    name: str,
+    arguments: Sequence[str],
+    paths: RunPaths,
+    variables: Mapping[str, str],
+    folder: Path,
+) -> ManagedProcess:
+    return ManagedProcess(
+        name,
+        [sys.executable, *arguments],
+        log_path=paths.logs / f"{name.replace(' ', '_')}.log",
+        env=variables,
+        cwd=folder,
+    )

@@ -1,0 +1,1 @@
+"""Third-party agents, unmodified and pinned, in front of the agent proxy; see `docs/clients.md`."""

@@ -1,0 +1,89 @@
+"""The table of clients: `python -m tests.clients.table > docs/clients.md`."""
+
+# ruff: noqa: E501 -- prose of a table, a cell or a paragraph per line
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.clients.installing import pinned_version
+from tests.clients.registry import CLIENTS, Client
+
+__all__ = ["PAGE", "page"]
+
+PAGE = Path(__file__).parents[2] / "docs/clients.md"
+
+_CONSTRAINTS = Path(__file__).parents[2] / ".ci/constraints.txt"
+
+_HEAD = """\
+# Programs that were tested in front of the agent proxy
+
+Each program below runs unmodified, at the version given, in front of the proxy of `docs/agents.md`: two questions,
+several tool calls, some of them at the same time. The engine is scripted, samples unusual tokenizations, and uses
+chat templates built like those of Llama 3, Qwen 2.5, Qwen 3, Mistral and plain ChatML. Afterwards every call of the
+engine stands at its place in the recorded sequences, and every trained token is one that was sampled.
+
+`make test-clients` runs them again. It installs each into an environment of its own in the user's cache
+(`ATROPOS_CLIENTS_DIR` names another folder; 2.6 GB in all) and skips, with the reason, what cannot be installed.
+
+A conversation is one row where the program sends its history back as it was. Where it rewrites its history, each
+call is a row: no server can mend that, and every row is exact.
+
+| Program | Version | API | Rows of a conversation | What to set |
+|---|---|---|---|---|
+"""
+
+_TAIL = """
+`OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, are those of
+`agent.environment`; the model's name is free.
+
+{notes}
+
+## Trainers and readers
+
+| Program | Version | What works |
+|---|---|---|
+| Axolotl's Atropos plugin, its dataset | {axolotl} | takes every row with the tokens that were posted; a batch is \
+acknowledged as it is sent; groups need `scores` that differ and completions with a shared prompt |
+| TensorBoard | {tensorboard} | finds every number of a run at its step |
+| wandb, offline runs | {wandb} | the records of a run hold every number at its step |
+| TRL `GRPOTrainer` | {trl} | the recipe of `docs/other_trainers.md`; `tests/trainer/recipes/test_trl_grpo.py` |
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    rows = "\n".join(_row(client) for client in CLIENTS)
+    notes = "\n".join(_notes())
+    versions = {name: _tested_version(name) for name in ("tensorboard", "trl", "wandb")}
+    versions["axolotl"] = pinned_version("axolotl-plugin", "axolotl-plugin-atropos")
+    return _HEAD + rows + "\n" + _TAIL.format(notes=notes, **versions)
+
+
+def _tested_version(package: str) -> str:
+    """Return the version of a package in this project's own environment."""
+    lines = _CONSTRAINTS.read_text("utf-8").splitlines()
+    (version,) = (line.partition("==")[2] for line in lines if line.startswith(f"{package}=="))
+    return version
+
+
+def _notes() -> Iterator[str]:
+    for client in CLIENTS:
+        if client.notes:
+            yield f"- **{client.name}**: {client.notes}"
+        for family, reason in client.fails_with.items():
+            yield f"- **{client.name}**, with templates like those of {family}: {reason}."
+
+
+def _row(client: Client) -> str:
+    apis = {"chat": "chat", "responses": "Responses", "messages": "Messages"}
+    version = pinned_version(client.environment, client.package)
+    rows = "1" if client.num_rows == client.num_conversations else "one per call"
+    cells = (client.name, version, apis[client.api], rows, client.settings)
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

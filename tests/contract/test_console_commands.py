@@ -1,0 +1,135 @@
+"""Every console command: help that answers at once, and mistakes refused in one line."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.utils.command_parser import CommandParser
+
+REPOSITORY = Path(__file__).parents[2]
+MISSPELT = {  # a flag of each command with a letter missing, and the flag
+    "run-api": ("--prt", "--port"),
+    "view-run": ("--tokenzer", "--tokenizer"),
+    "view-run-multimodal": ("--tokenzer", "--tokenizer"),
+    "atropos-new-env": ("--kidn", "--kind"),
+    "atropos-sft-gen": ("--tokenzer", "--tokenizer"),
+    "atropos-dpo-gen": ("--tokenzer", "--tokenizer"),
+    "atropos-replay": ("--data-dri", "--data-dir"),
+    "inference-node-wandb-watcher": ("--api_adr", "--api_addr"),
+    "atropos-grpo": ("--modle", "--model"),
+    "atropos-grpo-run": ("--modle", "--model"),
+    "atropos-demo": ("--stpes", "--steps"),
+    "atropos-train": ("--stpes", "--steps"),
+    "atropos-report": ("--outptu", "--output"),
+}
+
+
+def console_scripts() -> dict[str, str]:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.split("[project.scripts]\n")[1].split("\n[")[0]
+    return dict(re.findall(r'^([\w-]+) = "([\w.:]+)"$', section, re.MULTILINE))
+
+
+SCRIPTS = console_scripts()
+
+
+def call(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    module, function = SCRIPTS[script].split(":")
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit) as ended:
+        getattr(importlib.import_module(module), function)()
+    return ended.value.code
+
+
+@pytest.mark.parametrize("script", MISSPELT)
+def test_misspelt_flag_is_one_line_with_the_near_name(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    misspelt, flag = MISSPELT[script]
+    words = ["diff", "a", "b"] if script == "atropos-replay" else []
+
+    code = call(script, [*words, misspelt, "x"], monkeypatch)
+
+    errors = capsys.readouterr().err
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert f"unrecognized argument {misspelt}, did you mean {flag}?" in errors
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_unknown_flag_is_refused_with_2(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = call(script, ["--no-command-has-this"], monkeypatch)
+
+    errors = capsys.readouterr().err
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert "--no-command-has-this" in errors
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("run-api", ["--store", "sqllite"], "argument --store: "),
+        ("run-api", ["--port", "x"], "argument --port: "),
+        ("atropos-sft-gen", ["out", "--format", "tokns"], "did you mean tokens?"),
+        ("atropos-sft-gen", ["out", "--file", "none.jsonl"], "none.jsonl"),
+        ("atropos-sft-gen", ["out", "--group-size", "0"], "expected an integer from 1"),
+        ("atropos-dpo-gen", ["out", "--run", "none"], "there is no run none"),
+        ("atropos-replay", ["scoer"], "did you mean score?"),
+        ("atropos-replay", ["diff", "none.jsonl", "none.jsonl"], "none.jsonl"),
+        ("atropos-new-env", ["x", "--kind", "gaem"], "did you mean game?"),
+        ("atropos-report", ["none.jsonl"], "none.jsonl"),
+        ("atropos-demo", ["--steps", "0"], "argument --steps: "),
+        ("atropos-demo", ["--steps", "x"], "argument --steps: "),
+        ("atropos-grpo", ["--model", "m", "--algorithm", "grpoo"], "did you mean grpo?"),
+        ("atropos-grpo", ["--model", "m", "--lr", "-1"], "--lr: "),
+        ("view-run", ["--file", "none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_bad_value_or_missing_file_is_one_line(
+    script: str,
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    code = call(script, words, monkeypatch)
+
+    errors = capsys.readouterr().err + (f"{code}\n" if isinstance(code, str) else "")
+    assert code not in (0, None)
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_answers(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(script, ["--help"], monkeypatch) in (0, None)
+    assert capsys.readouterr().out.startswith(f"usage: {script}")
+
+
+def test_short_help_shows_what_is_needed_and_often_needed() -> None:
+    parser = CommandParser(prog="tool", often=("lr",))
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--lr")
+    parser.add_argument("--rare")
+
+    text = parser.short_help()
+
+    assert text.startswith("usage: tool --model MODEL [--flag value ...]\n")
+    assert text.index("needed:\n  --model") < text.index("often needed:")
+    assert "--lr" in text.split("often needed:")[1]
+    assert "--rare" not in text
+    assert "All others, 1 of them: tool --help all" in text
+    assert "--rare" in parser.format_help()

