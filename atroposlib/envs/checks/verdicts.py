@@ -53,7 +53,7 @@ NO_TEMPLATE = (
     "name the tokenizer of an instruct model with --env.tokenizer_name, or write the prompt as "
     "text and ask for a completion"
 )
-RENDERERS = ("apply_chat_template",)
+RENDERERS = ("apply_chat_template", "_apply_chat_template")
 """Methods of tokenizers that turn a conversation into a prompt."""
 
 BEFORE_ROLLOUTS = ("config", "setup")
@@ -106,7 +106,7 @@ def _is_unrendered(error: Exception) -> bool:
 
 
 def _lacks_template(error: Exception) -> bool:
-    return "chat_template is not set" in str(error)
+    return "has no chat template" in str(error) or "chat_template is not set" in str(error)
 
 
 def _frames(error: Exception) -> list[FrameType]:
