@@ -21,6 +21,7 @@ from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, TrajectoryApiError
+from atroposlib.utils.secret_masking import HTTP_CLIENT_LOGGERS
 from example_trainer.engine_connection import EngineConnection
 from example_trainer.launch import preflight
 from tests.fakes import CharTokenizer, Fault, ScriptedEngine
@@ -61,6 +62,8 @@ async def test_failures_show_the_place_alone(
     kind: Any, status: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
+    for client in HTTP_CLIENT_LOGGERS:  # commands that other tests run have quietened them
+        caplog.set_level(logging.DEBUG, logger=client)
     async with ScriptedEngine(["one"], offers_completions=False) as engine:
         server = server_at(engine.base_url, kind)
         if status is not None:
