@@ -266,6 +266,7 @@ class BaseEnv(OfflineEnv):
         self._repeated_errors = RepeatedErrors(logger)
         self._trainer_steps = -1
         self._num_evaluations_logged = 0
+        self._step_logged = 0
         self._engine_watch = EngineWatch([])
 
     def _service_token(self) -> str | None:

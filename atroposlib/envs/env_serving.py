@@ -94,6 +94,7 @@ class ServingEnv(RegisteredEnv):
     _repeated_errors: RepeatedErrors
     _trainer_steps: int
     _num_evaluations_logged: int
+    _step_logged: int
     _engine_watch: EngineWatch
 
     async def env_manager(self) -> None:
@@ -209,14 +210,16 @@ class ServingEnv(RegisteredEnv):
         )
 
     async def _log_last_metrics(self) -> None:
-        """Log what nothing has logged yet: the last rollouts, the final evaluation."""
+        """Log what nothing has logged yet: the last step, its rollouts, the final evaluation."""
         has_rollouts = self.items_sent_this_step > 0 or bool(self.rollouts_for_wandb)
-        if has_rollouts or self.evaluation_runner.num_ended > self._num_evaluations_logged:
+        has_evaluation = self.evaluation_runner.num_ended > self._num_evaluations_logged
+        if has_rollouts or has_evaluation or self.curr_step > self._step_logged:
             await self._log_metrics()
 
     async def _log_metrics(self) -> None:
         self.items_sent_this_step = 0
         self._num_evaluations_logged = self.evaluation_runner.num_ended
+        self._step_logged = self.curr_step
         await self._run_tolerated(_called(self.wandb_log, {}), "wandb_log")
 
     async def _run_close_hook(self) -> None:
