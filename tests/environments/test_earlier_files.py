@@ -16,6 +16,7 @@ import pytest
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, OpenaiConfig, ScoredDataGroup
 from atroposlib.scored_data import check_group
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until
 from tests.fakes import ScriptedEngine
 from tests.templates.make_tokenizers import FOLDER, load_tokenizer
 
@@ -118,33 +119,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("env_class", [GymTaxiEnv, MathEnv])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gymnasium, for the older name
-async def test_file_of_the_first_version_delivers_groups_of_the_right_length(
-    env_class: Any, tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    if env_class is GymTaxiEnv:
-        import gymnasium  # noqa: F401 - as the file does at its top
-    config = BaseEnvConfig(
-        group_size=2,
-        use_wandb=False,
-        total_steps=1,
-        max_token_length=MAX_TOKENS,
-        tokenizer_name=str(tokenizer_folder),
-        include_messages=False,
-        data_path_to_save_groups=str(tmp_path / "groups.jsonl"),
-    )
-    async with ScriptedEngine(["go 0", "go 1", "go 0, then 1"]) as engine:
-        servers = [OpenaiConfig(base_url=engine.base_url, model_name="scripted")]
-        env = env_class(config, servers)
-        env.process_mode = True
-        env.n_groups_to_process, env.group_size_to_process = 2, 2
-        await env.process_manager()
-        requests = [request.body for request in engine.requests if "messages" in request.body]
-
+def check_lengths(groups: list[dict[str, Any]], requests: list[Any], env_class: Any) -> None:
+    """Compare groups with their texts, and the room that was asked for with the prompts."""
     tokenizer = load_tokenizer("chatml")
-    groups = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
-    assert len(groups) == 2
     for group in groups:
         check_group(group)
         for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
@@ -162,3 +139,62 @@ async def test_file_of_the_first_version_delivers_groups_of_the_right_length(
         num_prompt = len(tokenizer.encode(prompt + opening, add_special_tokens=False))
         assert request["max_tokens"] == MAX_TOKENS - num_prompt
         assert num_prompt > 10
+
+
+def chats_of(engine: ScriptedEngine) -> list[Any]:
+    return [request.body for request in engine.requests if "messages" in request.body]
+
+
+def make_config(env_class: Any, tokenizer_folder: Path, **settings: Any) -> BaseEnvConfig:
+    if env_class is GymTaxiEnv:
+        import gymnasium  # noqa: F401 - as the file does at its top
+    return BaseEnvConfig(
+        group_size=2,
+        use_wandb=False,
+        max_token_length=MAX_TOKENS,
+        tokenizer_name=str(tokenizer_folder),
+        include_messages=False,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("env_class", [GymTaxiEnv, MathEnv])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gymnasium, for the older name
+async def test_file_of_the_first_version_writes_groups_of_the_right_length(
+    env_class: Any, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "groups.jsonl"
+    config = make_config(
+        env_class, tokenizer_folder, total_steps=1, data_path_to_save_groups=str(path)
+    )
+    async with ScriptedEngine(["go 0", "go 1", "go 0, then 1"]) as engine:
+        env = env_class(config, [OpenaiConfig(base_url=engine.base_url, model_name="scripted")])
+        env.process_mode = True
+        env.n_groups_to_process, env.group_size_to_process = 2, 2
+        await env.process_manager()
+
+    groups = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(groups) == 2
+    check_lengths(groups, chats_of(engine), env_class)
+
+
+@pytest.mark.parametrize("env_class", [GymTaxiEnv, MathEnv])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_file_of_the_first_version_delivers_batches_of_the_right_length(
+    env_class: Any, tokenizer_folder: Path, free_port: int
+) -> None:
+    service = LiveService(free_port)
+    service.start()
+    try:
+        config = make_config(env_class, tokenizer_folder, rollout_server_url=service.url)
+        async with ScriptedEngine(["go 0", "go 1", "go 0, then 1"]) as engine:
+            env = env_class(config, [OpenaiConfig(base_url=engine.base_url, model_name="scripted")])
+            trainer = ScriptedTrainer(service.url, num_steps=3, max_token_len=MAX_TOKENS)
+            async with trainer:
+                await trainer.register()
+                await serve_until(env, trainer.train(3))
+    finally:
+        service.stop()
+
+    assert sum(len(group["tokens"]) for group in trainer.groups) == 3 * 4
+    check_lengths(trainer.groups, chats_of(engine), env_class)
