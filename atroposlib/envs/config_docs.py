@@ -84,6 +84,8 @@ ENVIRONMENT_VARIABLES = {
     "ATROPOS_DEBUG_REQUESTS": "`1` logs every request to an inference server.",
     "ATROPOS_SANDBOX": "Kind of sandbox for programs that a model wrote, when no setting names it: "
     "bubblewrap, container or gvisor; bubblewrap when not set.",
+    "ATROPOS_SANDBOX_UNBOUNDED_MEMORY": "1 runs such programs where nothing bounds their "
+    "memory, too: no control group can be written and system calls cannot be filtered.",
     "SLURM_JOB_NODELIST": "Nodes of the Slurm job, where servers are discovered.",
     "NUM_TRAINING_NODES": "Nodes at the start of that list that train; the others serve inference.",
     "INFER_TP": "GPUs per inference server on those nodes, 1 when not set.",

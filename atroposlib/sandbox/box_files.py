@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 __all__ = ["checked_path", "content_fd"]
+
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def checked_path(path: str) -> str:
@@ -24,12 +27,13 @@ def checked_path(path: str) -> str:
 
 @contextlib.contextmanager
 def content_fd(content: str | bytes) -> Iterator[int]:
-    """Hold some content in memory behind a file descriptor, for another process to read."""
+    """Hold some content in memory behind a file descriptor, for another process to read only."""
     data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    fd = os.memfd_create("sandbox-file")
+    fd = os.memfd_create("sandbox-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(fd, "wb", closefd=False) as file:
             file.write(data)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         os.lseek(fd, 0, os.SEEK_SET)
         yield fd
     finally:

@@ -1,8 +1,8 @@
 """What a container is allowed, as the `config.json` of the OCI runtime specification.
 
-Own pid, network, mount, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm; user
-65534 without capabilities; a filter of system calls. The limits of each process are set within,
-by prlimit, as gVisor enforces no others.
+Own pid, network, mount, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm; a user
+of its own without capabilities; a filter of system calls. The limits of each process are set
+within, by prlimit, as gVisor enforces no others.
 
 Source: Open Container Initiative, "Runtime Specification", version 1.0.2, config.md.
 """
@@ -14,23 +14,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.sandbox.interface import SandboxLimits
+from atroposlib.sandbox.process_limits import OOM_SCORE
+from atroposlib.sandbox.system_calls import call_rules
 
 __all__ = ["FOLDERS", "container_spec"]
 
-NOBODY = 65534
-CLONE_NEWUSER = 0x10000000
-ENOSYS = 38
 GRACE_S = 5
+MASKED = ("/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/scsi")
 WRITABLE = ("/tmp", "/box", "/dev/shm")
 FOLDERS = ("proc", "dev", "usr", "tmp", "box", "input")
 """The empty folders a root needs for the mounts."""
 COPY_AND_RUN = 'cp -r /input/. . && exec "$@"'
-REFUSED_CALLS = (
-    *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount"),
-    *("fsopen", "fsmount", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup"),
-    *("keyctl", "add_key", "request_key", "kexec_load", "init_module", "finit_module"),
-    *("delete_module", "process_vm_readv", "process_vm_writev", "open_by_handle_at"),
-)
 
 
 def container_spec(
@@ -41,6 +35,9 @@ def container_spec(
     limits: SandboxLimits,
     limit_words: Sequence[str],
     group: str | None,
+    user: int,
+    is_memory_counted: bool,
+    has_own_kernel: bool,
 ) -> dict[str, Any]:  # JSON
     """Return the configuration of one program's container.
 
@@ -51,6 +48,9 @@ def container_spec(
         limits: of memory, processes and disk.
         limit_words: what sets the limits of each process and then runs the words behind it.
         group: path of the control group the runtime makes; None for none.
+        user: whom the program runs as.
+        is_memory_counted: whether a control group bounds its memory.
+        has_own_kernel: whether the runtime is gVisor.
     """
     # The first process cannot be killed from within, and with it all others end: the container
     # outlives nobody, even when this process ends without removing it.
@@ -58,9 +58,9 @@ def container_spec(
     words = [*end, "/usr/bin/sh", "-c", COPY_AND_RUN, "sh", *limit_words, *command]
     linux: dict[str, Any] = {
         "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
-        "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/scsi"],
+        "maskedPaths": list(MASKED),
         "readonlyPaths": ["/proc/sys", "/proc/irq", "/proc/bus", "/proc/sysrq-trigger"],
-        "seccomp": _filter(),
+        "seccomp": call_rules(is_memory_counted=is_memory_counted, has_own_kernel=has_own_kernel),
     }
     if group is not None:
         memory = limits.memory_bytes + 2 * limits.disk_bytes  # its folders lie in memory
@@ -74,12 +74,13 @@ def container_spec(
         "root": {"path": root, "readonly": True},
         "process": {
             "terminal": False,
-            "user": {"uid": NOBODY, "gid": NOBODY},
+            "user": {"uid": user, "gid": user},
             "args": words,
             "env": ["HOME=/box", "PATH=/usr/bin", "LANG=C.UTF-8"],
             "cwd": "/box",
             "capabilities": {name: [] for name in sets},
             "noNewPrivileges": True,
+            "oomScoreAdj": OOM_SCORE,
         },
         "mounts": _mounts(files, limits.disk_bytes),
         "linux": linux,
@@ -100,22 +101,3 @@ def _mounts(files: str, disk_bytes: int) -> list[dict[str, Any]]:
 def _mount(path: str, kind: str, source: str, *options: str) -> dict[str, Any]:
     options = ("nosuid", "nodev", *options) if path != "/dev" else ("nosuid", *options)
     return {"destination": path, "type": kind, "source": source, "options": list(options)}
-
-
-def _filter() -> dict[str, Any]:
-    new_user = {
-        "index": 0,
-        "value": CLONE_NEWUSER,
-        "valueTwo": CLONE_NEWUSER,
-        "op": "SCMP_CMP_MASKED_EQ",
-    }
-    refused = {"action": "SCMP_ACT_ERRNO"}
-    return {
-        "defaultAction": "SCMP_ACT_ALLOW",
-        "syscalls": [
-            {"names": list(REFUSED_CALLS), **refused},
-            {"names": ["clone"], "args": [new_user], **refused},
-            # its flags lie in memory, where no filter sees them; the C library then uses clone
-            {"names": ["clone3"], "errnoRet": ENOSYS, **refused},
-        ],
-    }

@@ -23,7 +23,13 @@ from tempfile import TemporaryDirectory
 
 from atroposlib.sandbox.box_files import checked_path
 from atroposlib.sandbox.container_spec import FOLDERS, container_spec
-from atroposlib.sandbox.control_groups import PARENT, ControlGroups, remove_abandoned, remove_group
+from atroposlib.sandbox.control_groups import (
+    PARENT,
+    ControlGroups,
+    remove_abandoned,
+    remove_group,
+    require_bound,
+)
 from atroposlib.sandbox.interface import (
     MEBIBYTE,
     SandboxError,
@@ -31,9 +37,10 @@ from atroposlib.sandbox.interface import (
     SandboxResult,
     SandboxUnavailableError,
 )
-from atroposlib.sandbox.process_limits import find_program, limit_words
+from atroposlib.sandbox.process_limits import find_program, limit_words, next_user
 from atroposlib.sandbox.results import result_of
 from atroposlib.sandbox.streams import run_bounded
+from atroposlib.sandbox.system_calls import has_filter
 from atroposlib.sandbox.trials import TRIALS
 
 __all__ = ["CONTAINER", "GVISOR", "Containers", "Runtime"]
@@ -74,10 +81,11 @@ class Containers:
         runtime: `CONTAINER` or `GVISOR`.
         limits: used when `run` is given none.
         max_parallel: programs at a time; None for one per processor this process may use.
+        allow_unbounded_memory: run programs where nothing bounds their memory, too.
 
     Raises:
-        SandboxUnavailableError: the runtime or a program it needs is missing, or this process is
-            not root.
+        SandboxUnavailableError: the runtime or a program it needs is missing, this process is
+            not root, or nothing bounds memory here.
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class Containers:
         *,
         limits: SandboxLimits | None = None,
         max_parallel: int | None = None,
+        allow_unbounded_memory: bool = False,
     ) -> None:
         self.name = runtime.name
         self._runtime = runtime
@@ -98,7 +107,10 @@ class Containers:
                 "root; without, use bubblewrap"
             )
         remove_abandoned()
+        # A container of the other kind does not start where it cannot have its control group.
         self._groups = ControlGroups() if runtime.has_own_kernel else None
+        if self._groups is not None and not allow_unbounded_memory:
+            require_bound(self._groups, has_filter=has_filter())
         self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
         self._trying = asyncio.Lock()
         self._is_tried = False
@@ -204,6 +216,9 @@ class Containers:
             limits=limits,
             limit_words=limit_words(self._prlimit, limits, processes=own_kernel),
             group=None if own_kernel else f"/{PARENT}/{name}",
+            user=next_user(),
+            is_memory_counted=self._groups is None or self._groups.count_memory,
+            has_own_kernel=own_kernel,
         )
         (bundle / "config.json").write_text(json.dumps(spec))
 

@@ -1,7 +1,8 @@
-"""Bounds for all processes of a sandbox together, where this process may set them.
+"""Bounds for all processes of a sandbox together.
 
-Both generations of Linux control groups; where neither is writable the limits of each process
-remain.
+Both generations of Linux control groups: for root, and in version 2 for a user whom systemd has
+handed a part of them. Where none can be written the memory of a program is watched: it is counted
+every 50 ms, and the program killed when it has too much.
 """
 
 from __future__ import annotations
@@ -12,32 +13,56 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from atroposlib.sandbox.interface import SandboxError, SandboxLimits
+from atroposlib.sandbox.interface import SandboxError, SandboxLimits, SandboxUnavailableError
 
-__all__ = ["PARENT", "ControlGroups", "Membership", "remove_abandoned", "remove_group"]
+__all__ = [
+    "PARENT",
+    "ControlGroups",
+    "Membership",
+    "remove_abandoned",
+    "remove_group",
+    "require_bound",
+]
 
 logger = logging.getLogger(__name__)
 
 ROOT = Path("/sys/fs/cgroup")
 PARENT = "atropos-sandbox"
-LIMITS = ("memory.max", "memory.swap.max", "pids.max", "memory.limit_in_bytes")
+OWN = Path("/proc/self/cgroup")
+MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
+LIMITS = (
+    *("memory.max", "memory.swap.max", "pids.max"),
+    # without the second, what does not fit into the first would go to swap; TCP counts apart
+    *("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"),
+)
 COUNTS = ("memory.events", "memory.oom_control")
 READ_BYTES = 4096
 REMOVE_TRIES = 50
 REMOVE_PAUSE_S = 0.002
+WATCH_PAUSE_S = 0.05
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+FILE_BYTES = 1024  # what the kernel keeps of an empty file, about
+FOLDERS = ("box", "tmp", "dev/shm")
+COUNTED = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Membership:
-    """The control groups of one program."""
+    """The bounds of one program."""
 
     folders: tuple[str, ...]
+    """Its control groups."""
+    memory_bytes: int
+    """Of all its processes and files."""
+    is_memory_counted: bool
+    """Whether a control group bounds it."""
+    was_killed_here: bool = False
 
     def add(self, pid: int) -> bool:
         """Put a process, and whatever it starts from now on, into the groups.
@@ -59,8 +84,23 @@ class Membership:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel killed one of its processes for memory."""
-        return any(_kills(f"{folder}/{name}") > 0 for folder in self.folders for name in COUNTS)
+        """Whether one of its processes was killed for memory."""
+        kills = (_kills(f"{folder}/{name}") for folder in self.folders for name in COUNTS)
+        return self.was_killed_here or any(number > 0 for number in kills)
+
+    async def watch(self, pid: int, kill: Callable[[], None]) -> None:
+        """Kill a program that takes too much; until cancelled, or at once if the kernel does it.
+
+        Args:
+            pid: of its first process.
+            kill: ends all of them.
+        """
+        while not self.is_memory_counted:
+            await asyncio.sleep(WATCH_PAUSE_S)
+            if _memory_of(pid, self.memory_bytes) > self.memory_bytes:
+                self.was_killed_here = True
+                kill()
+                return
 
 
 class ControlGroups:
@@ -68,19 +108,25 @@ class ControlGroups:
 
     Args:
         root: where the kernel shows them.
+        own: where it names those of this process.
     """
 
-    def __init__(self, root: Path = ROOT) -> None:
-        parents = _unified(root) or _separate(root)
+    def __init__(self, root: Path = ROOT, own: Path = OWN) -> None:
+        parents = _unified(root) or _separate(root) or _delegated(root, own)
         self._limits = {
             str(parent): [name for name in LIMITS if (parent / name).exists()] for parent in parents
         }
-        remove_abandoned(root)
+        remove_abandoned(root, parents)
 
     @property
     def are_usable(self) -> bool:
         """Whether all processes of a program can be bounded together."""
         return bool(self._limits)
+
+    @property
+    def count_memory(self) -> bool:
+        """Whether the memory of a program can be bounded, whoever of the kernel holds it."""
+        return any(name in MEMORY_LIMITS for names in self._limits.values() for name in names)
 
     @contextlib.asynccontextmanager
     async def join(self, limits: SandboxLimits) -> AsyncIterator[Membership]:
@@ -93,7 +139,7 @@ class ControlGroups:
                 Path(folder).mkdir(parents=True)  # noqa: ASYNC240 - lies in the kernel's memory
                 for file in limited:
                     _write(f"{folder}/{file}", values[file])
-            yield Membership(folders)
+            yield Membership(folders, _memory_bytes(limits), self.count_memory)
         finally:
             for folder in folders:
                 await asyncio.shield(_remove(Path(folder)))
@@ -113,9 +159,29 @@ async def remove_group(name: str, root: Path = ROOT) -> None:
             await _remove(folder)
 
 
-def remove_abandoned(root: Path = ROOT) -> None:
+def require_bound(groups: ControlGroups, *, has_filter: bool) -> None:
+    """Refuse to go on where a program could take all memory of the machine.
+
+    Args:
+        groups: those of this machine.
+        has_filter: whether calls whose memory belongs to no process can be refused; then the
+            limits of each process times their number are a bound, and the watch a closer one.
+
+    Raises:
+        SandboxUnavailableError: nothing bounds it; the message says what to do.
+    """
+    if not groups.count_memory and not has_filter:
+        raise SandboxUnavailableError(
+            "nothing bounds the memory of programs here: no control group can be written, and "
+            f"system calls cannot be filtered on {os.uname().machine}; run as root or under "
+            "`systemd-run --user --scope`, or set ATROPOS_SANDBOX_UNBOUNDED_MEMORY=1 to run "
+            "programs all the same"
+        )
+
+
+def remove_abandoned(root: Path = ROOT, parents: Sequence[Path] = ()) -> None:
     """Remove the groups of processes that ended without doing so, and what is left in them."""
-    for parent in (root / PARENT, *root.glob(f"*/{PARENT}")):
+    for parent in {root / PARENT, *root.glob(f"*/{PARENT}"), *parents}:
         for folder in parent.glob("[0-9]*-[0-9]*"):
             if not Path("/proc", folder.name.split("-")[0]).exists():
                 with contextlib.suppress(OSError):
@@ -168,11 +234,90 @@ def _separate(root: Path) -> tuple[Path, ...]:
     return tuple(parents)
 
 
+def _delegated(root: Path, own: Path) -> tuple[Path, ...]:
+    """The parent in version 2 in the part that is this user's, as `user@1000.service`.
+
+    It lies beside the group of this process, as the kernel moves a process only within a part
+    that is the user's, and hands controllers down only from groups that hold no process.
+    """
+    if not (root / "cgroup.controllers").exists():
+        return ()
+    rows = own.read_text(encoding="utf-8").splitlines()
+    path = next((row[3:] for row in rows if row.startswith("0::/")), "/")
+    for above in PurePosixPath(path).parents:
+        folder = root / above.relative_to("/")
+        handed_down = (folder / "cgroup.subtree_control").read_text(encoding="ascii").split()
+        if not {"memory", "pids"} <= set(handed_down):
+            continue
+        if not os.access(folder / "cgroup.procs", os.W_OK, effective_ids=True):
+            return ()
+        with contextlib.suppress(OSError):
+            parent = folder / PARENT
+            parent.mkdir(exist_ok=True)
+            (parent / "cgroup.subtree_control").write_text("+memory +pids")
+            return (parent,)
+    return ()
+
+
+def _memory_bytes(limits: SandboxLimits) -> int:
+    return limits.memory_bytes + 2 * limits.disk_bytes  # its folders lie in memory
+
+
 def _values(limits: SandboxLimits) -> dict[str, str]:
     """What is written to each of the files `LIMITS`."""
-    memory = str(limits.memory_bytes + 2 * limits.disk_bytes)  # its folders lie in memory
+    memory = str(_memory_bytes(limits))
     processes = str(limits.max_processes + 1)  # and the sandbox's own
-    return dict(zip(LIMITS, (memory, "0", processes, memory), strict=True))
+    return dict(zip(LIMITS, (memory, "0", processes, memory, memory, memory), strict=True))
+
+
+def _memory_of(pid: int, enough: int) -> int:
+    """The bytes that a process, what it started and their folders take.
+
+    Memory they share is counted more than once where that does not exceed `enough`.
+    """
+    files = _files_of(pid)
+    pids = _descendants(pid)
+    resident = files + sum(map(_resident, pids))
+    return resident if resident <= enough else files + sum(map(_share, pids))
+
+
+def _descendants(pid: int) -> list[str]:
+    found = [str(pid)]
+    for each in found:  # which grows
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{each}/task"):  # noqa: PTH208 - half the cost
+                with contextlib.suppress(OSError):
+                    found += _read(f"/proc/{each}/task/{task}/children").split()
+    return found
+
+
+def _resident(pid: str) -> int:
+    with contextlib.suppress(OSError):
+        return int(_read(f"/proc/{pid}/statm").split()[1]) * PAGE_BYTES
+    return 0
+
+
+def _share(pid: str) -> int:
+    """Of memory that several processes share, a part each; what the kernel may drop is left out."""
+    try:
+        rows = (line.split() for line in _read(f"/proc/{pid}/smaps_rollup").splitlines())
+        return sum(int(row[1]) * 1024 for row in rows if row[0] in COUNTED)
+    except OSError:  # it hides itself
+        return _resident(pid)
+
+
+def _files_of(pid: int) -> int:
+    """Of the folders it may write to: their content, and that there are files at all."""
+    taken = 0
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(f"/proc/{pid}/root/"), os.stat("/")):  # noqa: PTH116
+            return 0  # it is not in the box yet
+    for folder in FOLDERS:
+        with contextlib.suppress(OSError):
+            state = os.statvfs(f"/proc/{pid}/root/{folder}")
+            taken += (state.f_blocks - state.f_bfree) * state.f_frsize
+            taken += (state.f_files - state.f_ffree) * FILE_BYTES
+    return taken
 
 
 def _kills(file: str) -> int:

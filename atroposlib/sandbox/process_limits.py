@@ -1,7 +1,10 @@
-"""The limits of each process of a program, and the programs of the machine that set them."""
+"""The limits and the user of each process of a program, and the programs that set them."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
 import resource
 import shutil
@@ -9,9 +12,29 @@ from pathlib import Path
 
 from atroposlib.sandbox.interface import SandboxError, SandboxLimits, SandboxUnavailableError
 
-__all__ = ["find_program", "limit_process", "limit_words", "may_limit_others"]
+__all__ = [
+    "NOBODY",
+    "OOM_SCORE",
+    "find_program",
+    "kill_first",
+    "limit_process",
+    "limit_words",
+    "may_limit_others",
+    "next_user",
+]
 
+OWN = Path("/proc/self")
 CAP_SYS_RESOURCE = 24
+NOBODY = 65534
+USERS_IN_TURN = 16_384
+MAX_FILES = 256
+OOM_SCORE = 1000
+"""Programs are the first to be killed when the whole machine runs out of memory."""
+UNUSED_USERS = ((1_879_048_192, 2_147_352_575), (60_578, 61_183))
+"""First and last ids that no machine gives to users, services or containers; the second range is
+for containers of 65536 users. Source: systemd's docs/UIDS-GIDS.md."""
+
+_numbers = itertools.count()
 
 
 def find_program(program: str, *, package: str) -> str:
@@ -74,6 +97,40 @@ def limit_process(pid: int, limits: SandboxLimits) -> bool:
     return True
 
 
+def next_user() -> int:
+    """Return the user that the next program runs as, for root, which hands over to it.
+
+    A user has keyrings, a count of processes, and rights over files and processes. Programs that
+    run at a time share none of it, nor do those of two processes of this kind on one machine.
+
+    Returns:
+        `NOBODY` always where this process may become no further users.
+    """
+    unused = _unused_users()
+    if unused is None:
+        return NOBODY
+    first, last = unused
+    number = os.getpid() * USERS_IN_TURN + next(_numbers) % USERS_IN_TURN
+    return first + number % (last - first + 1)
+
+
+@functools.cache
+def _unused_users() -> tuple[int, int] | None:
+    """The first of `UNUSED_USERS` that the user namespace of this process has."""
+    maps = [(OWN / f"{kind}_map").read_text().splitlines() for kind in ("uid", "gid")]
+    ranges = [[tuple(map(int, row.split())) for row in rows] for rows in maps]
+    for first, last in UNUSED_USERS:
+        if all(any(a <= first and last < a + size for a, _, size in each) for each in ranges):
+            return first, last
+    return None
+
+
+def kill_first(pid: int) -> None:
+    """Let the kernel choose a process, and what it starts, when the whole machine lacks memory."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE))
+
+
 def _bounds(limits: SandboxLimits) -> dict[str, tuple[int, int]]:
     """Soft and hard limits by the names `prlimit` and the kernel give them."""
     processes = limits.max_processes + 1  # and the sandbox's own, which waits for the program
@@ -82,5 +139,6 @@ def _bounds(limits: SandboxLimits) -> dict[str, tuple[int, int]]:
         "cpu": (limits.cpu_s, limits.cpu_s + 1),
         "nproc": (processes, processes),
         "fsize": (limits.disk_bytes, limits.disk_bytes),
+        "nofile": (MAX_FILES, MAX_FILES),
         "core": (0, 0),
     }

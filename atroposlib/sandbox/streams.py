@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from atroposlib.sandbox.box_files import content_fd
 from atroposlib.sandbox.interface import Ending, SandboxLimits
 
 __all__ = ["Finished", "run_bounded"]
 
-STDIN, STDOUT, STDERR = range(3)
+STDOUT, STDERR = 1, 2
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,17 @@ async def run_bounded(
     """
     loop = asyncio.get_running_loop()
     record = _Record(limits.output_bytes, ended=loop.create_future(), full=loop.create_future())
-    transport, _ = await loop.subprocess_exec(
-        lambda: record,
-        *command,
-        stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-        pass_fds=pass_fds,
-        env={},
-        start_new_session=True,
-    )
+    # asyncio's pipe is a socket, through which a program could send files to this process.
+    with content_fd(stdin) if stdin else contextlib.nullcontext(subprocess.DEVNULL) as source:
+        transport, _ = await loop.subprocess_exec(
+            lambda: record,
+            *command,
+            stdin=source,
+            pass_fds=pass_fds,
+            env={},
+            start_new_session=True,
+        )
     try:
-        if stdin:
-            _write(transport, stdin)
         async with turn or contextlib.nullcontext():
             started_at = time.monotonic()
             done, _ = await asyncio.wait(
@@ -108,13 +109,6 @@ class _Record(asyncio.SubprocessProtocol):
         """It has ended and so have its streams."""
         if not self.ended.done():
             self.ended.set_result(None)
-
-
-def _write(transport: asyncio.SubprocessTransport, content: bytes) -> None:
-    pipe = transport.get_pipe_transport(STDIN)
-    assert isinstance(pipe, asyncio.WriteTransport)
-    pipe.write(content)
-    pipe.close()  # once all is written, or the child reads no more
 
 
 async def _end(

@@ -8,11 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from atroposlib.sandbox import SandboxError, SandboxLimits, run_python
 from atroposlib.sandbox.bubblewrap import Bubblewrap
+from atroposlib.sandbox.control_groups import ControlGroups
 from tests.sandbox.processes import children
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing")
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewra
 LIMITS = SandboxLimits(wall_s=60.0)
 OWN_LIMITS = """
 import resource
-for name in ("AS", "CPU", "NPROC", "FSIZE", "CORE"):
+for name in ("AS", "CPU", "NPROC", "FSIZE", "NOFILE", "CORE"):
     print(name, resource.getrlimit(getattr(resource, f"RLIMIT_{name}")))
 """
 FORKS = """
@@ -100,8 +103,111 @@ async def test_program_finds_its_limits() -> None:
         "CPU (7, 8)",
         "NPROC (6, 6)",  # and the sandbox's own
         f"FSIZE ({2**20}, {2**20})",
+        "NOFILE (256, 256)",
         "CORE (0, 0)",
     ]
+
+
+async def test_memory_of_all_processes_is_watched_without_a_control_group(tmp_path: Path) -> None:
+    limits = replace(LIMITS, memory_bytes=2**27, disk_bytes=2**20, max_processes=20)
+    sandbox = Bubblewrap(limits=limits, groups=ControlGroups(tmp_path))
+    program = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        held = b'x' * (60 * 2**20)
+        time.sleep(50)
+print('started', flush=True)
+time.sleep(50)
+"""
+    result = await run_python(sandbox, program)
+
+    assert (result.stdout, result.ended_by) == ("started\n", "memory")
+
+
+async def test_memory_that_processes_share_is_counted_once(tmp_path: Path) -> None:
+    limits = replace(LIMITS, memory_bytes=2**27, disk_bytes=2**20)
+    sandbox = Bubblewrap(limits=limits, groups=ControlGroups(tmp_path))
+    program = """
+import os, time
+held = b'x' * (60 * 2**20)
+for _ in range(6):
+    if os.fork() == 0:
+        time.sleep(0.4)
+        os._exit(held[-1] != ord('x'))
+print([os.wait()[1] for _ in range(6)])
+"""
+    result = await run_python(sandbox, program)
+
+    assert result.stdout == "[0, 0, 0, 0, 0, 0]\n", result
+
+
+async def test_empty_files_without_end_are_watched_without_a_control_group(tmp_path: Path) -> None:
+    limits = replace(LIMITS, memory_bytes=2**26, disk_bytes=2**20, cpu_s=60)
+    sandbox = Bubblewrap(limits=limits, groups=ControlGroups(tmp_path))
+
+    result = await run_python(
+        sandbox, "import itertools, os\nfor n in itertools.count(): os.mknod(str(n))"
+    )
+
+    assert result.ended_by == "memory"
+
+
+async def test_standard_input_can_be_opened_by_name_and_not_written() -> None:
+    program = """
+import os, stat
+print(open('/dev/stdin').read(), stat.S_ISREG(os.fstat(0).st_mode))
+for act in (lambda: os.write(0, b'x'), lambda: open('/proc/self/fd/0', 'r+b', 0).write(b'x')):
+    try:
+        print(act())
+    except OSError as error:
+        print('refused')
+"""
+    result = await run_python(Bubblewrap(limits=LIMITS), program, stdin="given")
+
+    assert result.stdout == "given True\nrefused\nrefused\n", result
+
+
+async def test_program_is_first_to_go_when_the_machine_lacks_memory() -> None:
+    program = "print(open('/proc/self/oom_score_adj').read().strip())"
+
+    assert (await run_python(Bubblewrap(limits=LIMITS), program)).stdout == "1000\n"
+
+
+async def test_keys_of_the_parent_cannot_be_listed() -> None:
+    result = await run_python(Bubblewrap(limits=LIMITS), "print(open('/proc/keys').read())")
+
+    assert "Permission denied" in result.stderr or "No such file" in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become others")
+async def test_each_program_has_a_user_of_its_own() -> None:
+    sandbox = Bubblewrap(limits=LIMITS, max_parallel=3)
+    program = "import os, time; print(os.getuid(), os.getgid(), flush=True); time.sleep(1)"
+    runs = [asyncio.create_task(run_python(sandbox, program)) for _ in range(3)]
+    users: set[int] = set()
+    while len(users) < 3 and not all(run.done() for run in runs):
+        await asyncio.sleep(0.02)
+        users |= {uid for pid in children() for uid in _users_within(pid)}
+    results = await asyncio.gather(*runs)
+
+    assert len(users) == 3
+    assert not users & {0, 65534}
+    assert {result.stdout for result in results} == {"65534 65534\n"}
+
+
+def _users_within(pid: str) -> set[int]:
+    """The users of the Python programs among a process's descendants."""
+    found: set[int] = set()
+    try:
+        below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        status = Path(f"/proc/{pid}/status").read_text()
+        rows = dict(line.split(":", 1) for line in status.splitlines())
+    except OSError:
+        return found
+    if rows["Name"].strip() == "python3":
+        found.add(int(rows["Uid"].split()[0]))
+    return found.union(*map(_users_within, below))
 
 
 async def test_program_may_have_just_as_many_processes() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atroposlib.sandbox import SandboxLimits, SandboxUnavailableError, open_sandbox
+from atroposlib.sandbox.control_groups import PARENT, ControlGroups, require_bound
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,41 @@ def test_limit_of_zero_is_refused() -> None:
     limits: Callable[..., SandboxLimits] = SandboxLimits
     with pytest.raises(ValueError, match="cpu_s must be a finite number above 0"):
         limits(cpu_s=0)
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing")
+def test_sandbox_whose_memory_nothing_bounds_has_to_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("atroposlib.sandbox.bubblewrap.ControlGroups", lambda: no_groups)
+    monkeypatch.setattr("atroposlib.sandbox.bubblewrap.has_filter", lambda: False)
+    no_groups = ControlGroups(tmp_path)
+
+    with pytest.raises(
+        SandboxUnavailableError, match=r"^nothing bounds .* set ATROPOS_SANDBOX_UNBOUNDED_MEMORY=1"
+    ):
+        open_sandbox("bubblewrap")
+    assert open_sandbox("bubblewrap", allow_unbounded_memory=True).name == "bubblewrap"
+
+    monkeypatch.setenv("ATROPOS_SANDBOX_UNBOUNDED_MEMORY", "1")
+    assert open_sandbox("bubblewrap").name == "bubblewrap"
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+@pytest.mark.parametrize("has_filter", [True, False])
+def test_control_group_or_filter_bounds_memory(
+    tmp_path: Path, has_memory: bool, has_filter: bool
+) -> None:
+    controller = tmp_path / ("memory" if has_memory else "pids")
+    (controller / PARENT).mkdir(parents=True)
+    (controller / PARENT / ("memory.limit_in_bytes" if has_memory else "pids.max")).touch()
+    groups = ControlGroups(tmp_path)
+
+    if has_memory or has_filter:
+        require_bound(groups, has_filter=has_filter)
+    else:
+        with pytest.raises(SandboxUnavailableError, match="nothing bounds the memory"):
+            require_bound(groups, has_filter=has_filter)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="containers need root")

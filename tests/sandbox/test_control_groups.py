@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from atroposlib.sandbox import SandboxLimits, control_groups
 from atroposlib.sandbox.control_groups import PARENT, ControlGroups
 
 
@@ -25,6 +26,88 @@ def root() -> Iterator[Path]:
 
 def test_parents_of_ones_own_are_used(root: Path) -> None:
     assert ControlGroups(root).are_usable
+
+
+def unified(root: Path, path: str, *, handed_down: str) -> Path:
+    """Make a group of version 2 with what lies above it, as the kernel shows them."""
+    folder = root
+    for name in ("", *Path(path).parts[1:]):
+        folder = folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / "cgroup.controllers").touch()
+        (folder / "cgroup.procs").touch()
+        (folder / "cgroup.subtree_control").write_text(handed_down)
+    return folder
+
+
+USER = "/user.slice/user-1000.slice/user@1000.service/app.slice"
+
+
+@pytest.fixture
+def only_delegated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of all groups cannot be written, as for a user of a laptop."""
+    monkeypatch.setattr(control_groups, "_unified", lambda root: ())
+
+
+@pytest.mark.usefixtures("only_delegated")
+def test_part_that_systemd_hands_to_a_user_is_used(tmp_path: Path) -> None:
+    app = unified(tmp_path, USER, handed_down="cpu memory pids")
+    own = tmp_path / "own"
+    own.write_text(f"0::{USER}/terminal.scope\n")
+    (app / PARENT).mkdir()
+    for name in ("memory.max", "memory.swap.max", "pids.max"):
+        (app / PARENT / name).touch()
+
+    groups = ControlGroups(tmp_path, own)
+
+    assert groups.count_memory
+    assert (app / PARENT / "cgroup.subtree_control").read_text() == "+memory +pids"
+
+
+@pytest.mark.usefixtures("only_delegated")
+@pytest.mark.parametrize("handed_down", ["", "cpu pids", "memory"])
+def test_part_without_both_controllers_is_left_alone(tmp_path: Path, handed_down: str) -> None:
+    app = unified(tmp_path, USER, handed_down=handed_down)
+    own = tmp_path / "own"
+    own.write_text(f"0::{USER}/terminal.scope\n")
+
+    assert not ControlGroups(tmp_path, own).are_usable
+    assert not (app / PARENT).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user for a moment")
+@pytest.mark.usefixtures("only_delegated")
+def test_part_of_somebody_else_is_left_alone(root: Path) -> None:
+    session = unified(root, "/user.slice/user-1000.slice", handed_down="memory pids")
+    own = root / "own"
+    own.write_text("0::/user.slice/user-1000.slice/session-1.scope\n")
+    for name in ("memory", "pids"):  # of version 1
+        (root / name / PARENT).rmdir()
+        (root / name).rmdir()
+    os.seteuid(65534)
+    try:
+        groups = ControlGroups(root, own)
+    finally:
+        os.seteuid(0)
+
+    assert not groups.are_usable
+    assert not (session / PARENT).exists()
+
+
+async def test_memory_is_bounded_with_swap_and_with_what_tcp_holds() -> None:
+    names = ("memsw.limit_in_bytes", "kmem.tcp.limit_in_bytes", "limit_in_bytes")
+    async with ControlGroups().join(SandboxLimits()) as members:
+        files = [
+            file
+            for folder in members.folders
+            for name in names
+            if (file := Path(folder, f"memory.{name}")).exists()
+        ]
+        written = {file.read_text().strip() for file in files}
+    if not files:
+        pytest.skip("no control group of version 1 can be written")
+
+    assert written == {str((512 + 2 * 64) * 2**20)}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user for a moment")

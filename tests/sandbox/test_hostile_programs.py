@@ -234,6 +234,17 @@ print(rows['CapEff'].strip(), rows['CapPrm'].strip(), rows['CapBnd'].strip(), os
     assert result.stdout in (f"{none} {none} {none} []\n", f"{none} {none} {none} [65534]\n")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become others")
+async def test_containers_have_users_of_their_own(sandbox: Sandbox) -> None:
+    if sandbox.name == "bubblewrap":
+        pytest.skip("it hides the user from the program")
+    results = [await run_python(sandbox, "import os; print(os.getuid())") for _ in range(2)]
+
+    users = {int(result.stdout) for result in results}
+    assert len(users) == 2
+    assert not users & {0, 65534}
+
+
 async def test_children_end_with_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
     before = children()
     result = await run_python(

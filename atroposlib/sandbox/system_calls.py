@@ -1,0 +1,258 @@
+"""Which system calls a program may make: one list, for bubblewrap as BPF and for OCI runtimes.
+
+    call of another architecture          the process is killed
+    call newer than this page, clone3     ENOSYS; the C library then takes an older one
+    DENIED, new namespaces by clone       EPERM
+    sockets but AF_UNIX, AF_INET(6)       EAFNOSUPPORT, such as AF_VSOCK, which no namespace holds
+    UNCOUNTED, without a control group    EPERM: memory that no limit of a process counts
+
+All else is allowed: programs of many kinds run here. The filter is assembled here, as the Python
+bindings of libseccomp are unmaintained and need a library that bubblewrap does not bring.
+
+Source: the kernel's Documentation/userspace-api/seccomp_filter.rst, and its tables of numbers.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["DENIED", "FAMILIES", "UNCOUNTED", "call_filter", "call_rules", "has_filter"]
+
+
+class Architecture(NamedTuple):
+    """What the kernel calls an architecture, and the place of its numbers below."""
+
+    audit: int
+    column: int
+
+
+MACHINES = {"x86_64": Architecture(0xC000003E, 0), "aarch64": Architecture(0xC00000B7, 1)}
+LAST_CALL = 466
+"""removexattrat of Linux 6.13; numbers above 423 mean the same on every architecture."""
+
+DENIED: dict[str, tuple[int, int | None]] = {
+    # name: its number on x86_64 and on aarch64
+    # keyrings, which belong to a user, not to a box
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    # large parts of the kernel that such programs do not need
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "fanotify_init": (300, 262),
+    "lookup_dcookie": (212, 18),
+    "map_shadow_stack": (453, 453),
+    "modify_ldt": (154, None),
+    "nfsservctl": (180, 42),
+    "remap_file_pages": (216, 234),
+    "uselib": (134, None),
+    "vmsplice": (278, 75),
+    # file systems and namespaces
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "sysfs": (139, None),
+    # the machine
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "clock_settime": (227, 112),
+    "settimeofday": (164, 170),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "ioperm": (173, None),
+    "iopl": (172, None),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+}
+UNCOUNTED: dict[str, tuple[int, int | None]] = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+}
+"""Calls whose memory belongs to no process, so that RLIMIT_AS does not count it."""
+
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+PROTOCOLS = (0, socket.IPPROTO_ICMP, socket.IPPROTO_TCP, socket.IPPROTO_UDP)
+"""Others would load modules into the kernel of the machine; for AF_UNIX, 1 means AF_UNIX."""
+SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
+CLONE, CLONE3 = (56, 220), (435, 435)
+NAMESPACES = 0x7E020000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+
+LOAD, JUMP_EQUAL, JUMP_ABOVE, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+"""Offsets in the kernel's `struct seccomp_data`."""
+ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+
+PART = 8
+"""Numbers that are looked at one by one; the kernel tries the filter on each when it is set."""
+
+Instruction = tuple[int, int, int, int]
+"""Operation, where to go on if it is true and if not, and its operand."""
+
+
+def has_filter() -> bool:
+    """Whether system calls can be filtered here: a known architecture, and a kernel that does."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    return os.uname().machine in MACHINES and "\nSeccomp:" in status
+
+
+@functools.cache
+def call_filter(*, is_memory_counted: bool, machine: str | None = None) -> bytes:
+    """Return the filter as the kernel takes it: little-endian `struct sock_filter`, one by one.
+
+    Args:
+        is_memory_counted: whether a control group bounds the memory of a box.
+        machine: `x86_64` or `aarch64`; None for this machine's.
+    """
+    architecture = MACHINES[machine or os.uname().machine]
+    column = architecture.column
+    denied = {**DENIED, **({} if is_memory_counted else UNCOUNTED)}
+    program: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        *_return_unless(JUMP_EQUAL, architecture.audit, KILL_PROCESS),
+        (LOAD, 0, 0, NUMBER),
+        *_return_if(JUMP_ABOVE, LAST_CALL, ERRNO | errno.ENOSYS),  # those of x32 too
+        *_return_if(JUMP_EQUAL, CLONE3[column], ERRNO | errno.ENOSYS),
+    ]
+    for numbers in SOCKETS.values():
+        program += _block(numbers[column], _socket_rules())
+    is_new = _return_if(JUMP_SET, NAMESPACES, ERRNO | errno.EPERM)
+    program += _block(CLONE[column], [_argument(0), *is_new])
+    refused = sorted(number for each in denied.values() if (number := each[column]) is not None)
+    for start in range(0, len(refused), PART):
+        program += _part(refused[start : start + PART])
+    program.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+
+
+def call_rules(*, is_memory_counted: bool, has_own_kernel: bool = False) -> dict[str, Any]:
+    """Return the same as `linux.seccomp` of an OCI runtime's configuration.
+
+    The runtime kills what another architecture calls. It leaves out what its libseccomp does not
+    know by name, and numbers newer than this page are allowed.
+
+    Args:
+        is_memory_counted: whether a control group bounds the memory of a container.
+        has_own_kernel: whether it is gVisor, whose filter knows the error EPERM alone: no thread
+            would start if it answered clone3, and its namespaces are none of the machine's.
+    """
+    denied = [*DENIED, *(() if is_memory_counted else UNCOUNTED)]
+    return {
+        "defaultAction": "SCMP_ACT_ALLOW",
+        "syscalls": [
+            _refused(denied, errno.EPERM),
+            *(_refused(["clone"], errno.EPERM, flag) for flag in _flags(NAMESPACES)),
+            # its flags lie in memory, where no filter sees them
+            *([] if has_own_kernel else [_refused(["clone3"], errno.ENOSYS)]),
+            *(_refused(SOCKETS, errno.EAFNOSUPPORT, other) for other in _others(0, FAMILIES)),
+            *(_refused(SOCKETS, errno.EPROTONOSUPPORT, other) for other in _others(2, PROTOCOLS)),
+        ],
+    }
+
+
+def _return_if(jump: int, operand: int, answer: int) -> list[Instruction]:
+    return [(jump, 0, 1, operand), (RETURN, 0, 0, answer)]
+
+
+def _return_unless(jump: int, operand: int, answer: int) -> list[Instruction]:
+    return [(jump, 1, 0, operand), (RETURN, 0, 0, answer)]
+
+
+def _argument(index: int) -> Instruction:
+    """Load the lower half of an argument; the kernel takes it for a C int as well."""
+    return (LOAD, 0, 0, ARGUMENTS + 8 * index)
+
+
+def _block(number: int, rules: Sequence[Instruction]) -> list[Instruction]:
+    """What applies to one call alone; it is allowed when no rule returns before."""
+    return [(JUMP_EQUAL, 0, len(rules) + 1, number), *rules, (RETURN, 0, 0, ALLOW)]
+
+
+def _part(numbers: Sequence[int]) -> list[Instruction]:
+    """Refuse these of the numbers up to the last of them; go on with those above."""
+    jumps = [(JUMP_EQUAL, len(numbers) - place, 0, each) for place, each in enumerate(numbers)]
+    answers = [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | errno.EPERM)]
+    return [(JUMP_ABOVE, len(numbers) + 2, 0, numbers[-1]), *jumps, *answers]
+
+
+def _socket_rules() -> list[Instruction]:
+    rules = [_argument(0), *_return_unless_one_of(FAMILIES, ERRNO | errno.EAFNOSUPPORT)]
+    return [*rules, _argument(2), *_return_unless_one_of(PROTOCOLS, ERRNO | errno.EPROTONOSUPPORT)]
+
+
+def _return_unless_one_of(values: Sequence[int], answer: int) -> list[Instruction]:
+    jumps = [(JUMP_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
+    return [*jumps, (RETURN, 0, 0, answer)]
+
+
+def _refused(
+    names: Iterable[str], number: int, condition: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One rule with one condition: of several, some runtimes want all and some want any."""
+    rule: dict[str, Any] = {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": number}
+    return rule if condition is None else {**rule, "args": [condition]}
+
+
+def _flags(mask: int) -> list[dict[str, Any]]:
+    """Conditions of which one holds when the first argument has a flag of the mask."""
+    flags = [1 << bit for bit in range(32) if mask >> bit & 1]
+    return [
+        {"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"} for flag in flags
+    ]
+
+
+def _others(index: int, allowed: Sequence[int]) -> list[dict[str, Any]]:
+    """Conditions of which one holds when an argument is none of these values."""
+    highest = max(allowed)
+    between = [value for value in range(highest) if value not in allowed]
+    conditions = [{"index": index, "value": value, "op": "SCMP_CMP_EQ"} for value in between]
+    return [*conditions, {"index": index, "value": highest, "op": "SCMP_CMP_GT"}]
