@@ -28,6 +28,7 @@ __all__ = [
     "GROUP_FIELDS",
     "IGNORE_INDEX",
     "MASKED_LOGPROB",
+    "MAX_SCORE",
     "PLACEHOLDER_TOKENS",
     "GroupField",
     "ScoredDataGroup",
@@ -44,6 +45,8 @@ IGNORE_INDEX = -100
 MASKED_LOGPROB = 1.0
 """Placeholder logprob of a token the policy did not sample; impossible as a real logprob."""
 
+MAX_SCORE = 1e30
+"""Largest magnitude of a score: sums and squares of such numbers are finite, too."""
 
 PLACEHOLDER_TOKENS = tuple(range(128))
 """Tokens of a session that ATROPOS_ALLOW_DUMMY_MANAGED_SERVER opened: they stand for nothing."""
@@ -212,8 +215,9 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
 def check_group(group: Mapping[str, Any]) -> None:
     """Refuse a group whose trajectories do not line up; called before and behind the wire.
 
-    Checks counts and lengths of `tokens`, `masks`, `scores` and `inference_logprobs`, and that
-    scores and logprobs are finite. Other fields are the trainer's business and stay loose.
+    Checks counts and lengths of `tokens`, `masks`, `scores` and `inference_logprobs`, that scores
+    and logprobs are finite, and that no score is beyond `MAX_SCORE`. Other fields are the trainer's
+    business and stay loose.
 
     Args:
         group: decoded group; element types are the codec's business, not checked here.
@@ -230,6 +234,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise GroupError("tokens: empty; a group needs at least one trajectory")
     _check_count("scores", group["scores"], len(tokens))
     _check_finite("scores", group["scores"])
+    _check_scores(group["scores"])
     for field in GROUP_FIELDS:
         rows = group.get(field.name)
         # An empty list in an optional field is how some environments say that it was not filled.
@@ -252,8 +257,21 @@ def _check_count(name: str, rows: Sequence[Any], expected: int) -> None:
 
 def _check_finite(path: str, values: Sequence[float]) -> None:
     # A sum is finite only when all numbers are; adding them up takes a fraction of the loop's time.
-    if math.isfinite(sum(values)):
-        return
+    try:
+        if math.isfinite(sum(values)):
+            return
+    except OverflowError:  # an integer beyond all floats
+        pass
     for i, value in enumerate(values):
-        if not math.isfinite(value):
+        try:
+            is_finite = math.isfinite(value)
+        except OverflowError as error:
+            raise GroupError(f"{path}[{i}]: an integer too large for a float") from error
+        if not is_finite:
             raise GroupError(f"{path}[{i}]: {value} is not a finite number")
+
+
+def _check_scores(scores: Sequence[float]) -> None:
+    for i, score in enumerate(scores):
+        if not -MAX_SCORE <= score <= MAX_SCORE:
+            raise GroupError(f"scores[{i}]: {score}; expected a score within ±{MAX_SCORE:g}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from atroposlib.errors import GroupError
+from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX
 from example_trainer.losses.distillation import PADDED_TEACHER_ID
 from example_trainer.losses.reductions import BatchTotals
@@ -110,6 +110,7 @@ def build_batch(
     Raises:
         GroupError: a group is malformed or cannot be honoured, or each one is where those are left
             out; the message names the path.
+        ConfigError: as above, of groups with tokens that no model sampled.
     """
     delivered, groups, rows_by_group = groups, [], []
     bad_groups: dict[int, str] = {}
@@ -117,7 +118,7 @@ def build_batch(
         try:
             rows_by_group.append(rows_from_group(group, rules, name=f"group {i}"))
             groups.append(group)
-        except GroupError as error:
+        except (GroupError, ConfigError) as error:
             bad_groups[i] = str(error)
             if not skips_bad_groups or len(bad_groups) == len(delivered):
                 raise

@@ -24,7 +24,11 @@ import msgspec
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError
-from example_trainer.checkpointing import drop_checkpoints_before, write_file
+from example_trainer.checkpointing import (
+    drop_checkpoints_before,
+    has_unnamed_checkpoint,
+    write_file,
+)
 
 __all__ = ["JOURNAL_DIRECTORY", "SMALLEST_LIMIT_BYTES", "BatchJournal", "checkpoint_bytes"]
 
@@ -32,6 +36,9 @@ JOURNAL_DIRECTORY = "journal"
 SMALLEST_LIMIT_BYTES = 2**30
 """The records may take as much in any case."""
 _RECORD = re.compile(r"step_(\d+)\.batch")
+_REFUSED = re.compile(r"refused_(\d+)\.batch")
+_MOST_REFUSED_KEPT = 16
+"""The newest; whoever sends such batches must not fill the disk."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -54,6 +61,16 @@ def checkpoint_bytes(model: Any, *, trained_only: bool) -> int:
         total += size
         trained += size if parameter.requires_grad else 0
     return 2 * trained + (trained if trained_only else total)
+
+
+def _read_run_id(marker: Path) -> str:
+    try:
+        run_id = json.loads(marker.read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--resume: {marker} cannot be read: {error!r}; restore it") from error
+    if not isinstance(run_id, str):
+        raise ConfigError(f"--resume: {marker}: run_id is {run_id!r:.40}, expected a text")
+    return run_id
 
 
 class BatchJournal:
@@ -84,12 +101,20 @@ class BatchJournal:
 
         Args:
             save_path: Parent of the journal, where the checkpoints are.
-            resume: Whether to continue; without a journal a new run starts.
+            resume: Whether to continue.
+
+        Raises:
+            ConfigError: there is no run to continue, or nothing says which one it is.
         """
         directory = Path(save_path) / JOURNAL_DIRECTORY
         marker = directory / "run.json"
         if resume and marker.is_file():
-            return cls(directory, json.loads(marker.read_text(encoding="utf-8"))["run_id"])
+            return cls(directory, _read_run_id(marker))
+        if resume and not has_unnamed_checkpoint(save_path):
+            raise ConfigError(
+                f"--resume: there is no {marker}, which says which run {save_path} holds; restore "
+                "it, name another --save-path, or leave --resume out to start a new run"
+            )
         directory.mkdir(parents=True, exist_ok=True)
         run_id = uuid.uuid4().hex
         # From here on the records and checkpoints that are left belong to no run.
@@ -131,9 +156,16 @@ class BatchJournal:
         return LeasedBatch(record.groups, record.batch_id)
 
     def set_aside(self, step: int) -> Path:
-        """Take the batch of a step out of the run; returns where it is kept."""
+        """Take the batch of a step out of the run; returns where it is kept.
+
+        Of those that were taken out the newest are kept.
+        """
         self._sizes.pop(step, None)
-        number = len(list(self.directory.glob("refused_*.batch"))) + 1
+        names = (path.name for path in self.directory.iterdir())
+        numbers = sorted(int(found.group(1)) for found in map(_REFUSED.fullmatch, names) if found)
+        number = numbers[-1] + 1 if numbers else 1
+        for old in numbers[: max(0, len(numbers) + 1 - _MOST_REFUSED_KEPT)]:
+            (self.directory / f"refused_{old}.batch").unlink(missing_ok=True)
         return self.path_of(step).rename(self.directory / f"refused_{number}.batch")
 
     def count_after(self, step: int) -> int:

@@ -3,6 +3,7 @@
     step_<n>/ config.json, model.safetensors, tokenizer ...    loadable by transformers and vLLM
               trainer/ trainer_state.safetensors, .json        optimizer, random state, step,
                                                                and which batches are trained
+              trainer/ checksums.json                          of every other file
 
 The trainer's state has a folder of its own because engines load every `*.safetensors` file they
 find next to the weights. Earlier versions wrote it there: such checkpoints can be resumed from, and
@@ -14,6 +15,7 @@ A directory appears complete or not at all: it is written beside its place and r
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import re
@@ -25,9 +27,12 @@ from typing import Any
 from atroposlib.errors import ConfigError
 
 __all__ = [
+    "check_checkpoint",
     "drop_checkpoints_before",
     "drop_old_checkpoints",
+    "find_intact_checkpoint",
     "find_latest_checkpoint",
+    "has_unnamed_checkpoint",
     "load_feed_state",
     "load_step_metrics",
     "load_training_state",
@@ -39,7 +44,11 @@ __all__ = [
     "write_file",
 ]
 
+logger = logging.getLogger(__name__)
+
 _STATE_FOLDER = "trainer"
+_CHECKSUMS = "checksums.json"
+_READ_BYTES = 2**24
 _STATE = "trainer_state.json"
 _TENSORS = "trainer_state.safetensors"
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
@@ -120,6 +129,7 @@ def save_checkpoint(
                 states_by_rank=states_by_rank,
                 step_metrics=step_metrics,
             )
+            _write_checksums(directory)
 
     path = Path(save_path) / (final_name if is_final else f"step_{step}")
     return replace_directory(path, write) if writes else path
@@ -256,8 +266,8 @@ def move_training_state(checkpoint: Path) -> bool:
 
 def _state_file(checkpoint: Path, name: str) -> Path:
     """Return where a file of the trainer's state is, in the present layout or the earlier one."""
-    path = checkpoint / _STATE_FOLDER / name
-    return path if path.is_file() else checkpoint / name
+    path, earlier = checkpoint / _STATE_FOLDER / name, checkpoint / name
+    return earlier if earlier.is_file() and not path.is_file() else path
 
 
 def _read_record(checkpoint: Path) -> dict[str, Any]:
@@ -269,6 +279,8 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
             f"the trainer's state in {path} cannot be read: {error}; delete {checkpoint} to resume "
             "from the checkpoint before it"
         ) from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"the trainer's state in {path} is no object; delete {checkpoint}")
     return record
 
 
@@ -303,6 +315,109 @@ def find_latest_checkpoint(*places: str | Path, run_id: str | None = None) -> Pa
     return steps[max(steps)] if steps else None
 
 
+def find_intact_checkpoint(*places: str | Path, run_id: str | None = None) -> Path | None:
+    """Return the newest resumable checkpoint that is whole; log what is wrong with newer ones.
+
+    Args:
+        places: Directories that hold checkpoints.
+        run_id: Passes over those that name another run; None takes every one.
+
+    Returns:
+        None when there is no resumable checkpoint at all.
+
+    Raises:
+        ConfigError: there are some, and each is damaged; the message names the newest.
+    """
+    steps: dict[int, Path] = {}
+    for place in places:
+        steps |= _resumable_checkpoints(place, run_id, keeps_damaged=True)
+    first: ConfigError | None = None
+    for step in sorted(steps, reverse=True):
+        try:
+            check_checkpoint(steps[step])
+        except ConfigError as error:
+            first = first or error
+            logger.error(
+                "%s; passing over it: later steps are trained again, from new batches", error
+            )
+        else:
+            return steps[step]
+    if first is not None:
+        raise ConfigError(
+            f"{first}; no other checkpoint of the run is whole: restore one, or start without "
+            "--resume"
+        )
+    return None
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Read every file of a checkpoint and compare it with its checksum.
+
+    Of a checkpoint without checksums, as earlier versions wrote them, what can be told from the
+    files themselves is checked.
+
+    Raises:
+        ConfigError: names the file that is damaged or missing.
+    """
+    _read_record(checkpoint)
+    manifest = checkpoint / _STATE_FOLDER / _CHECKSUMS
+    if not manifest.is_file():
+        _check_headers(checkpoint)
+        return
+    try:
+        checksums: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["xxh3_128"]
+        names = sorted(checksums)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{manifest} cannot be read: {error!r}") from error
+    for name in names:
+        path = checkpoint / name
+        try:
+            is_right = _checksum(path) == checksums[name]
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        if not is_right:
+            raise ConfigError(f"{path} is damaged: its checksum is not that of {manifest}")
+
+
+def has_unnamed_checkpoint(save_path: str | Path) -> bool:
+    """Whether there is a resumable checkpoint of a version that did not name runs."""
+    return any(
+        "run_id" not in load_feed_state(path)
+        for path in _resumable_checkpoints(save_path, None).values()
+    )
+
+
+def _write_checksums(checkpoint: Path) -> None:
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    checksums = {path.relative_to(checkpoint).as_posix(): _checksum(path) for path in files}
+    content = json.dumps({"xxh3_128": checksums}, indent=1)
+    (checkpoint / _STATE_FOLDER / _CHECKSUMS).write_text(content, encoding="utf-8")
+
+
+def _checksum(path: Path) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _check_headers(checkpoint: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    for path in checkpoint.rglob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} is damaged: {error}") from error
+    path = _state_file(checkpoint, _TENSORS)
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing")
+
+
 def drop_old_checkpoints(save_path: str | Path, *, keep: int, run_id: str | None = None) -> None:
     """Delete all but the newest `keep` resumable checkpoints of a run."""
     for pattern in (".step_*.old", ".step_*.new"):  # what a killed save left
@@ -327,15 +442,24 @@ def _drop(checkpoint: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _resumable_checkpoints(save_path: str | Path, run_id: str | None) -> dict[int, Path]:
-    """Return the `step_<n>` directories that hold a training state, by n."""
+def _resumable_checkpoints(
+    save_path: str | Path, run_id: str | None, *, keeps_damaged: bool = False
+) -> dict[int, Path]:
+    """Return the `step_<n>` directories that hold a training state, by n.
+
+    One whose state cannot be read does not say of which run it is.
+    """
     steps: dict[int, Path] = {}
     root = Path(save_path)
     for path in root.iterdir() if root.is_dir() else ():
         match = _STEP_DIRECTORY.fullmatch(path.name)
         if not match or not _state_file(path, _STATE).is_file():
             continue
-        if run_id is None or load_feed_state(path).get("run_id", run_id) == run_id:
+        try:
+            is_ours = run_id is None or load_feed_state(path).get("run_id", run_id) == run_id
+        except ConfigError:
+            is_ours = keeps_damaged
+        if is_ours:
             steps[int(match.group(1))] = path
     return steps
 

@@ -7,13 +7,12 @@ or refused naming its path. Pure.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX
+from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, MAX_SCORE
 from example_trainer.losses.distillation import PADDED_TEACHER_ID
 
 __all__ = ["check_numbers", "check_switches", "check_teacher_ids", "check_tokens", "drop_unfilled"]
@@ -113,30 +112,43 @@ def _check_mapping(path: str, value: Any) -> None:
 
 
 def check_numbers(path: str, values: Sequence[Any]) -> None:
-    """Check that all values of one row are finite numbers.
+    """Check that all values of one row are numbers that a float of 32 bits holds, too.
 
     Raises:
         GroupError: names the first that is not.
     """
-    # A sum is finite only when all numbers are; adding them up takes a fraction of the loop's time.
-    with contextlib.suppress(TypeError):
-        if math.isfinite(sum(values)):
+    # Faster than the loop that names the value.
+    try:
+        if not len(values) or (
+            math.isfinite(sum(values)) and max(values) <= MAX_SCORE and min(values) >= -MAX_SCORE
+        ):
             return
+    except (TypeError, OverflowError):
+        pass
     for t, value in enumerate(values):
         _check_number(f"{path}[{t}]", value)
 
 
 def _check_number(path: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not isinstance(value, (int, float)):
         raise GroupError(f"{path}: {value!r:.40} is not a finite number")
+    if not -MAX_SCORE <= value <= MAX_SCORE:  # also of an integer beyond all floats
+        is_finite = isinstance(value, int) or math.isfinite(value)
+        reason = f"is beyond ±{MAX_SCORE:g}" if is_finite else "is not a finite number"
+        raise GroupError(f"{path}: {value!r:.40} {reason}")
 
 
-def check_teacher_ids(path: str, ids: Sequence[int]) -> None:
+def check_teacher_ids(path: str, ids: Sequence[int], *, vocabulary: int | None) -> None:
     """Check that the choices at one position are token ids or padding.
 
     Raises:
-        GroupError: one is below the padding id.
+        GroupError: one is below the padding id, or beyond the model's vocabulary.
     """
+    if len(ids) and vocabulary is not None and max(ids) >= vocabulary:
+        raise GroupError(
+            f"{path}: id {max(ids)}, the model's vocabulary has {vocabulary} entries; teacher and "
+            "student must use one tokenizer"
+        )
     if len(ids) and min(ids) < PADDED_TEACHER_ID:
         raise GroupError(
             f"{path}: {min(ids)} is neither a token id nor {PADDED_TEACHER_ID}, which pads"

@@ -164,9 +164,11 @@ def float_rows(group: Mapping[str, Any], field: str) -> Sequence[Sequence[float]
 
 
 def teacher_row(
-    group: Mapping[str, Any], i: int
+    group: Mapping[str, Any], i: int, *, vocabulary: int | None
 ) -> tuple[Sequence[Sequence[int]] | None, Sequence[Sequence[float]] | None]:
     """Return [L][K] ids and logprobs of the teacher for trajectory i, None without a teacher.
+
+    `vocabulary`: ids the model has; None: unknown.
 
     Raises:
         GroupError: one array is missing, the two do not line up, or an entry is no id or number.
@@ -185,7 +187,7 @@ def teacher_row(
                 f"distill_logprobs[{i}][{t}]: {len(logprob_row)} entries, "
                 f"distill_token_ids[{i}][{t}] has {len(id_row)}"
             )
-        check_teacher_ids(f"distill_token_ids[{i}][{t}]", id_row)
+        check_teacher_ids(f"distill_token_ids[{i}][{t}]", id_row, vocabulary=vocabulary)
         check_numbers(f"distill_logprobs[{i}][{t}]", logprob_row)
     return ids[i], logprobs[i]
 

@@ -140,6 +140,8 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
         ]
     except GroupError as error:
         raise GroupError(f"{name}: {error}") from error
+    except ArithmeticError as error:
+        raise GroupError(f"{name}: its numbers cannot be computed with: {error}") from error
 
 
 def _row(
@@ -158,7 +160,9 @@ def _row(
     if may_mask and (is_cut or is_cut_by_engine(group, i)):
         labels = [IGNORE_INDEX] * len(labels)
     logprobs = group.get("inference_logprobs")
-    ids, teacher = teacher_row(group, i) if rules.uses_teacher else (None, None)
+    ids, teacher = (
+        teacher_row(group, i, vocabulary=rules.vocabulary) if rules.uses_teacher else (None, None)
+    )
     return Row(
         tokens=tokens[keep],
         labels=labels,

@@ -21,7 +21,7 @@ from example_trainer.batch_journal import (
     checkpoint_bytes,
 )
 from example_trainer.checkpointing import (
-    find_latest_checkpoint,
+    find_intact_checkpoint,
     load_feed_state,
     load_step_metrics,
     load_training_state,
@@ -252,7 +252,7 @@ def _train_in_mode(config: TrainingConfig, mode: str) -> Path:
 def _checkpoint_to_continue(config: TrainingConfig, journal: BatchJournal) -> Path | None:
     if not config.resume:
         return None
-    found = find_latest_checkpoint(config.save_path, journal.directory, run_id=journal.run_id)
+    found = find_intact_checkpoint(config.save_path, journal.directory, run_id=journal.run_id)
     if found is not None and move_training_state(found):
         logger.info("moved the trainer's state of %s into %s", found, found / "trainer")
     return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from atroposlib.api.client import LeasedBatch
-from atroposlib.errors import GroupError
+from atroposlib.errors import ConfigError, GroupError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import Batch, Microbatch, build_batch
 from example_trainer.batch_shares import split_batch
@@ -46,7 +46,10 @@ __all__ = ["GroupFeed", "Trainer", "compute_grpo_loss", "make_loss", "row_rules"
 logger = logging.getLogger(__name__)
 
 _MOST_REFUSED_BATCHES = 3
-"""Batches in a row without a group to train; then the settings are at fault."""
+"""Batches in a row without a group to train before the first step; then the settings are at fault.
+
+Later ones are passed over: whoever sends them must not end a run that trains on others' groups.
+"""
 
 
 def row_rules(config: TrainingConfig) -> RowRules:
@@ -120,6 +123,7 @@ class Trainer:
         policy = policy or prepare_policy(model, config)
         self._scorer, self._packs = policy.scorer, policy.packs
         self._is_planned = False
+        self._has_trained = False
         self._has_raw_logprobs = not processed_logprobs
         vocabulary = model.get_input_embeddings().weight.shape[0]
         self._reference = reference
@@ -158,6 +162,7 @@ class Trainer:
         self._publisher.before_step(self.steps_done + 1)
         metrics = self.train_on(batch)
         self.steps_done += 1
+        self._has_trained = True
         computed = self._clock()
         self._observer.note("saving and publishing")
         self._publisher.after_step(self.steps_done, metrics)
@@ -188,20 +193,26 @@ class Trainer:
         """Lease and build the next batch; pass over some that hold no group to train.
 
         Raises:
-            GroupError: a batch cannot be trained, or several in a row; each is refused.
+            GroupError: a batch cannot be trained, or several in a row before the first step; each
+                is refused.
+            ConfigError: the groups of an environment are none that this run can train on.
         """
         num_batches = num_groups = 0
         while True:
             leased = self._feed.next_batch(self.steps_done)
             try:
                 batch = self._build(leased)
-            except GroupError as error:
+            except (GroupError, ConfigError) as error:
+                # Refused in any case: it must not be met again by a run that is resumed.
                 self._feed.refuse(self.steps_done, leased.batch_id)
                 num_batches += 1
                 num_groups += len(leased.groups)
+                is_at_start = not self._has_trained
                 if self.config.on_bad_group == "stop":
                     raise
-                if num_batches == _MOST_REFUSED_BATCHES:
+                if is_at_start and isinstance(error, ConfigError):
+                    raise
+                if is_at_start and num_batches == _MOST_REFUSED_BATCHES:
                     raise GroupError(
                         f"no group of {num_batches} batches in a row can be trained: {error}"
                     ) from error

@@ -11,6 +11,7 @@ from atroposlib.errors import GroupError, TrajectoryApiError
 
 __all__ = [
     "Admission",
+    "BusyError",
     "KeyReusedError",
     "OversizedGroupError",
     "Placement",
@@ -35,6 +36,10 @@ class RunLimits:
     """Steps by which the policy may move on while a group waits."""
     env_expiry_s: float = 600.0
     """Seconds of silence after which an environment counts as disconnected; 0: never."""
+    max_waiting_requests: int = 4096
+    """Requests that may wait for a batch at a time; 0: any number."""
+    max_batches_in_flight: int = 1024
+    """Batches that may be with trainers, unacknowledged, at a time; 0: any number."""
     keep_past_groups: int = 256
     """Delivered groups kept for inspection; 0 keeps none."""
     keep_past_bytes: int = 256 * 1024 * 1024
@@ -43,6 +48,10 @@ class RunLimits:
 
 class QueueFullError(TrajectoryApiError):
     """The queue has no room for these groups now; `retry_after_s` says when to ask again."""
+
+
+class BusyError(TrajectoryApiError):
+    """Too many wait for a batch, or have one; `retry_after_s` says when to ask again."""
 
 
 class KeyReusedError(TrajectoryApiError):

@@ -32,9 +32,9 @@ __all__ = ["GZipRequestMiddleware", "GZipResponseMiddleware"]
 _MIB = 1024 * 1024
 _SMALL_BYTES = 64 * 1024
 """Bodies that the connection has buffered anyway before anybody asks for them."""
+_SLOW_RETRY_AFTER_S = 10
 _INFLATED_AT_ONCE = 64 * 1024
 """Compressed bytes looked at in one go; bounds what a bomb can make of them."""
-_MAX_SILENCE_S = 60.0
 _PLAIN_ENCODINGS = ("", "identity", "utf-8", "utf8")
 """`Content-Encoding` of bodies that are not compressed; some senders name a charset there."""
 
@@ -87,7 +87,7 @@ class GZipRequestMiddleware:
     async def _serve_large(
         self, scope: Scope, receive: Receive, send: Send, account: Account
     ) -> None:
-        paced = _paced(receive)
+        paced = _paced(receive, account)
         if "gzip" not in _announced(scope)[1]:
             await self.app(scope, _capped(paced, self.max_body_bytes, account), send)
             return
@@ -151,7 +151,7 @@ def _unknown_encoding(encoding: str) -> JSONResponse:
 
 
 def _refusal(error: HTTPException) -> JSONResponse:
-    return JSONResponse({"detail": error.detail}, error.status_code)
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
 
 
 def _plain_scope(scope: Scope, pieces: list[bytes]) -> Scope:
@@ -176,21 +176,36 @@ def _replay(pieces: list[bytes], receive: Receive) -> Receive:
     return replay
 
 
-def _paced(receive: Receive) -> Receive:
-    """Pass messages on; refuse a sender that falls silent in the middle of its body with 408."""
+def _paced(receive: Receive, account: Account) -> Receive:
+    """Pass messages on; refuse a sender that falls silent or dawdles within its body with 408.
+
+    One that others wait for gets a 503: it may try again when there is more room.
+    """
     is_complete = False
 
     async def paced() -> Message:
         nonlocal is_complete
         if is_complete:
             return await receive()
-        try:
-            message = await asyncio.wait_for(receive(), _MAX_SILENCE_S)
-        except asyncio.TimeoutError as error:
+        pace = account.pace
+        reading = asyncio.ensure_future(receive())
+        has_come = await account.read(reading, timeout_s=pace.grace_s)
+        if account.is_evicted:
             raise HTTPException(
-                408, f"nothing of the body came for {_MAX_SILENCE_S:g} s"
-            ) from error
-        is_complete = not message.get("more_body", False)
+                503,
+                f"the body came too slowly ({pace.bytes_per_s:.0f} bytes/s) while others wait for "
+                "the memory it takes; send it again, in smaller requests",
+                {"Retry-After": str(_SLOW_RETRY_AFTER_S)},
+            )
+        message = reading.result() if has_come else {}
+        pace.add(0.0, len(message.get("body", b"")))
+        is_complete = has_come and not message.get("more_body", False)
+        if not is_complete and (not has_come or pace.is_too_slow):
+            raise HTTPException(
+                408,
+                f"the body came too slowly: {pace.num_bytes} bytes in {pace.turn_s:.0f} s; "
+                f"expected {pace.min_bytes_per_s:g} bytes/s, and no silence of {pace.grace_s:g} s",
+            )
         return message
 
     return paced

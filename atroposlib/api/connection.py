@@ -48,6 +48,10 @@ class Connection:
             return self._unconfirmed_at_end
         return self._transport.get_write_buffer_size() + _send_queue_bytes(self._transport)
 
+    def abort(self) -> None:
+        """End the connection at once; what was not sent yet is lost."""
+        self._transport.abort()
+
     def note_end(self) -> None:
         """Remember how much was unconfirmed when the client closed its side; called once, then."""
         if self._unconfirmed_at_end is None:

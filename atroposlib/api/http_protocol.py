@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from atroposlib.api.bodies import Pace
 from atroposlib.api.connection import EXTENSION, Connection
 
 __all__ = ["ObservedHttpProtocol"]
@@ -28,22 +29,29 @@ class ObservedHttpProtocol(HttpToolsProtocol):
 
     observed: Connection | None = None
     _head_bytes: int | None = None  # of the request whose head is being read
+    _has_begun = False  # a head, within the piece that is being read
     _is_receiving = False  # a request has begun and is not complete
+    _pace: Pace  # of the body that is being received
+    _looked_at = 0.0
+    _begun_at = 0.0
     _waiting_since = 0.0
     _watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to watch for silence."""
         super().connection_made(transport)
-        self._waiting_since = self.loop.time()
+        self._waiting_since = self._looked_at = self.loop.time()
+        self._pace = Pace()
         self._look_for_silence()
 
     def data_received(self, data: bytes) -> None:
         """Read on, as far as heads have an end."""
         if self._head_bytes is None:
             self._waiting_since = self.loop.time()
+        self._has_begun = False
         super().data_received(data)
-        if self._head_bytes is not None:
+        # Of a piece in which a head begins other requests may take the most.
+        if self._head_bytes is not None and not self._has_begun:
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -52,7 +60,10 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         """Start a request."""
         super().on_message_begin()
         self._is_receiving = True
+        self._has_begun = True
+        self._begun_at = self.loop.time()
         self._head_bytes = 0
+        self._pace = Pace()
         if self.observed is None:
             self.observed = Connection(self.transport)
         self.scope["extensions"] = {EXTENSION: {"connection": self.observed}}
@@ -61,6 +72,11 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         """Hand the request to the application."""
         self._head_bytes = None
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Count what comes."""
+        self._pace.add(0.0, len(body))
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Take note that nothing more is to come."""
@@ -87,8 +103,12 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         is_idle = self.cycle is not None and not self._is_receiving
         if is_idle or self.flow.read_paused:
             self._waiting_since = now
+        elif self._is_receiving:
+            self._pace.add(now - max(self._looked_at, self._begun_at), 0)
+        self._looked_at = now
         left_s = self.max_silence_s - (now - self._waiting_since)
-        if left_s <= 0:
+        is_too_slow = self._is_receiving and self._head_bytes is None and self._pace.is_too_slow
+        if left_s <= 0 or is_too_slow:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
         else:
             # Often enough to notice when the service itself stops to read for a while.

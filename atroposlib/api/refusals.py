@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
-from atroposlib.api.admission import KeyReusedError, QueueFullError
+from atroposlib.api.admission import BusyError, KeyReusedError, QueueFullError
 from atroposlib.api.responses import json_response
 from atroposlib.errors import ConfigError, GroupError, RunStoreError
 from atroposlib.wire import BODY_NOT_TEXT, WireError
@@ -52,9 +52,10 @@ async def _refuse_reused_key(request: Request, error: Exception) -> Response:
 
 
 async def _refuse_for_now(request: Request, error: Exception) -> Response:
-    assert isinstance(error, QueueFullError)  # registered for this class only
+    assert isinstance(error, QueueFullError | BusyError)  # registered for these classes only
     wait_s = math.ceil(error.retry_after_s or _QUEUE_RETRY_AFTER_S)
-    return json_response({"detail": str(error)}, 503, {"Retry-After": str(wait_s)})
+    headers = {"Retry-After": str(wait_s)}
+    return json_response({"detail": str(error)}, error.status or 503, headers)
 
 
 async def _refuse_without_store(request: Request, error: Exception) -> Response:
@@ -69,6 +70,7 @@ REFUSALS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Resp
     GroupError: _refuse_group,
     KeyReusedError: _refuse_reused_key,
     QueueFullError: _refuse_for_now,
+    BusyError: _refuse_for_now,
     RunStoreError: _refuse_without_store,
     OSError: _refuse_without_store,
     ConfigError: _refuse_without_store,

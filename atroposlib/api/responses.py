@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from atroposlib.api.bodies import Pace
 from atroposlib.api.connection import Connection
 from atroposlib.api.gzip_pieces import Deflater
 
@@ -20,6 +21,8 @@ __all__ = ["PiecesResponse", "json_response", "wait_until_gone"]
 logger = logging.getLogger(__name__)
 
 _SLICE_BYTES = 256 * 1024
+_LOOK_S = 0.25
+_LAST_LOOK_S = 5.0
 
 Report = Callable[[], Awaitable[Any]]
 
@@ -34,6 +37,9 @@ class PiecesResponse(Response):
     to the connection and the client was still there. Neither proves that the client's program
     read the body: what fits into the socket buffers of its machine counts as arrived even if the
     program then ends without reading. Where that matters, the client must say so itself.
+
+    A client that takes the body more slowly than `Pace` asks loses its connection under `run-api`,
+    and the body counts as lost.
 
     Args:
         pieces: the body.
@@ -63,6 +69,7 @@ class PiecesResponse(Response):
         self._deflater = deflater
         self._on_arrived = on_arrived
         self._on_lost = on_lost
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the body and report."""
@@ -88,6 +95,20 @@ class PiecesResponse(Response):
             self.headers["Content-Length"] = str(sum(map(len, self._pieces)))
 
     async def _deliver(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> bool:
+        connection = Connection.of(scope)
+        if connection is None or self._on_lost is None:
+            await self._send_all(send, gone)
+            await asyncio.sleep(0)
+            return not gone.done()
+        watching = asyncio.ensure_future(self._abort_slow(connection))
+        try:
+            return await self._send_all(send, gone) and await connection.wait_until_confirmed(
+                gone.done
+            )
+        finally:
+            watching.cancel()
+
+    async def _send_all(self, send: Send, gone: asyncio.Future[None]) -> bool:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         for piece in _slices(self._pieces):
@@ -95,14 +116,23 @@ class PiecesResponse(Response):
             await asyncio.sleep(0)
             if gone.done():
                 return False
+            self._num_sent += len(piece)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         # Servers wait here until most of the pieces before have left this process.
         await send({"type": "http.response.body", "body": b"", "more_body": True})
-        connection = Connection.of(scope)
-        if connection is not None and self._on_lost is not None:
-            return await connection.wait_until_confirmed(gone.done)
-        await asyncio.sleep(0)
-        return not gone.done()
+        return True
+
+    async def _abort_slow(self, connection: Connection) -> None:
+        """End the connection of a client that does not read; until cancelled."""
+        pace = Pace()
+        wait_s, confirmed = _LOOK_S, 0
+        while not pace.is_too_slow:
+            await asyncio.sleep(min(wait_s, pace.grace_s / 4))
+            now_confirmed = max(confirmed, self._num_sent - connection.unconfirmed_bytes())
+            pace.add(min(wait_s, pace.grace_s / 4), now_confirmed - confirmed)
+            wait_s, confirmed = min(2 * wait_s, _LAST_LOOK_S), now_confirmed
+        logger.warning("a client took %d bytes in %.0f s; it is let go", confirmed, pace.turn_s)
+        connection.abort()
 
     async def _report(self, report: Report | None) -> None:
         if report is None:

@@ -24,6 +24,7 @@ from uuid import uuid4
 from atroposlib.api import records
 from atroposlib.api.admission import (
     Admission,
+    BusyError,
     KeyReusedError,
     OversizedGroupError,
     QueueFullError,
@@ -100,6 +101,7 @@ class Run:
             store,
             replica=replica,
             report_stall=self._stalls.report,
+            limits=self.limits,
             clock=clock,
         )
         self._consumer_asked_at: float | None = None
@@ -262,7 +264,11 @@ class Run:
         self, *, lease_s: float | None = None, wait_s: float = 0.0
     ) -> tuple[Handout, list[StoredPayload]] | None:
         """Hand out the oldest batch that can be formed; see `DeliveryDesk.next_batch`."""
-        found = await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s)
+        try:
+            found = await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s)
+        except BusyError:
+            self.counters["requests/refused_busy"] += 1
+            raise
         if found is not None:
             self.on_handed_out(found[0])
         return found

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from atroposlib.api import records
+from atroposlib.api.admission import BusyError, RunLimits
 from atroposlib.api.delivery import AckResult, BatchToken, Handout, parse_token
 from atroposlib.api.records import Record, ReturnReason
 from atroposlib.api.run_log import RunLog
@@ -23,6 +24,8 @@ __all__ = ["DeliveryDesk"]
 
 logger = logging.getLogger(__name__)
 
+_RETRY_AFTER_S = 5.0
+
 
 class DeliveryDesk:
     """Hands batches of a run out and takes word of what became of them.
@@ -33,6 +36,7 @@ class DeliveryDesk:
         store: where payloads are.
         replica: name of this process.
         report_stall: called when enough is queued and makes no batch.
+        limits: how many may wait for a batch, and have one.
         clock: Unix time in seconds.
     """
 
@@ -44,8 +48,10 @@ class DeliveryDesk:
         *,
         replica: str,
         report_stall: Callable[[], None],
+        limits: RunLimits,
         clock: Callable[[], float],
     ) -> None:
+        self._limits = limits
         self._log = log
         self._state = state
         self._store = store
@@ -72,6 +78,9 @@ class DeliveryDesk:
 
         Returns:
             The handout and its payloads in order of delivery; None when there is no batch.
+
+        Raises:
+            BusyError: too many wait for a batch, or too many batches are with trainers.
         """
         if self._state.registration is None:
             await self._store.sync()  # another replica may have registered the trainer
@@ -91,8 +100,30 @@ class DeliveryDesk:
                 self.wake()
                 return found
             left = deadline - asyncio.get_running_loop().time()
+            if left > 0:
+                self._check_line()
             if not await self._waiters.wait(ticket, timeout_s=left):
                 return None
+
+    def _check_line(self) -> None:
+        limit = self._limits.max_waiting_requests
+        if limit and len(self._waiters) >= limit:
+            raise BusyError(
+                f"{limit} requests wait for a batch already (--max-waiting-requests); ask again in "
+                f"{_RETRY_AFTER_S:g} s",
+                status=503,
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def _check_in_flight(self) -> None:
+        limit = self._limits.max_batches_in_flight
+        if limit and len(self._state.delivery.in_flight) >= limit:
+            raise BusyError(
+                f"{limit} batches are with trainers and not acknowledged (--max-batches-in-flight);"
+                f" acknowledge some, or ask again in {_RETRY_AFTER_S:g} s",
+                status=429,
+                retry_after_s=_RETRY_AFTER_S,
+            )
 
     async def _try_batch(self, lease_s: float | None) -> tuple[Handout, list[StoredPayload]] | None:
         while self._state.may_form_batch:
@@ -131,6 +162,7 @@ class DeliveryDesk:
         delivery = self._state.delivery
         again = delivery.oldest_returned
         if again is not None:
+            self._check_in_flight()
             attempt = again.attempt + 1
             record = records.BatchHandedOut(
                 again.batch_id, attempt, self._replica, now, lease_until
@@ -141,6 +173,7 @@ class DeliveryDesk:
         groups = self._state.plan_batch()
         if groups is None:
             return None, None
+        self._check_in_flight()
         group_ids = [group.group_id for group in groups]
         batch_id = delivery.next_id
         formed = records.BatchFormed(batch_id, group_ids, self._replica, now, lease_until)

@@ -64,6 +64,18 @@ class ApiSettings(BaseModel):
         description="Bytes of groups that may wait for a trainer; above it groups are answered "
         "503 with Retry-After. 0: no limit.",
     )
+    max_waiting_requests: int = Field(
+        default=4096,
+        ge=0,
+        description="Requests that may wait for a batch (`?wait=`) at a time; above it: 503 with "
+        "Retry-After. 0: no limit.",
+    )
+    max_batches_in_flight: int = Field(
+        default=1024,
+        ge=0,
+        description="Batches that may be with trainers, unacknowledged, at a time; above it: 429 "
+        "with Retry-After. 0: no limit.",
+    )
     max_staleness_steps: int = Field(
         default=0,
         ge=0,

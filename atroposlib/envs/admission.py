@@ -14,6 +14,7 @@ from atroposlib.scored_data import IGNORE_INDEX, check_group
 
 __all__ = [
     "Admission",
+    "Vocabulary",
     "as_number",
     "check_lengths",
     "check_signal",
@@ -141,6 +142,60 @@ def check_lengths(tokens: Sequence[Sequence[int]], *, max_token_len: int) -> Adm
         detail = f"{longest} tokens in the longest trajectory, the trainer takes fewer than"
         return Admission("too_long", f"{detail} {max_token_len}")
     return ACCEPTED
+
+
+class Vocabulary:
+    """The token ids a tokenizer knows, looked up once.
+
+    Args:
+        tokenizer: of the environment. One that does not say what it knows is asked nothing.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._num_ids = _num_ids(tokenizer)
+        self._is_exact = False
+
+    def check(self, tokens: Sequence[Sequence[int]]) -> Admission:
+        """Check that every token is one of the tokenizer.
+
+        Args:
+            tokens: [G][L] token ids.
+
+        Returns:
+            Accepted, or a drop for `outside_vocabulary`.
+        """
+        for i, sequence in enumerate(tokens):
+            if len(sequence) == 0 or not self._num_ids:
+                continue
+            low, high = min(sequence), max(sequence)
+            if high >= self._num_ids and not self._is_exact:
+                # Where ids have gaps the largest is beyond their number; to find it takes long.
+                self._num_ids = max(self._num_ids, _largest_id(self.tokenizer) + 1)
+                self._is_exact = True
+            if low < 0 or high >= self._num_ids:
+                wrong = low if low < 0 else high
+                return Admission(
+                    "outside_vocabulary",
+                    f"tokens[{i}] holds the id {wrong}, the environment's tokenizer knows 0 to "
+                    f"{self._num_ids - 1}; environment, engine and trainer must use one tokenizer",
+                )
+        return ACCEPTED
+
+
+def _num_ids(tokenizer: Any) -> int:
+    """Return how many ids a tokenizer says it has, 0 when it says nothing."""
+    try:
+        return len(tokenizer)
+    except Exception:  # noqa: BLE001 -- authors bring tokenizers of every kind
+        return 0
+
+
+def _largest_id(tokenizer: Any) -> int:
+    try:
+        return int(max(tokenizer.get_vocab().values()))
+    except Exception:  # noqa: BLE001 -- as above
+        return -1
 
 
 def completion_lengths(masks: Sequence[Sequence[int]]) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from atroposlib.envs.admission import (
     Admission,
+    Vocabulary,
     check_lengths,
     check_signal,
     completion_lengths,
@@ -38,7 +39,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-UNUSABLE = ("malformed", "wrong_size", "not_encodable")
+UNUSABLE = ("malformed", "wrong_size", "not_encodable", "outside_vocabulary")
 """Reasons that lie in the environment's code."""
 NUM_DROPS_TOLD = 10
 """Drops for one reason that are told each; later ones ever more rarely."""
@@ -65,6 +66,7 @@ class DeliveringEnv(ReportingEnv):
     jsonl_writer: GroupWriter | None
     items_sent_this_step: int
     _side_thread: SideThread
+    _vocabulary: Vocabulary | None = None
 
     async def handle_send_to_api(
         self,
@@ -131,6 +133,9 @@ class DeliveringEnv(ReportingEnv):
             self.completion_lengths.extend(lengths)
             if limit_length:
                 admission = check_lengths(group["tokens"], max_token_len=self.max_token_len)
+        if admission.is_accepted:
+            vocabulary = self._vocabulary_now()
+            admission = await self._side_thread.run(vocabulary.check, group["tokens"])
         if not admission.is_accepted:
             self._drop_group(admission)
             return False
@@ -147,6 +152,11 @@ class DeliveringEnv(ReportingEnv):
             self.note_counts["tokenized_from_text"] += 1
         await settle(self.add_rollouts_for_wandb(group, item))
         return await self._save_group(group)
+
+    def _vocabulary_now(self) -> Vocabulary:
+        if self._vocabulary is None or self._vocabulary.tokenizer is not self.tokenizer:
+            self._vocabulary = Vocabulary(self.tokenizer)
+        return self._vocabulary
 
     def _smallest_group(self) -> int | None:
         is_shrinking = self.config.straggler_policy == StragglerPolicyEnum.SHRINK

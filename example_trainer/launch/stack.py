@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from example_trainer.batch_journal import JOURNAL_DIRECTORY
 from example_trainer.launch.plan import EnvironmentPlan, RunPaths, RunPlan
 from example_trainer.processes import ManagedProcess
 
@@ -223,7 +224,10 @@ def trainer_arguments(
     arguments += [f"--{name}={value}" for name, value in flags.items()]
     if plan.is_resumed:
         # The service may know the run with fewer steps.
-        arguments += ["--resume", "--replace-run"]
+        arguments.append("--replace-run")
+        # A trainer that ended before it had begun its run has nothing to go on with.
+        if (paths.checkpoints / JOURNAL_DIRECTORY / "run.json").is_file():
+            arguments.append("--resume")
     return [*arguments, *plan.trainer_flags]
 
 

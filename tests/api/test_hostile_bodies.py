@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from atroposlib.api.bodies import BodyBudget, Pace
 from atroposlib.api.http_protocol import ObservedHttpProtocol
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
@@ -335,6 +336,76 @@ def test_sender_whose_body_the_service_does_not_read_is_not_silent(monkeypatch, 
         second = httpx.post(f"{url}/scored_data", content=long_body)
 
     assert (first.result().status_code, second.status_code) == (200, 200)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "Content-Length: 10000",
+        "Content-Length: 1000000",
+        "Transfer-Encoding: chunked",
+        "Content-Encoding: gzip\r\nContent-Length: 50000",
+    ],
+)
+def test_sender_that_trickles_is_let_go(monkeypatch, free_port, headers):
+    body = gzip.compress(GROUP + b" " * 10**7) if "gzip" in headers else b" " * 10_000
+    drops = iter(b"2000\r\n" + body if "chunked" in headers else body)
+    monkeypatch.setattr(Pace, "grace_s", 0.3)
+    monkeypatch.setattr(ObservedHttpProtocol, "max_silence_s", 0.3)
+
+    with (
+        serve(create_app(), free_port),
+        socket.create_connection(("127.0.0.1", free_port), timeout=0.05) as connection,
+    ):
+        connection.sendall(post_of(headers))
+        answer, started = b"", time.monotonic()
+        while not answer and time.monotonic() < started + 20:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(bytes([next(drops)]))
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65536)
+
+    assert status_in(answer) == 408
+
+
+def test_slow_uploads_give_way_to_an_honest_one(monkeypatch, free_port):
+    monkeypatch.setattr(BodyBudget, "patience_s", 0.1)
+    app = create_app(ApiSettings(max_buffered_bytes=MIB))
+    honest = json.dumps(make_group(4, length=20_000)).encode()
+    head = post_of("Content-Length: 10000000")
+
+    with serve(app, free_port) as url, contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", free_port), timeout=30))
+            for _ in range(4)
+        ]
+        for connection in slow:
+            connection.sendall(head + b"0" * 300_000)
+        answer = httpx.post(f"{url}/scored_data", content=honest, timeout=30)
+        refused = [connection.recv(65536) for connection in slow]
+
+    assert answer.status_code == 200
+    assert {status_in(text) for text in refused} == {503}
+    assert all(b"retry-after: 10" in text.lower() for text in refused)
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 2), (10_000, 2), (40, 9_000), (3, 400_000)])
+def test_requests_sent_at_once_are_answered_one_after_the_other(target, count, size):
+    """Pipelined, as HTTP/1.1 allows, whether they or their bodies are below or above 64 KiB."""
+    body = b"[" + b" " * (size - 2) + b"]"
+    post = post_of(f"Content-Type: application/json\r\nContent-Length: {len(body)}", body)
+    last = b"GET /info HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+    with socket.create_connection(("127.0.0.1", target.port), timeout=60) as connection:
+        sending = threading.Thread(target=connection.sendall, args=(post * count + last,))
+        sending.start()
+        answered = b""
+        while piece := connection.recv(2**20):
+            answered += piece
+        sending.join()
+
+    assert answered.count(b"HTTP/1.1 422 ") == count
+    assert answered.count(b"HTTP/1.1 200 OK") == 1
 
 
 def test_clients_that_wait_for_their_next_request_or_answer_are_not_silent(monkeypatch, free_port):

@@ -12,8 +12,10 @@ import httpx
 import msgspec
 import pytest
 
+from atroposlib.api.bodies import Pace
 from atroposlib.api.client_rules import leased_batch
 from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
 from atroposlib.wire import decode_batch, encode_group
 from tests.api.helpers import REGISTRATION, Service, make_group, serve
 
@@ -281,3 +283,49 @@ def test_batches_leave_once_each_when_many_ask_at_once(live):
         thread.join()
 
     assert sorted(taken) == list(range(60))
+
+
+@pytest.mark.parametrize("path", ["/batch", "/batch?lease=3600"])
+def test_batch_of_a_client_that_does_not_read_leaves_again(live, monkeypatch, path):
+    monkeypatch.setattr(Pace, "grace_s", 0.4)
+    large = make_group(1, length=4_000_000)
+    live.post("/scored_data", json=large)
+
+    with ask(live, path) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+        batch = wait_for_batch(live)
+
+    assert len(batch[0]["tokens"][0]) == 4_000_000
+
+
+def test_batches_in_flight_are_bounded():
+    service = Service(ApiSettings(max_batches_in_flight=2))
+    service.register(batch_size=1)
+    service.push(1, 1, 1)
+    first, _ = [service.get("/batch?lease=60").json()["batch_id"] for _ in range(2)]
+
+    refused = service.get("/batch?lease=60")
+    assert refused.status_code == 429
+    assert refused.headers["Retry-After"] == "5"
+    assert "2 batches are with trainers and not acknowledged" in refused.json()["detail"]
+    assert service.get("/batch").status_code == 429
+
+    service.post(f"/batch/{first}/ack")
+    assert service.get("/batch?lease=60").json()["batch"]
+    assert service.get("/batch?lease=60").json() == {"batch": None}
+
+
+def test_requests_that_wait_are_bounded(free_port):
+    app = create_app(ApiSettings(max_waiting_requests=2))
+    with serve(app, free_port) as url, httpx.Client(base_url=url, timeout=30) as live:
+        live.post("/register", json={**REGISTRATION, "batch_size": 1})
+        with ask(live, "/batch?wait=60"), ask(live, "/batch?wait=60"):
+            while len(app.state.run._deliveries._waiters) < 2:
+                time.sleep(0.01)
+            refused = live.get("/batch?wait=60")
+            at_once = live.get("/batch")
+
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
+        assert "2 requests wait for a batch already" in refused.json()["detail"]
+        assert at_once.json() == {"batch": None}
+        assert app.state.run.counters["requests/refused_busy"] == 1

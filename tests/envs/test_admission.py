@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.admission import check_lengths, check_signal, completion_lengths
+from atroposlib.envs.admission import Vocabulary, check_lengths, check_signal, completion_lengths
 
 
 def group(**changes: Any) -> dict[str, Any]:
@@ -37,6 +37,9 @@ class Tensor:
         (group(scores=[1.0]), "malformed"),
         (group(scores=[[1.0], [0.0]]), "malformed"),
         (group(scores=[float("nan"), 0.0]), "malformed"),
+        (group(scores=[1e308, 0.0]), "malformed"),
+        (group(scores=[10**400, 0]), "malformed"),
+        (group(scores=[1e30, -1e30]), None),
         (group(scores=None), "malformed"),
         (group(masks=[[-100, 2], [-100, 4]]), "malformed"),
         ({"tokens": [[1], [2]], "scores": [1.0, 0.0]}, "malformed"),
@@ -110,3 +113,52 @@ def test_check_lengths_table(limit: int, reason: str | None) -> None:
 
 def test_completion_lengths_counts_trained_tokens() -> None:
     assert completion_lengths([[-100, 2, 3], [-100, -100]]) == [2, 0]
+
+
+class Tokenizer:
+    """Knows ten ids, the largest of them 40."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def get_vocab(self) -> dict[str, int]:
+        self.num_asked += 1
+        return {f"w{i}": i for i in range(9)} | {"last": 40}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "detail"),
+    [
+        ([[1, 2], [9]], None),
+        ([[1, 40], []], None),
+        ([[1], [2, 41]], "tokens[1] holds the id 41, the environment's tokenizer knows 0 to 40"),
+        ([[1, -1], [2]], "tokens[0] holds the id -1, the environment's tokenizer knows 0 to 9"),
+    ],
+)
+def test_vocabulary_drops_ids_that_the_tokenizer_does_not_have(
+    tokens: list[list[int]], detail: str | None
+) -> None:
+    admission = Vocabulary(Tokenizer()).check(tokens)
+
+    assert admission.reason == (detail and "outside_vocabulary")
+    assert admission.detail.startswith(detail or "")
+
+
+def test_vocabulary_is_looked_through_once() -> None:
+    tokenizer = Tokenizer()
+    vocabulary = Vocabulary(tokenizer)
+
+    for _ in range(3):
+        assert not vocabulary.check([[99]]).is_accepted
+
+    assert tokenizer.num_asked == 1
+
+
+@pytest.mark.parametrize("tokenizer", [None, object(), []])
+def test_vocabulary_of_a_tokenizer_that_does_not_say_refuses_nothing(tokenizer: Any) -> None:
+    tokens = [[10**9, -5]]
+
+    assert Vocabulary(tokenizer).check(tokens).is_accepted

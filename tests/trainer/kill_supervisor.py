@@ -128,7 +128,7 @@ class Supervisor:
 
     def _live(self, rng: random.Random, outcome: Outcome, *, kills: int, span_s: float) -> int:
         """One life of the trainer; returns its exit code."""
-        resume = ["--resume"] if self._saves.exists() else []
+        resume = ["--resume"] if (self._saves / "journal" / "run.json").exists() else []
         with self._log.open("ab") as log:
             trainer = subprocess.Popen(
                 [*self._command, *resume],

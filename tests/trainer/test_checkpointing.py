@@ -11,6 +11,7 @@ import torch
 from atroposlib.errors import ConfigError
 from example_trainer.checkpointing import (
     drop_old_checkpoints,
+    find_intact_checkpoint,
     find_latest_checkpoint,
     load_training_state,
     move_training_state,
@@ -129,6 +130,7 @@ def test_engines_find_only_weights_next_to_the_config(tmp_path):
     assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
     assert not [name for name in files_beside_the_weights(path) if "trainer" in name]
     assert sorted(file.name for file in (path / "trainer").iterdir()) == [
+        "checksums.json",
         "trainer_state.json",
         "trainer_state.safetensors",
     ]
@@ -181,3 +183,81 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     drop_old_checkpoints(tmp_path, keep=2)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def two_checkpoints(folder, *, run_id="r"):
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    take_steps(model, optimizer, 1)
+    return [
+        save_checkpoint(
+            model,
+            SavedTokenizer(),
+            folder,
+            step,
+            optimizer=optimizer,
+            feed_state={"run_id": run_id},
+        )
+        for step in (1, 2)
+    ]
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("has_checksums", [True, False], ids=["checksums", "older"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", cut),
+        ("trainer/trainer_state.safetensors", cut),
+        ("trainer/trainer_state.safetensors", Path.unlink),
+        ("trainer/trainer_state.json", cut),
+        ("model.safetensors", flip_a_byte),
+        ("config.json", Path.unlink),
+        ("trainer/checksums.json", cut),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
+    tmp_path, caplog, name, damage, has_checksums
+):
+    older, newer = two_checkpoints(tmp_path)
+    if not has_checksums:
+        if damage is flip_a_byte or name in ("config.json", "trainer/checksums.json"):
+            pytest.skip("only a checksum tells")
+        for path in (older, newer):
+            (path / "trainer" / "checksums.json").unlink()
+    assert find_intact_checkpoint(tmp_path, run_id="r") == newer
+
+    damage(newer / name)
+
+    assert find_intact_checkpoint(tmp_path, run_id="r") == older
+    (line,) = caplog.messages
+    assert str(newer / name) in line
+    assert "passing over it" in line
+
+
+def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path):
+    for path in two_checkpoints(tmp_path):
+        cut(path / "model.safetensors")
+
+    with pytest.raises(ConfigError, match=r"step_2/model.safetensors is damaged.*restore one"):
+        find_intact_checkpoint(tmp_path, run_id="r")
+
+
+def test_damaged_checkpoint_hinders_no_later_one(tmp_path):
+    older, newer = two_checkpoints(tmp_path)
+    cut(older / "trainer" / "trainer_state.json")
+
+    drop_old_checkpoints(tmp_path, keep=1, run_id="r")
+
+    assert newer.is_dir()
+    assert find_intact_checkpoint(tmp_path, run_id="r") == newer

@@ -17,6 +17,7 @@ from example_trainer.checkpointing import (
     find_latest_checkpoint,
     load_feed_state,
     load_training_state,
+    save_checkpoint,
 )
 from example_trainer.durable_feed import DurableFeed
 from example_trainer.optimizer import create_optimizer
@@ -245,6 +246,19 @@ def test_refused_batch_is_set_aside_and_acknowledged(tmp_path, caplog):
     assert feed.next_batch(0).batch_id == "1-1"
 
 
+def test_refused_batches_do_not_fill_the_disk(tmp_path):
+    service = LeasingService()
+    service.waiting = [(number, [{"scores": [number]}]) for number in range(20)]
+    feed = DurableFeed(service, BatchJournal.open(tmp_path, resume=False))
+
+    for _ in range(20):
+        batch = feed.next_batch(0)
+        feed.refuse(0, batch.batch_id)
+
+    kept = {path.name for path in (tmp_path / "journal").glob("*.batch")}
+    assert kept == {f"refused_{number}.batch" for number in range(5, 21)}
+
+
 def test_same_number_from_a_service_that_was_reset_is_another_batch(tmp_path):
     service = LeasingService()
     feed = DurableFeed(service, BatchJournal.open(tmp_path, resume=False))
@@ -270,3 +284,28 @@ def test_services_without_leases_are_journalled_too(tmp_path):
 
     assert again.read(1) == LeasedBatch([{"tokens": [[1]]}], None)
     assert again.count_after(0) == 1
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"run_id": 3}'])
+def test_run_that_nothing_names_is_not_resumed(tmp_path, content):
+    journal = BatchJournal.open(tmp_path, resume=False)
+    journal.write(1, LeasedBatch([{"scores": [1.0]}], "0-1"))
+    marker = tmp_path / "journal" / "run.json"
+    marker.unlink()
+    if content is not None:
+        marker.write_text(content)
+
+    with pytest.raises(ConfigError, match=r"--resume: .*run\.json"):
+        BatchJournal.open(tmp_path, resume=True)
+
+    assert journal.read(1) is not None, "what could be restored is gone"
+
+
+def test_checkpoint_of_a_version_that_did_not_name_runs_is_resumed(tmp_path):
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_checkpoint(model, SavedTokenizer(), tmp_path, 1, optimizer=optimizer)
+
+    journal = BatchJournal.open(tmp_path, resume=True)
+
+    assert find_latest_checkpoint(tmp_path, run_id=journal.run_id) == tmp_path / "step_1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,11 @@ def teacher(ids, logprobs):
     ("extra", "path"),
     [
         ({"scores": [NAN, 0.0]}, r"scores\[0\]: nan"),
+        ({"scores": [1e308, -1e308]}, r"scores\[0\]: 1e\+308; expected a score within"),
+        ({"advantages": [[0.0] * L, [1e308] * L]}, r"advantages\[1\]\[0\]: 1e\+308 is beyond"),
+        ({"advantages": [10**400, 0]}, "its numbers .* too large"),
+        ({"group_overrides": {"temperature": 10**400}}, r"group_overrides\.temperature: 1000"),
+        ({"overrides": [{"temperature": 1e308}, {}]}, r"overrides\[0\]\.temperature: 1e\+308"),
         ({"scores": [1.0]}, "scores: 1 entries, tokens has 2"),
         ({"inference_logprobs": [[1.0, 1.0, 1.0, NAN, -1.0]] * 2}, r"inference_logprobs\[0\]\[3\]"),
         ({"inference_logprobs": [[1.0, 1.0, 1.0, -1.0]] * 2}, r"inference_logprobs\[0\]: 4"),
@@ -73,6 +79,12 @@ def test_token_of_another_vocabulary_is_refused():
         (REFERENCE, {"ref_logprobs": [[-1.0] * L]}, "ref_logprobs: 1 entries"),
         (TEACHER, teacher([4], [NAN]), r"distill_logprobs\[0\]\[0\]\[0\]: nan"),
         # Only -1 pads; another negative id would be taken for the token 0.
+        (
+            replace(TEACHER, vocabulary=10),
+            teacher([10], [-1.0]),
+            r"distill_token_ids.*: id 10, the",
+        ),
+        (TEACHER, teacher([4], [-1e308]), r"distill_logprobs\[0\]\[0\]\[0\]: -1e\+308 is beyond"),
         (TEACHER, teacher([-2], [-1.0]), r"distill_token_ids\[0\]\[0\]: -2 is neither"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atroposlib.api.client import LeasedBatch
-from atroposlib.errors import GroupError
+from atroposlib.errors import ConfigError, GroupError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
@@ -195,18 +195,46 @@ def test_run_leaves_bad_groups_out_and_counts_them(tmp_path, caplog):
     assert "group 0: images: this trainer is text only" in caplog.text
 
 
+HUGE = GOOD | {"scores": [1e308, -1e308] * 2}
+HUGE_TOKENS = GOOD | {"advantages": [1e308, -1e308] * 2}
+MADE_FROM_TEXT = GOOD | {"tokenized_from_text": True}
+
+
+@pytest.mark.parametrize("group", [HUGE, HUGE_TOKENS, OUTSIDE, MADE_FROM_TEXT])
+def test_batch_that_nobody_can_train_on_does_not_end_a_run_that_trains(tmp_path, caplog, group):
+    trainer = make_trainer(tmp_path, training_steps=2)
+    batches = iter([[GOOD], *[[group]] * 5, [GOOD, group]])
+    trainer._feed.next_batch = lambda step: LeasedBatch(next(batches), f"{step}-1")
+
+    trainer.run()
+
+    assert trainer.steps_done == 2
+    assert trainer._feed.refused == [(1, "1-1")] * 5
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/bad_groups"] for line in lines] == [0, 6]
+    assert [line["train/skipped_steps"] for line in lines] == [0, 0]
+    assert "no group of batch 1-1 can be trained" in caplog.text
+
+
+def test_tokens_made_from_text_end_a_run_at_its_start_and_are_not_met_again(tmp_path):
+    trainer = make_trainer(tmp_path, groups=[MADE_FROM_TEXT])
+
+    with pytest.raises(ConfigError, match="tokenized_from_text"):
+        trainer.run()
+
+    assert trainer._feed.refused == [(0, "0-1")]
+
+
 def test_run_passes_over_a_batch_without_a_good_group_and_stops_after_three(tmp_path, caplog):
     trainer = make_trainer(tmp_path, training_steps=2)
-    batches = iter([[BAD, BAD], [GOOD], [OUTSIDE], [BAD], [OUTSIDE]])
+    batches = iter([[BAD, BAD], [BAD], [OUTSIDE]])
     trainer._feed.next_batch = lambda step: LeasedBatch(next(batches), f"{step}-1")
 
     with pytest.raises(GroupError, match=r"no group of 3 batches in a row .* group 0: tokens\[0\]"):
         trainer.run()
 
-    assert trainer.steps_done == 1
-    assert trainer._feed.refused == [(0, "0-1"), *[(1, "1-1")] * 3]
-    line = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert (line["step"], line["train/bad_groups"]) == (1, 2)
+    assert trainer.steps_done == 0
+    assert trainer._feed.refused == [(0, "0-1")] * 3
     assert "no group of batch 0-1 can be trained" in caplog.text
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from atroposlib.scored_data import MAX_SCORE
+
 FULL_GROUP: dict[str, Any] = {
     "tokens": [[1, 2, 70_000], [4]],
     "masks": [[-100, 2, 70_000], [4]],
@@ -28,6 +30,12 @@ FULL_GROUP: dict[str, Any] = {
 
 _INT64 = st.integers(-(2**63), 2**63 - 1)
 _TOKEN = st.integers(0, 255) | st.integers(0, 200_000) | _INT64
+
+
+def _is_score(value: float) -> bool:
+    return abs(value) <= MAX_SCORE
+
+
 _DOUBLE = st.floats(allow_nan=False, allow_infinity=False)
 _SINGLE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 _JSON = st.recursive(
@@ -71,6 +79,6 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
     required = {
         "tokens": tokens,
         "masks": draw(masks),
-        "scores": [draw(number) for _ in tokens],
+        "scores": [draw(number.filter(_is_score)) for _ in tokens],
     }
     return {**required, **draw(st.fixed_dictionaries({}, optional=optional))}

@@ -40,7 +40,8 @@ _MEANINGS = {
     413: "The body is too large.",
     415: "The encoding of the body is unknown.",
     422: "The request is malformed; says where.",
-    503: "The queue is full, or the store does not work; nothing was stored.",
+    429: "Too many batches are with trainers.",
+    503: "The queue is full, too many wait, or the store does not work; nothing was stored.",
 }
 _IN_TEXT = (400,)
 
@@ -55,7 +56,7 @@ def _document(status: int) -> dict[str, Any]:
     if status in _IN_TEXT:
         content["text/plain"] = {"schema": {"type": "string"}}
     document = {"description": _MEANINGS[status], "content": content}
-    return document | ({"headers": _RETRY_AFTER} if status == 503 else {})
+    return document | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
 
 
 EVERYWHERE = refused(400, 408, 413, 415, 422, 503)

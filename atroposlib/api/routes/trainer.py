@@ -73,7 +73,7 @@ async def release_consumer(
     return {"status": "success"}
 
 
-@router.get("/batch", response_model=None, responses={**IN_EITHER_LANE, **refused(409)})
+@router.get("/batch", response_model=None, responses={**IN_EITHER_LANE, **refused(409, 429)})
 async def get_batch(
     request: Request,
     run: RunOfApp,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class CharTokenizer:
         return [0, 1, 2]
 
     def __len__(self) -> int:
-        return self.vocab_size
+        return sys.maxunicode + 1
 
     def get_vocab(self) -> dict[str, int]:
         """Return the ids below `vocab_size` by their text."""
