@@ -121,7 +121,7 @@ class BaseEnvConfig(BaseModel):
         900.0,
         ge=0,
         description="Seconds without any inference server, once one has answered, after which "
-        "`serve` ends; 0 waits without limit. When the training run is over, at most 60 s.",
+        "the environment ends; 0 waits without limit. When the training run is over, at most 60 s.",
     )
     wandb_name: str | None = Field(
         None,

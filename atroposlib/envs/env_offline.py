@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Coroutine, MutableMapping
 from contextlib import AsyncExitStack
 from numbers import Real
 from types import TracebackType
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from atroposlib.envs.env_delivery import mark_tokenized_from_text, stamp_finish_reasons
 from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.env_serving import ServingEnv
+from atroposlib.envs.env_serving import ServingEnv, cancelled
 from atroposlib.envs.group_assembly import as_pair
 from atroposlib.envs.recent_errors import RecentErrors
 from atroposlib.envs.server_handling.weight_versions import sampled_versions
-from atroposlib.errors import NoDataError
+from atroposlib.errors import InferenceError, NoDataError
 from atroposlib.utils.short_score import short_score
 
 __all__ = ["OfflineEnv"]
@@ -64,6 +64,7 @@ class OfflineEnv(ServingEnv):
 
         Raises:
             NoDataError: `collect_trajectories` keeps giving nothing.
+            InferenceError: no inference server was up for `engine_timeout`, once one had answered.
         """
         reasons = RecentErrors()
         async with AsyncExitStack() as ending:  # runs from the last line to the first
@@ -78,8 +79,27 @@ class OfflineEnv(ServingEnv):
             self._processed_scores: list[list[Any]] = []
             self._expect_engine_tokenizer()
             self.run_figures.begin()
-            await self._process_all_groups(reasons)
+            await self._while_engines_stay(self._process_all_groups(reasons))
             self._report_scores()
+
+    async def _while_engines_stay(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await what needs an inference server; end it when all have left for `engine_timeout`."""
+        self._begin_engine_watch()
+        limit_s = self.config.engine_timeout
+        working = asyncio.create_task(work)
+        watching = asyncio.create_task(self._wait_until_engines_left(limit_s))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise InferenceError(
+                f"no inference server was up for {limit_s:g} s ({self._engine_watch.names}); start "
+                "it, then this command again. --env.engine_timeout sets how long is waited, 0 "
+                "without limit"
+            )
+        finally:
+            await cancelled(watching)
+            await cancelled(working)
 
     async def _process_all_groups(self, reasons: RecentErrors) -> None:
         started: deque[asyncio.Task[_Rollout]] = deque()
@@ -256,6 +276,7 @@ class OfflineEnv(ServingEnv):
 
         Raises:
             NoDataError: no request to a model had an answer.
+            InferenceError: no inference server was up for `engine_timeout`, once one had answered.
         """
         async with AsyncExitStack() as ending:  # runs from the last line to the first
             ending.push(self._close_records)
@@ -264,7 +285,7 @@ class OfflineEnv(ServingEnv):
             self._start_local_run()
             self._expect_engine_tokenizer()
             self._begin_evaluation()
-            await settle(self.evaluate())
+            await self._while_engines_stay(settle(self.evaluate()))
             self._require_answers(None)
             for name, value in self.run_log.latest.items():
                 if "eval/" in name and isinstance(value, Real):

@@ -39,7 +39,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.weight_versions import sampled_versions
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, MissingExtraError
 
-__all__ = ["ServingEnv"]
+__all__ = ["ServingEnv", "cancelled"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,7 @@ class ServingEnv(RegisteredEnv):
             await settle(self.register_env())
             await settle(self.get_server_info())
             self.run_figures.begin()
-            if isinstance(self.server, ServerManager):
-                self._engine_watch = EngineWatch(self.server.servers)
+            self._begin_engine_watch()
             async with self._ending_without_engines():
                 await self.rollout_scheduler.run(
                     refresh=self._refresh_status,
@@ -143,6 +142,10 @@ class ServingEnv(RegisteredEnv):
                 f"step {self._trainer_steps} without this environment"
             )
         return f"done: the training run has ended with step {total_steps}"
+
+    def _begin_engine_watch(self) -> None:
+        if isinstance(self.server, ServerManager):
+            self._engine_watch = EngineWatch(self.server.servers)
 
     @asynccontextmanager
     async def _ending_without_engines(self) -> AsyncIterator[None]:
@@ -164,7 +167,7 @@ class ServingEnv(RegisteredEnv):
         try:
             yield
         finally:
-            await _cancelled(watching)
+            await cancelled(watching)
 
     async def _wait_until_engines_left(self, limit_s: float) -> None:
         """Wait until no inference server has been up for so long; 0: without end."""
@@ -193,8 +196,8 @@ class ServingEnv(RegisteredEnv):
                     self._engine_watch.names,
                 )
         finally:
-            await _cancelled(finishing)
-            await _cancelled(watching)
+            await cancelled(finishing)
+            await cancelled(watching)
 
     async def _end_rollouts(
         self,
@@ -446,7 +449,7 @@ class ServingEnv(RegisteredEnv):
             )
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
+async def cancelled(task: asyncio.Task[None]) -> None:
     """Cancel a task of ours and wait until it has ended; what it failed with is raised."""
     task.cancel()
     await asyncio.wait({task})

@@ -230,6 +230,41 @@ async def test_final_evaluation_is_given_up_when_the_engine_left_with_the_traine
     assert records_of(tmp_path / "metrics.jsonl")[-1]["step"] == 3
 
 
+@pytest.mark.parametrize("command", ["process", "evaluate"])
+async def test_engine_that_leaves_a_run_without_a_trainer_ends_it(
+    make_env: MakeEnv, tmp_path: Path, command: str
+) -> None:
+    path = tmp_path / "groups.jsonl"
+    env = make_env(EngineEnv, engine_timeout=0.5, data_path_to_save_groups=str(path))
+    env.process_mode = True
+    env.n_groups_to_process, env.group_size_to_process = 1000, 2
+    engine = ScriptedEngine(["ok"], model="m")
+    await engine.start()
+    let_ask(env, engine)
+    ask, num_asked = env.ask, 0
+
+    async def ask_until_it_leaves() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 5:
+            await engine.stop()
+        await ask()
+
+    env.ask = ask_until_it_leaves
+
+    async def evaluate() -> None:
+        for _ in range(10):
+            await env.ask()
+
+    env.evaluate = evaluate
+    running = env.process_manager() if command == "process" else env._run_evaluate()
+    with pytest.raises(InferenceError, match=r"no inference server was up for 0\.5 s .*; start it"):
+        await asyncio.wait_for(running, 120)
+
+    assert env.events[-1] == "close"
+    assert command == "evaluate" or len(records_of(path)) >= 1
+
+
 async def test_watch_counts_from_when_a_server_was_last_up() -> None:
     now = 0.0
     async with ScriptedEngine(["ok"], model="m") as engine:

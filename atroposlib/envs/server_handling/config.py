@@ -88,8 +88,8 @@ class APIServerConfig(ServerBaseline):
         default=60.0,
         ge=0,
         description="Longest wait for a server that has never answered, in seconds; then requests "
-        "fail and say what to check. One that has answered is waited for; an environment that "
-        "serves waits for engine_timeout.",
+        "fail and say what to check. One that has answered is waited for, "
+        "engine_timeout at longest.",
     )
 
     @property
