@@ -15,7 +15,7 @@ from pathlib import Path
 
 from atroposlib.sandbox.box_files import checked_path, content_fd
 from atroposlib.sandbox.control_groups import ControlGroups, Membership, require_bound
-from atroposlib.sandbox.gate import Gate, new_gate
+from atroposlib.sandbox.gate import Gate, end_abandoned, new_gate
 from atroposlib.sandbox.interface import SandboxError, SandboxLimits, SandboxResult
 from atroposlib.sandbox.process_limits import (
     NOBODY,
@@ -78,6 +78,7 @@ class Bubblewrap:
         self._has_filter = has_filter()
         if not allow_unbounded_memory:
             require_bound(self._groups, has_filter=self._has_filter)
+        end_abandoned()
         self._masked = [KEYS] if Path(KEYS).exists() else []
 
     async def run(
@@ -173,7 +174,8 @@ class Bubblewrap:
             words += ["--size", disk, "--tmpfs", folder]
         for path, fd in files.items():
             words += ["--file", str(fd), f"/box/{path}"]
-        words += ["--remount-ro", "/dev", "--remount-ro", "/"]
+        for path in ("/proc", "/dev", "/"):  # in /proc, what belongs to its own namespaces too
+            words += ["--remount-ro", path]
         words += ["--chdir", "/box", "--setenv", "HOME", "/box", "--setenv", "PATH", "/usr/bin"]
         words += ["--setenv", "LANG", "C.UTF-8"]
         for fd in filters:

@@ -35,6 +35,7 @@ def container_spec(
     limits: SandboxLimits,
     limit_words: Sequence[str],
     group: str | None,
+    bounds_swap: bool,
     user: int,
     is_memory_counted: bool,
     has_own_kernel: bool,
@@ -48,6 +49,7 @@ def container_spec(
         limits: of memory, processes and disk.
         limit_words: what sets the limits of each process and then runs the words behind it.
         group: path of the control group the runtime makes; None for none.
+        bounds_swap: whether the runtime can bound memory and swap together.
         user: whom the program runs as.
         is_memory_counted: whether a control group bounds its memory.
         has_own_kernel: whether the runtime is gVisor.
@@ -66,7 +68,8 @@ def container_spec(
         memory = limits.memory_bytes + 2 * limits.disk_bytes  # its folders lie in memory
         processes = limits.max_processes + 1  # and the one that ends it
         linux["cgroupsPath"] = group
-        linux["resources"] = {"memory": {"limit": memory}, "pids": {"limit": processes}}
+        bounds = dict.fromkeys(("limit", "swap") if bounds_swap else ("limit",), memory)
+        linux["resources"] = {"memory": bounds, "pids": {"limit": processes}}
     sets = ("bounding", "effective", "permitted", "inheritable", "ambient")
     return {
         "ociVersion": "1.0.2",
@@ -89,7 +92,7 @@ def container_spec(
 
 def _mounts(files: str, disk_bytes: int) -> list[dict[str, Any]]:
     mounts = [
-        _mount("/proc", "proc", "proc", "noexec"),
+        _mount("/proc", "proc", "proc", "noexec", "ro"),
         _mount("/dev", "tmpfs", "tmpfs", "mode=755", "size=65536"),
     ]
     mounts += [_mount(path, "bind", path, "rbind", "ro") for path in ("/usr",)]

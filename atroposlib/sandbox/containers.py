@@ -26,6 +26,8 @@ from atroposlib.sandbox.container_spec import FOLDERS, container_spec
 from atroposlib.sandbox.control_groups import (
     PARENT,
     ControlGroups,
+    bounded_tcp,
+    bounds_swap,
     remove_abandoned,
     remove_group,
     require_bound,
@@ -111,6 +113,7 @@ class Containers:
         self._groups = ControlGroups() if runtime.has_own_kernel else None
         if self._groups is not None and not allow_unbounded_memory:
             require_bound(self._groups, has_filter=has_filter())
+        self._bounds_swap = bounds_swap()
         self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
         self._trying = asyncio.Lock()
         self._is_tried = False
@@ -153,9 +156,10 @@ class Containers:
         stdin: bytes,
         limits: SandboxLimits,
     ) -> SandboxResult:
-        async with self._slots, self._joined(limits) as join:
+        name = f"{os.getpid()}-{next(_numbers)}-container"
+        async with self._slots, self._joined(name, limits) as join:
             with TemporaryDirectory(prefix="atropos-sandbox-") as folder:
-                bundle, name = Path(folder), f"{os.getpid()}-{next(_numbers)}-container"
+                bundle = Path(folder)
                 await asyncio.to_thread(self._fill, bundle, name, command, files, limits)
                 runtime = [self._program, "--root", str(bundle / "state"), *self._runtime.options]
                 started = bundle / "pid"
@@ -175,10 +179,14 @@ class Containers:
                 )
 
     @contextlib.asynccontextmanager
-    async def _joined(self, limits: SandboxLimits) -> AsyncIterator[list[str]]:
-        """Yield the words that put gVisor into a control group and run the words behind them."""
+    async def _joined(self, name: str, limits: SandboxLimits) -> AsyncIterator[list[str]]:
+        """Yield the words that put gVisor into a control group and run the words behind them.
+
+        Other runtimes make the group themselves, and need no words.
+        """
         if self._groups is None:
-            yield []
+            async with bounded_tcp(name, limits):
+                yield []
             return
         around = replace(
             limits,
@@ -216,6 +224,7 @@ class Containers:
             limits=limits,
             limit_words=limit_words(self._prlimit, limits, processes=own_kernel),
             group=None if own_kernel else f"/{PARENT}/{name}",
+            bounds_swap=self._bounds_swap,
             user=next_user(),
             is_memory_counted=self._groups is None or self._groups.count_memory,
             has_own_kernel=own_kernel,

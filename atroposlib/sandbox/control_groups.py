@@ -23,6 +23,8 @@ __all__ = [
     "PARENT",
     "ControlGroups",
     "Membership",
+    "bounded_tcp",
+    "bounds_swap",
     "remove_abandoned",
     "remove_group",
     "require_bound",
@@ -33,11 +35,12 @@ logger = logging.getLogger(__name__)
 ROOT = Path("/sys/fs/cgroup")
 PARENT = "atropos-sandbox"
 OWN = Path("/proc/self/cgroup")
+TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
 MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 LIMITS = (
     *("memory.max", "memory.swap.max", "pids.max"),
     # without the second, what does not fit into the first would go to swap; TCP counts apart
-    *("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"),
+    *("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", TCP_LIMIT),
 )
 COUNTS = ("memory.events", "memory.oom_control")
 READ_BYTES = 4096
@@ -45,7 +48,8 @@ REMOVE_TRIES = 50
 REMOVE_PAUSE_S = 0.002
 WATCH_PAUSE_S = 0.05
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-FILE_BYTES = 1024  # what the kernel keeps of an empty file, about
+FILE_BYTES = 1536  # what the kernel keeps of an empty file, about
+SOCKET_BYTES = 212_992  # what one holds of what is not received, but for TCP: net.core.wmem_default
 FOLDERS = ("box", "tmp", "dev/shm")
 COUNTED = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 
@@ -143,6 +147,30 @@ class ControlGroups:
         finally:
             for folder in folders:
                 await asyncio.shield(_remove(Path(folder)))
+
+
+def bounds_swap(root: Path = ROOT) -> bool:
+    """Whether the kernel counts memory and swap together, as it may be built without."""
+    is_unified = (root / "cgroup.controllers").exists()
+    return is_unified or (root / "memory" / "memory.memsw.limit_in_bytes").exists()
+
+
+@contextlib.asynccontextmanager
+async def bounded_tcp(name: str, limits: SandboxLimits, root: Path = ROOT) -> AsyncIterator[None]:
+    """Make the group that another program is about to use, where that leaves TCP unbounded.
+
+    Version 1 counts what sockets hold apart, and OCI runtimes do not set the limit any more.
+    """
+    folder = root / "memory" / PARENT / name
+    if not (root / "memory" / TCP_LIMIT).exists():
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(str(folder / TCP_LIMIT), str(_memory_bytes(limits)))
+        yield
+    finally:
+        await asyncio.shield(_remove(folder))
 
 
 async def remove_group(name: str, root: Path = ROOT) -> None:
@@ -271,11 +299,11 @@ def _values(limits: SandboxLimits) -> dict[str, str]:
 
 
 def _memory_of(pid: int, enough: int) -> int:
-    """The bytes that a process, what it started and their folders take.
+    """The bytes that a process, what it started, their folders and their sockets take.
 
     Memory they share is counted more than once where that does not exceed `enough`.
     """
-    files = _files_of(pid)
+    files = _files_of(pid) + _sockets_of(pid)
     pids = _descendants(pid)
     resident = files + sum(map(_resident, pids))
     return resident if resident <= enough else files + sum(map(_share, pids))
@@ -304,6 +332,21 @@ def _share(pid: str) -> int:
         return sum(int(row[1]) * 1024 for row in rows if row[0] in COUNTED)
     except OSError:  # it hides itself
         return _resident(pid)
+
+
+def _sockets_of(pid: int) -> int:
+    """Of its network: sockets that are open or on their way to be, and what waits in TCP's."""
+    taken = 0
+    with contextlib.suppress(OSError, StopIteration):
+        if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), os.stat("/proc/self/ns/net")):  # noqa: PTH116
+            return 0  # it is not in the box yet
+        rows = Path(f"/proc/{pid}/net/sockstat").read_text().splitlines()
+        taken += SOCKET_BYTES * next(int(row.split()[2]) for row in rows if "sockets: used" in row)
+        for name in ("tcp", "tcp6"):
+            for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                sent, received = row.split()[4].split(":")
+                taken += int(sent, 16) + int(received, 16)
+    return taken
 
 
 def _files_of(pid: int) -> int:

@@ -4,6 +4,7 @@
 
 So the process can be bounded from outside while nothing of the program runs yet. bwrap itself
 keeps the writing end open as long as the box is there: no byte, no program, whoever ends first.
+A box that still waits when this process is killed stays until the next such process ends it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 from atroposlib.sandbox.interface import SandboxError
 
-__all__ = ["Gate", "new_gate"]
+__all__ = ["Gate", "end_abandoned", "new_gate"]
 
 SET_UP_S = 60.0
 READ_BYTES = 65_536
+WORDS = (b"--block-fd", b"--sync-fd", b"--disable-userns")
+"""Of the boxes made here, among those of other programs that use bubblewrap."""
 
 
 class Gate:
@@ -117,3 +121,21 @@ def new_gate() -> Iterator[Gate]:
         held.callback(os.close, writing)
         fds = (report_end, reading, writing)
         yield Gate(report, held=held, until_started=until_started, fds=fds)
+
+
+def end_abandoned() -> None:
+    """End the boxes that wait behind a gate which nothing opens any more."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, KeyError):
+            if (folder / "comm").read_text() == "bwrap\n" and _is_abandoned(folder):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether a process is the first of a box and the bubblewrap outside, its parent, has ended."""
+    rows = dict(row.split(":\t", 1) for row in (folder / "status").read_text().splitlines())
+    is_first = rows["NSpid"].split()[-1] == "1"
+    words = (folder / "cmdline").read_bytes().split(b"\0")
+    if not is_first or not all(word in words for word in WORDS):
+        return False
+    return Path("/proc", rows["PPid"], "comm").read_text() != "bwrap\n"

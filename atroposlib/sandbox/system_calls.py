@@ -5,6 +5,7 @@
     DENIED, new namespaces by clone       EPERM
     sockets but AF_UNIX, AF_INET(6)       EAFNOSUPPORT, such as AF_VSOCK, which no namespace holds
     UNCOUNTED, without a control group    EPERM: memory that no limit of a process counts
+    buffers of sockets, without one too   0, and they stay as they are
 
 All else is allowed: programs of many kinds run here. The filter is assembled here, as the Python
 bindings of libseccomp are unmaintained and need a library that bubblewrap does not bring.
@@ -50,6 +51,10 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "process_madvise": (440, 440),
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
+    # what others do with the files of /usr
+    "fanotify_init": (300, 262),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
     # large parts of the kernel that such programs do not need
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
@@ -57,7 +62,6 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
-    "fanotify_init": (300, 262),
     "lookup_dcookie": (212, 18),
     "map_shadow_stack": (453, 453),
     "modify_ldt": (154, None),
@@ -122,6 +126,8 @@ UNCOUNTED: dict[str, tuple[int, int | None]] = {
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 PROTOCOLS = (0, socket.IPPROTO_ICMP, socket.IPPROTO_TCP, socket.IPPROTO_UDP)
 """Others would load modules into the kernel of the machine; for AF_UNIX, 1 means AF_UNIX."""
+SETSOCKOPT = (54, 208)
+BUFFERS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
 SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
 CLONE, CLONE3 = (56, 220), (435, 435)
 NAMESPACES = 0x7E020000
@@ -167,6 +173,8 @@ def call_filter(*, is_memory_counted: bool, machine: str | None = None) -> bytes
         program += _block(numbers[column], _socket_rules())
     is_new = _return_if(JUMP_SET, NAMESPACES, ERRNO | errno.EPERM)
     program += _block(CLONE[column], [_argument(0), *is_new])
+    if not is_memory_counted:
+        program += _block(SETSOCKOPT[column], _buffer_rules())
     refused = sorted(number for each in denied.values() if (number := each[column]) is not None)
     for start in range(0, len(refused), PART):
         program += _part(refused[start : start + PART])
@@ -232,6 +240,13 @@ def _socket_rules() -> list[Instruction]:
 def _return_unless_one_of(values: Sequence[int], answer: int) -> list[Instruction]:
     jumps = [(JUMP_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
     return [*jumps, (RETURN, 0, 0, answer)]
+
+
+def _buffer_rules() -> list[Instruction]:
+    """Larger buffers of sockets: 0, as if it were done, as programs ask for it by the way."""
+    ignored = [pair for each in BUFFERS for pair in _return_if(JUMP_EQUAL, each, ERRNO)]
+    other = _return_unless(JUMP_EQUAL, socket.SOL_SOCKET, ALLOW)
+    return [_argument(1), *other, _argument(2), *ignored]
 
 
 def _refused(

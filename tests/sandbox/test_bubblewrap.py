@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +127,93 @@ time.sleep(50)
     assert (result.stdout, result.ended_by) == ("started\n", "memory")
 
 
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+async def test_sockets_are_watched_without_a_control_group(tmp_path: Path, kind: str) -> None:
+    limits = replace(LIMITS, memory_bytes=2**26, disk_bytes=2**20, cpu_s=60)
+    sandbox = Bubblewrap(limits=limits, groups=ControlGroups(tmp_path))
+    program = f"""
+import os, socket, time
+listener = socket.create_server(('127.0.0.1', 0))
+def pair():
+    if {kind!r} == 'unix':
+        return socket.socketpair()
+    one = socket.create_connection(listener.getsockname())
+    return one, listener.accept()[0]
+for _ in range(7):
+    if os.fork() == 0:
+        break
+    listener = socket.create_server(('127.0.0.1', 0))
+held = []
+try:
+    while True:
+        for each in pair():
+            held.append(each)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**24)
+            each.setblocking(False)
+            try:
+                while True:
+                    each.send(bytes(65536))
+            except BlockingIOError:
+                pass
+except OSError:
+    time.sleep(50)
+"""
+    result = await run_python(sandbox, program)
+
+    assert result.ended_by == "memory", result
+
+
+def test_box_that_waits_ends_with_the_next_sandbox_when_its_process_was_killed(
+    tmp_path: Path,
+) -> None:
+    killed = f"""
+import asyncio, os, signal
+from pathlib import Path
+from atroposlib.sandbox import SandboxLimits
+from atroposlib.sandbox.bubblewrap import Bubblewrap
+from atroposlib.sandbox.control_groups import ControlGroups
+
+async def main():
+    groups = ControlGroups(Path({str(tmp_path)!r}))
+    limits = SandboxLimits(memory_bytes={MARKED_BYTES}, disk_bytes={MARKED_BYTES})
+    sandbox = Bubblewrap(limits=limits, max_parallel=1, groups=groups)
+    for _ in range(3):
+        asyncio.create_task(sandbox.run(["/usr/bin/sleep", "60"]))
+    while len(boxes()) < 6:  # three, and bwrap around each
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+from tests.sandbox.test_bubblewrap import boxes
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", killed], timeout=60)
+    assert boxes()
+
+    Bubblewrap(groups=ControlGroups(tmp_path))
+
+    for _ in range(1000):  # the kernel takes a moment
+        if not boxes():
+            break
+        time.sleep(0.02)
+    assert boxes() == []
+
+
+MARKED_BYTES = 61_440_001 // 4096 * 4096
+"""So large are the folders of boxes by which a test finds its own."""
+
+
+def boxes() -> list[str]:
+    """The processes of bubblewrap that are of the test above."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_bytes().split(b"\0")
+            if words[0].endswith(b"bwrap") and str(MARKED_BYTES).encode() in words:
+                found.append(file.parent.name)
+    return found
+
+
 async def test_memory_that_processes_share_is_counted_once(tmp_path: Path) -> None:
     limits = replace(LIMITS, memory_bytes=2**27, disk_bytes=2**20)
     sandbox = Bubblewrap(limits=limits, groups=ControlGroups(tmp_path))
@@ -172,6 +261,25 @@ async def test_program_is_first_to_go_when_the_machine_lacks_memory() -> None:
     program = "print(open('/proc/self/oom_score_adj').read().strip())"
 
     assert (await run_python(Bubblewrap(limits=LIMITS), program)).stdout == "1000\n"
+
+
+async def test_nothing_in_proc_can_be_written() -> None:
+    program = """
+import os
+for folder in ('/proc/sys', '/proc/self', '/proc/1'):
+    for above, _, names in os.walk(folder):
+        for name in names:
+            try:
+                os.close(os.open(f'{above}/{name}', os.O_WRONLY))
+                print(f'{above}/{name}')
+            except OSError:
+                pass
+print('tried')
+"""
+    result = await run_python(Bubblewrap(limits=replace(LIMITS, cpu_s=30)), program)
+
+    written = [path for path in result.stdout.splitlines() if "/fd/" not in path]
+    assert written == ["tried"]
 
 
 async def test_keys_of_the_parent_cannot_be_listed() -> None:

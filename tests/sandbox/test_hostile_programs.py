@@ -234,6 +234,27 @@ print(rows['CapEff'].strip(), rows['CapPrm'].strip(), rows['CapBnd'].strip(), os
     assert result.stdout in (f"{none} {none} {none} []\n", f"{none} {none} {none} [65534]\n")
 
 
+async def test_what_tcp_holds_is_bounded(sandbox: Sandbox) -> None:
+    program = """
+import socket
+listener, held, sent = socket.create_server(('127.0.0.1', 0)), [], 0
+for _ in range(100):
+    held += [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+    for each in held[-2:]:
+        each.settimeout(0.01)
+        try:
+            while True:
+                sent += each.send(bytes(65536))
+        except OSError:
+            pass
+print(sent)
+"""
+    limits = replace(LIMITS, memory_bytes=2**26, cpu_s=30)
+    result = await run_python(sandbox, program, limits=limits)
+
+    assert result.ended_by in ("memory", "signal") or int(result.stdout) < 2**27
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become others")
 async def test_containers_have_users_of_their_own(sandbox: Sandbox) -> None:
     if sandbox.name == "bubblewrap":

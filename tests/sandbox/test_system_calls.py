@@ -28,6 +28,7 @@ from atroposlib.sandbox.system_calls import (
     DENIED,
     LAST_CALL,
     MACHINES,
+    SETSOCKOPT,
     SOCKETS,
     UNCOUNTED,
     call_filter,
@@ -130,6 +131,17 @@ async def test_sockets_are_of_the_families_on_the_list(machine: str) -> None:
             assert got == (ALLOWED if known else errno.EPROTONOSUPPORT), protocol
 
 
+async def test_buffers_of_sockets_grow_only_where_they_are_counted(machine: str) -> None:
+    audit, column = MACHINES[machine]
+    for is_counted in (True, False):
+        program = disassemble(call_filter(is_memory_counted=is_counted, machine=machine))
+        for level in (0, 1, 6):
+            for option in (2, 7, 8, 20):
+                is_ignored = not is_counted and level == 1 and option in (7, 8)
+                got = answer(program, audit, SETSOCKOPT[column], 3, level, option)
+                assert got == (0 if is_ignored else ALLOWED), (is_counted, level, option)
+
+
 async def test_threads_are_started_but_no_namespaces(machine: str) -> None:
     program = disassemble(call_filter(is_memory_counted=True, machine=machine))
     audit, column = MACHINES[machine]
@@ -146,6 +158,7 @@ async def test_numbers_are_those_of_libseccomp(machine: str) -> None:
         pytest.skip("libseccomp is missing")
     audit, column = MACHINES[machine]
     named = {**DENIED, **UNCOUNTED, **SOCKETS, "clone": CLONE, "clone3": CLONE3}
+    named["setsockopt"] = SETSOCKOPT
 
     for name, numbers in named.items():
         known = library.seccomp_syscall_resolve_name_arch(ctypes.c_uint32(audit), name.encode())
