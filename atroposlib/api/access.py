@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
-__all__ = ["UNKNOWN_ROUTE", "Role", "Rule", "path_of", "rule_for"]
+__all__ = ["UNKNOWN_ROUTE", "Role", "Rule", "changes_on_get", "path_of", "rule_for"]
 
 
 class Role(str, Enum):
@@ -29,6 +29,8 @@ class Rule(NamedTuple):
     roles: frozenset[Role]
     is_open: bool = False
     """Whether no token is needed."""
+    changes_on_get: bool = False
+    """Whether a GET changes the run, which browsers may not ask for."""
 
 
 _EVERY_ROLE = frozenset(Role)
@@ -63,9 +65,14 @@ _ROLES_BY_ROUTE: Mapping[str, frozenset[Role]] = {
     "/latest_example": _ADMIN,
     "/reset_data": _ADMIN,
 }
+_CHANGING_GETS = frozenset({"/batch", "/reset_data", "/status-env"})
+"""The last one counts as a heartbeat of the environment."""
 _RULES = {
     **{route: Rule(route, _EVERY_ROLE, is_open=True) for route in _OPEN_ROUTES},
-    **{route: Rule(route, roles) for route, roles in _ROLES_BY_ROUTE.items()},
+    **{
+        route: Rule(route, roles, changes_on_get=route in _CHANGING_GETS)
+        for route, roles in _ROLES_BY_ROUTE.items()
+    },
 }
 UNKNOWN_ROUTE = Rule("unknown", _ADMIN)
 """What a path gets that no rule names."""
@@ -93,6 +100,11 @@ def _rule_of_path(path: str) -> Rule:
         if pattern.fullmatch(path):
             return templated
     return UNKNOWN_ROUTE
+
+
+def changes_on_get(scope: Mapping[str, Any]) -> bool:
+    """Whether a GET of this ASGI scope changes the run."""
+    return rule_for(path_of(scope)).changes_on_get
 
 
 def path_of(scope: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -20,6 +21,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
+from atroposlib.api.access import changes_on_get
 from atroposlib.api.admission import RunLimits
 from atroposlib.api.allocation import MIN_ENV_WEIGHT
 from atroposlib.api.auth import BearerAuthMiddleware, read_token_file
@@ -58,7 +60,8 @@ from atroposlib.api.store.base import RunStore
 from atroposlib.api.store.open import fresh_run_name, open_store
 from atroposlib.api.store.watched import WatchedStore
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.wire import decode_group
+from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule
+from atroposlib.wire import BODY_TYPES, decode_group
 
 __all__ = [
     "MIN_ENV_WEIGHT",
@@ -216,8 +219,23 @@ def _add_middleware(application: FastAPI, settings: ApiSettings, threads: Execut
         # Before a body is read.
         tokens = read_token_file(settings.token_file)
         application.add_middleware(BearerAuthMiddleware, tokens=tokens)
+    application.add_middleware(WebPageMiddleware, rule=_web_page_rule(settings))
     application.add_middleware(RequestErrorsMiddleware)
     application.add_middleware(RequestMetricsMiddleware, metrics=application.state.metrics.requests)
+
+
+def _web_page_rule(settings: ApiSettings) -> WebPageRule:
+    return WebPageRule(
+        allowed_hosts=frozenset(settings.allowed_hosts),
+        allowed_origins=frozenset(origin.lower() for origin in settings.cors_origins),
+        machine_name=socket.gethostname(),
+        media_types=BODY_TYPES,
+        changes=changes_on_get,
+        # A page of a rebound name has no token.
+        checks_host=settings.token_file is None,
+        host_remedy="start the service with --allowed-host {}",
+        origin_remedy="start the service with --cors-origin {}",
+    )
 
 
 app = create_app()

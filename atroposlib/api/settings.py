@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from atroposlib.api.store.open import check_run_name, check_store_url
+from atroposlib.utils.web_pages import check_allowed_host
 
 __all__ = ["ApiSettings"]
 
@@ -105,6 +106,12 @@ class ApiSettings(BaseModel):
         default=(),
         description="Origins whose pages may call the service from a browser; `*` is every one, "
         "an empty list none.",
+    )
+    allowed_hosts: tuple[Annotated[str, AfterValidator(check_allowed_host)], ...] = Field(
+        default=(),
+        description="Names beyond this machine's own that it is reached by where a reverse proxy "
+        "or a tunnel passes them on, such as `runs.example.org`; with a token file any name is "
+        "served.",
     )
     token_file: Path | None = Field(
         default=None,

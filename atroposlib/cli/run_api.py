@@ -45,7 +45,11 @@ _SWITCH_INTERVAL_S = 0.001
 _DEFAULTS: Mapping[str, Any] = {"store": "sqlite"}
 """Where the command differs from `ApiSettings`: what is served outlives the process."""
 _INTERRUPTED = 130
-_FLAG_NAMES = {"run_name": "--run", "cors_origins": "--cors-origin"}
+_FLAG_NAMES = {
+    "run_name": "--run",
+    "cors_origins": "--cors-origin",
+    "allowed_hosts": "--allowed-host",
+}
 
 
 def main() -> None:
@@ -180,7 +184,7 @@ def _add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
     elif isinstance(default, tuple):
         several = {**common, "default": [], "help": f"{text} May be given several times."}
-        parser.add_argument(flag, action="append", metavar="ORIGIN", **several)
+        parser.add_argument(flag, action="append", metavar=_metavar(flag), **several)
     else:
         parser.add_argument(flag, metavar=_metavar(flag), **common)
 

@@ -114,7 +114,13 @@ def _serve(prog: str, viewer: Viewer, args: argparse.Namespace, start_page: str)
     from atroposlib.viewer.app import build_app, launch_app
 
     app = build_app(viewer, start_page=start_page, group_size=args.group_size)
-    url = launch_app(app, host=args.host, port=args.port, share=args.share)
+    url = launch_app(
+        app,
+        host=args.host,
+        port=args.port,
+        share=args.share,
+        allowed_hosts=args.allowed_hosts,
+    )
     print(f"{viewer.source.title} at {url} (Ctrl-C stops it)\n{KEYS}", flush=True)
     api_url = None if args.file or args.run else args.api_url
     threading.Thread(
@@ -240,6 +246,16 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=_whole(0, 65535), default=DEFAULT_PORT, help="0: a free one")
     parser.add_argument(
+        "--allowed-host",
+        dest="allowed_hosts",
+        metavar="HOST",
+        action="append",
+        type=_host_name,
+        default=[],
+        help="name beyond this machine's own that browsers reach it by, through a reverse proxy or "
+        "a tunnel; may be given several times",
+    )
+    parser.add_argument(
         "--group-size", type=_whole(1, 64), default=2, help="boxes on the page of plain text"
     )
     parser.add_argument(
@@ -252,6 +268,15 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
         "--share", action="store_true", help="also open a public link through Gradio's servers"
     )
     return parser
+
+
+def _host_name(text: str) -> str:
+    from atroposlib.utils.web_pages import check_allowed_host
+
+    try:
+        return check_allowed_host(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:

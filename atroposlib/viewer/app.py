@@ -6,13 +6,16 @@ the run. Events skip Gradio's queue, which would cost more than the pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import resources
 from typing import Any
 
 from atroposlib.errors import MissingExtraError
 from atroposlib.utils.listening import require_free_port
+from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule
 from atroposlib.viewer.screen import Screen
 from atroposlib.viewer.view_state import ROWS_PER_PAGE, BrowserTab, ViewState, filter_of
 from atroposlib.viewer.viewer import Viewer
@@ -21,6 +24,8 @@ from atroposlib.viewer.widgets import Widgets, lay_out
 __all__ = ["build_app", "launch_app"]
 
 _TICK_S = 2.0
+_SHARED_HOSTS = "*.gradio.live"
+"""Names that Gradio gives to the public links of `share`."""
 _EVENT: dict[str, Any] = {
     "queue": False,
     "show_progress": "hidden",
@@ -56,7 +61,12 @@ def build_app(viewer: Viewer, *, start_page: str = "overview", group_size: int =
 
 
 def launch_app(
-    blocks: Any, *, host: str = "127.0.0.1", port: int | None = None, share: bool = False
+    blocks: Any,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    share: bool = False,
+    allowed_hosts: Collection[str] = (),
 ) -> str:
     """Serve the application in the background; return its address.
 
@@ -65,6 +75,7 @@ def launch_app(
         host: address to listen on.
         port: port to listen on; None or 0 takes a free one.
         share: also open a public link through Gradio's servers.
+        allowed_hosts: names beyond this machine's own that browsers reach it by.
 
     Raises:
         CannotListenError: the address cannot be listened on; the message says why.
@@ -82,6 +93,8 @@ def launch_app(
         share=share,
         quiet=True,
         prevent_thread_lock=True,
+        app_kwargs={"lifespan": _guarding(frozenset(allowed_hosts), share=share)},
+        max_file_size=1,
         footer_links=[],
         ssr_mode=False,
         run_history=False,
@@ -93,6 +106,29 @@ def launch_app(
         ),
     )
     return str(public or url)
+
+
+def _guarding(allowed_hosts: frozenset[str], *, share: bool) -> Callable[[Any], Any]:
+    """Return a lifespan that puts the guard against web pages around all of Gradio's layers.
+
+    Outside of them, since one answers other sites' preflights. Uploads are forms, which it refuses.
+    """
+    rule = WebPageRule(
+        allowed_hosts=allowed_hosts | {_SHARED_HOSTS} if share else allowed_hosts,
+        machine_name=socket.gethostname(),
+        changes=lambda scope: scope["path"].rstrip("/").endswith("/deep_link"),
+        has_pages=True,
+        may_be_framed=True,
+        host_remedy="start the viewer with --allowed-host {}",
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        # Starlette has built the stack to be here, and serves no request before.
+        app.middleware_stack = WebPageMiddleware(app.middleware_stack, rule=rule)
+        yield
+
+    return lifespan
 
 
 class _Wiring:

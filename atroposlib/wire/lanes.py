@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from atroposlib.wire.vocabulary import Lane
 
-__all__ = ["MEDIA_TYPES", "AcceptedLane", "lane_of", "lane_of_accept"]
+__all__ = ["BODY_TYPES", "MEDIA_TYPES", "AcceptedLane", "lane_of", "lane_of_accept"]
 
 MEDIA_TYPES: Mapping[Lane, str] = MappingProxyType(
     {"json": "application/json", "msgpack": "application/msgpack"}
@@ -22,6 +22,8 @@ _LANES: Mapping[str, Lane] = {
     "application/x-msgpack": "msgpack",
     "application/vnd.msgpack": "msgpack",
 }
+BODY_TYPES = frozenset(_LANES)
+"""Every name of a lane in `Content-Type`."""
 
 
 class AcceptedLane(NamedTuple):

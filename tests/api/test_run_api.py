@@ -131,6 +131,7 @@ def test_run_api_wrong_port_is_a_usage_error_that_names_the_range(monkeypatch, c
         ("--store", "postgres", "argument --store: store 'postgres' is unknown; expected memory"),
         ("--run", "../up", "argument --run: run name '../up' cannot be used; expected 1 to 100"),
         ("--max-queue-sequences", "-1", "argument --max-queue-sequences: input should be greater"),
+        ("--allowed-host", "a/b", "argument --allowed-host: 'a/b' is not a host name; expected"),
         ("--log-format", "xml", "argument --log-format: input should be 'text' or 'json'"),
     ],
 )

@@ -40,6 +40,17 @@ def test_defaults_are_those_of_earlier_versions(module: str) -> None:
     assert not args.share
 
 
+def test_names_it_is_reached_by_are_read_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = view_run._parser("view-run", "bytes")
+
+    args = parser.parse_args(["--allowed-host", "Runs.example.org", "--allowed-host", "a:1"])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--allowed-host", "https://runs.example.org"])
+
+    assert args.allowed_hosts == ["runs.example.org", "a:1"]
+    assert "'https://runs.example.org' is not a host name; expected" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("module", DOORS)
 def test_help_answers_without_loading_gradio(module: str) -> None:
     script = (

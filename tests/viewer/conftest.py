@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ QUIET = (
 )
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium without a window; the tests are skipped where there is none.
+@contextmanager
+def chromium(*flags: str) -> Iterator[Any]:
+    """Start Chromium without a window; the tests are skipped where there is none.
 
     Playwright keeps an event loop running in the main thread for as long as it is open, and
     coroutine tests cannot run meanwhile. So it is closed after each file, not after the last test.
@@ -39,9 +40,17 @@ def browser() -> Iterator[Any]:
         found = path or driver.chromium.executable_path
         if not Path(found).exists():
             pytest.skip("no chromium on this machine: install Debian's package chromium")
-        browser = driver.chromium.launch(executable_path=found, headless=True, args=list(QUIET))
+        browser = driver.chromium.launch(
+            executable_path=found, headless=True, args=[*QUIET, *flags]
+        )
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
 
 
 class Watched:

@@ -33,6 +33,7 @@ _RETRY_AFTER = {
 }
 _MEANINGS = {
     400: "The body is not text, or not the gzip it says it is.",
+    403: "A web page may not send this, or the token has another role.",
     404: "Nothing has this id.",
     408: "The body stopped coming.",
     409: "The run, or the batch, is in a state that does not allow this.",
@@ -59,7 +60,7 @@ def _document(status: int) -> dict[str, Any]:
     return document | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
 
 
-EVERYWHERE = refused(400, 408, 413, 415, 422, 503)
+EVERYWHERE = refused(400, 403, 408, 413, 415, 422, 503)
 """What any request may be answered."""
 
 IN_EITHER_LANE: Responses = {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}

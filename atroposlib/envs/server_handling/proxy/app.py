@@ -17,6 +17,7 @@ from atroposlib.envs.server_handling.proxy.management import ManagementRoutes
 from atroposlib.envs.server_handling.proxy.mounting import (
     answer_unknown_routes,
     mount_dialect,
+    refuse_web_pages,
 )
 from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI
 from atroposlib.envs.server_handling.proxy.proxy_state import ProxyState
@@ -65,6 +66,7 @@ def app_of_state(state: ProxyState, dialects: Sequence[Dialect] = (OPENAI, *DIAL
     for dialect in dialects:
         mount_dialect(app, dialect, state.sessions, state.settings)
     answer_unknown_routes(app, dialects)
+    refuse_web_pages(app, dialects, state.settings)
     return app
 
 

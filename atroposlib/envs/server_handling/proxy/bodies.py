@@ -11,24 +11,14 @@ from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, bad_req
 
 __all__ = ["parse_object", "read_object"]
 
-_FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-"""What a page of another site can send to a local address without being asked."""
-
 
 async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
     """Return the JSON object in a request's body; an empty body is an empty object.
 
     Raises:
-        ProxyRefusal: 413 beyond `max_bytes`, 415 for a form, 400 for broken JSON, 422 for JSON
-            that is not an object.
+        ProxyRefusal: 413 beyond `max_bytes`, 400 for broken JSON, 422 for JSON that is not an
+            object.
     """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type in _FORM_TYPES:
-        raise ProxyRefusal(
-            f"the body is {content_type}; send application/json",
-            status=415,
-            code="unsupported_media_type",
-        )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)

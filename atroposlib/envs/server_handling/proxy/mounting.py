@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from atroposlib.envs.server_handling.proxy.access import part_of
 from atroposlib.envs.server_handling.proxy.bodies import read_object
@@ -28,8 +31,9 @@ from atroposlib.envs.server_handling.proxy.refusals import (
 )
 from atroposlib.envs.server_handling.proxy.sessions import SessionStore
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
 
-__all__ = ["answer_unknown_routes", "answered", "mount_dialect"]
+__all__ = ["answer_unknown_routes", "answered", "mount_dialect", "refuse_web_pages"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +70,8 @@ def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
 
     async def unknown(request: Request, error: HTTPException) -> Response:
         body: dict[str, Any] = {"detail": error.detail}
-        below = request.url.path.strip("/").split("/")
-        below = below if below[0] == "v1" else below[1:]
-        if below[:1] == ["v1"]:
-            dialect = _meant_dialect(request, "/".join(["", *below[1:2]]), dialects)
+        dialect = _meant_dialect(request.scope["path"], request.headers, dialects)
+        if dialect is not None:
             refusal = ProxyRefusal(
                 f"unknown request URL: {request.method} {request.url.path}",
                 status=error.status_code,
@@ -81,9 +83,35 @@ def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
     app.add_exception_handler(HTTPException, unknown)  # type: ignore[arg-type]  # of its class only
 
 
-def _meant_dialect(request: Request, start: str, dialects: Sequence[Dialect]) -> Dialect:
+def refuse_web_pages(app: FastAPI, dialects: Sequence[Dialect], settings: ProxySettings) -> None:
+    """Refuse what pages in a browser send, in the shape of the dialect they seem to mean."""
+
+    def answer(scope: Scope, refused: WebPageRefusal) -> Response:
+        refusal = ProxyRefusal(refused.text, status=refused.status, code=refused.code)
+        dialect = _meant_dialect(scope["path"], Headers(scope=scope), dialects) or dialects[0]
+        return JSONResponse(dialect.error_body(refusal), refusal.status)
+
+    rule = WebPageRule(
+        allowed_hosts=frozenset(settings.allowed_hosts),
+        machine_name=socket.gethostname(),
+        # A page of a rebound name has no key.
+        checks_host=not (settings.require_keys and settings.admin_key),
+        host_remedy="name {} in settings.allowed_hosts",
+    )
+    app.add_middleware(WebPageMiddleware, rule=rule, answer=answer)
+
+
+def _meant_dialect(
+    path: str, headers: Mapping[str, str], dialects: Sequence[Dialect]
+) -> Dialect | None:
+    """Return the dialect of a request below `/v1`; None for one that is not there."""
+    below = path.strip("/").split("/")
+    below = below if below[0] == "v1" else below[1:]
+    if below[:1] != ["v1"]:
+        return None
+    start = "/".join(["", *below[1:2]])
     for dialect in dialects:
-        if dialect.version_header is not None and dialect.version_header in request.headers:
+        if dialect.version_header is not None and dialect.version_header in headers:
             return dialect
     for dialect in dialects:
         if any(

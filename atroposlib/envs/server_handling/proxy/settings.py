@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, Field
+
+from atroposlib.utils.web_pages import check_allowed_host
 
 __all__ = ["ProxySettings"]
 
@@ -30,6 +34,12 @@ class ProxySettings(BaseModel):
         ge=0,
         description="How long a request waits for an inference server that is down, in seconds, "
         "before it is answered with status 503.",
+    )
+    allowed_hosts: tuple[Annotated[str, AfterValidator(check_allowed_host)], ...] = Field(
+        default=(),
+        description="Names beyond this machine's own that agents reach the proxy by where a "
+        "reverse proxy or a tunnel passes them on; with `require_keys` and `admin_key` any name "
+        "is served.",
     )
     require_keys: bool = Field(
         default=False,

@@ -1,0 +1,373 @@
+"""Which requests of web pages a local server refuses: one rule for service, agent proxy and viewer.
+
+A browser lets any page send requests to any address it can reach, this machine included. The page
+cannot read the answers, but it needs none to erase a run.
+
+    request ─► WebPageMiddleware ─► WebPageRule.refusal_of ─► the application, or 403 or 415
+
+What browsers say about a request cannot be changed by the page that makes it:
+
+    Sec-Fetch-Site    how the page relates to the address; sent to HTTPS and to this machine alone
+    Origin            whose page it is; sent with every POST, with WebSockets, and by CORS
+    Host              the name the page has used; foreign where a name was rebound to this machine
+    User-Agent        starts with "Mozilla/" in every browser; left to judge a plain GET by
+
+Clients that are no browsers send none of the first two, and are served as ever.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = [
+    "JSON_TYPES",
+    "WebPageMiddleware",
+    "WebPageRefusal",
+    "WebPageRule",
+    "check_allowed_host",
+]
+
+logger = logging.getLogger(__name__)
+
+JSON_TYPES = frozenset({"application/json", "text/json"})
+
+_WATCHED = frozenset(
+    {
+        b"host",
+        b"origin",
+        b"sec-fetch-site",
+        b"sec-fetch-mode",
+        b"sec-fetch-dest",
+        b"user-agent",
+        b"content-type",
+        b"content-length",
+        b"transfer-encoding",
+    }
+)
+_READS = frozenset({"GET", "HEAD"})
+_FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
+_FRAMES = frozenset({b"document", b"iframe", b"frame", b"embed", b"object"})
+_BROWSER = b"Mozilla/"
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_PRIVATE_ENDINGS = (".internal", ".local", ".lan", ".localdomain", ".home.arpa")
+"""Names below these are given out by the network a machine is in, never by public DNS."""
+_HOST_NAME = re.compile(r"[a-z0-9._-]+")
+_ALLOWED_HOST = re.compile(r"\*|(\*\.)?[a-z0-9]([a-z0-9._-]*[a-z0-9])?(:[0-9]{1,5})?")
+_MAX_HOST_CHARACTERS = 260
+_MAX_LOGGED = 256
+_SHOWN_CHARACTERS = 100
+
+
+def check_allowed_host(name: str) -> str:
+    """Return a name for `WebPageRule.allowed_hosts` in lower case.
+
+    Raises:
+        ValueError: it is not a host name; the message says what was expected.
+    """
+    lowered = name.strip().lower()
+    if len(lowered) > _MAX_HOST_CHARACTERS or not _ALLOWED_HOST.fullmatch(lowered):
+        raise ValueError(
+            f"{name[:_SHOWN_CHARACTERS]!r} is not a host name; expected one such as "
+            "viewer.example.org, with :PORT where only that port is meant; *.example.org for "
+            "every name below, * for any"
+        )
+    return lowered
+
+
+class WebPageRefusal(NamedTuple):
+    """Why a request is refused, and what to do instead."""
+
+    status: int
+    code: str
+    """Kind of the refusal, a word for programs."""
+    text: str
+
+
+@dataclass(frozen=True)
+class WebPageRule:
+    """What one application lets browsers do; pure.
+
+    Example: `WebPageRule(allowed_hosts=frozenset({"runs.example.org"}))` serves programs, its own
+    pages under any local name and under that one, and links of other pages to what only shows.
+    """
+
+    allowed_hosts: frozenset[str] = frozenset()
+    """Names beyond this machine's own, as `check_allowed_host` returns them."""
+    allowed_origins: frozenset[str] = frozenset()
+    """Origins whose pages may send anything, as `https://runs.example.org`; `*` is every one."""
+    machine_name: str = ""
+    """Own name of this machine, with or without its domain."""
+    media_types: frozenset[str] = JSON_TYPES
+    """Types of the bodies that the application reads; those ending in `+json` are read, too."""
+    changes: Callable[[Mapping[str, Any]], bool] = field(default=lambda scope: False)
+    """Whether a GET of this ASGI scope changes something."""
+    checks_host: bool = True
+    """Whether names matter; they need not where every request shows a key."""
+    has_pages: bool = False
+    """Whether the application is one for browsers, whose own pages send what changes it."""
+    may_be_framed: bool = False
+    """Whether pages of other sites may show those of the application within their own."""
+    host_remedy: str = ""
+    """How the name `{}` is allowed; empty when it cannot be."""
+    origin_remedy: str = ""
+    """How the origin `{}` is allowed; empty when it cannot be."""
+
+    def refusal_of(self, scope: Mapping[str, Any]) -> WebPageRefusal | None:
+        """Return why an ASGI request is refused; None when it may pass."""
+        sent: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            if name in _WATCHED:
+                sent[name] = value
+        method: str = scope.get("method", "GET")
+        origin, site = sent.get(b"origin"), sent.get(b"sec-fetch-site")
+        is_browser = (
+            origin is not None
+            or site is not None
+            or sent.get(b"user-agent", b"").startswith(_BROWSER)
+        )
+        refusal = self._of_host(scope, sent, is_browser=is_browser)
+        if refusal is None and (origin is not None or site is not None):
+            refusal = self._of_page(scope, method, sent)
+        if refusal is None and method in _READS:
+            return self._of_changing_get(scope, method, origin) if is_browser else None
+        return refusal or self._of_type(sent, is_browser=is_browser)
+
+    def _of_host(
+        self, scope: Mapping[str, Any], sent: Mapping[bytes, bytes], *, is_browser: bool
+    ) -> WebPageRefusal | None:
+        """Refuse names that somebody else gave this machine.
+
+        Between machines any name may be right: only what pages send is refused there.
+        """
+        host = sent.get(b"host")
+        if host is None or not self.checks_host:
+            return None
+        server = scope.get("server")
+        origin = sent.get(b"origin")
+        from_page = not self.has_pages and origin and not self._is_allowed_origin(_text(origin))
+        if not from_page and not (server and _is_loopback(server[0])):
+            return None
+        if _is_own_name(host, self.machine_name, not is_browser):
+            return None
+        if self.allowed_hosts and self._allows(_text(host)):
+            return None
+        name = _shown(_name_and_port(_text(host))[0])
+        remedy = self.host_remedy.format(name)
+        return WebPageRefusal(
+            403,
+            "foreign_host",
+            f"the request was sent to the name {name}, which is not known to be this machine's; "
+            f"use localhost or 127.0.0.1{', or ' if remedy else ''}{remedy}",
+        )
+
+    def _of_page(
+        self, scope: Mapping[str, Any], method: str, sent: Mapping[bytes, bytes]
+    ) -> WebPageRefusal | None:
+        """Refuse what pages of other sites send; they may link to what only shows."""
+        origin, site = sent.get(b"origin"), sent.get(b"sec-fetch-site")
+        if origin is not None and self._is_allowed_origin(_text(origin)):
+            return None
+        if site in _FOREIGN_SITES:
+            may_pass = origin is None and self._is_link(method, sent)
+        elif site == b"same-origin" or origin is None:
+            may_pass = True  # the browser has compared, behind whatever changes names on the way
+        else:
+            may_pass = _is_same_origin(_text(origin), _text(sent.get(b"host", b"")))
+        if may_pass:
+            return None
+        whose = "another site" if origin is None else _shown(_text(origin))
+        remedy = "" if origin is None else self.origin_remedy.format(_shown(_text(origin)))
+        return WebPageRefusal(
+            403,
+            "foreign_page",
+            f"the request comes from a web page of {whose}, and pages of other addresses may only "
+            f"link here; send it from a program{', or ' if remedy else ''}{remedy}",
+        )
+
+    def _is_allowed_origin(self, origin: str) -> bool:
+        if origin in self.allowed_origins or "*" in self.allowed_origins:
+            return True
+        scheme, _, authority = origin.partition("://")
+        own = f":{_DEFAULT_PORTS.get(scheme, '')}"
+        # An origin is a name *and* a port: another port is the page of another program.
+        return any(
+            "*" not in allowed and authority.removesuffix(own) == allowed.removesuffix(own)
+            for allowed in self.allowed_hosts
+        )
+
+    def _is_link(self, method: str, sent: Mapping[bytes, bytes]) -> bool:
+        frame = sent.get(b"sec-fetch-dest", b"")
+        return (
+            method in _READS
+            and sent.get(b"sec-fetch-mode") == b"navigate"
+            and (frame == b"document" or (self.may_be_framed and frame in _FRAMES))
+        )
+
+    def _of_changing_get(
+        self, scope: Mapping[str, Any], method: str, origin: bytes | None
+    ) -> WebPageRefusal | None:
+        """Refuse GETs that change something: pages, previews and typed addresses send them."""
+        if not self.changes(scope):
+            return None
+        if origin is not None and self._is_allowed_origin(_text(origin)):
+            return None
+        path = _shown(scope["path"])
+        return WebPageRefusal(
+            403,
+            "browser_changes",
+            f"{method} {path} changes something, and browsers may not ask for it; send it from a "
+            "program, such as curl",
+        )
+
+    def _of_type(self, sent: Mapping[bytes, bytes], *, is_browser: bool) -> WebPageRefusal | None:
+        """Refuse bodies of types that are not read here, such as those pages send unasked.
+
+        A body without a type is taken for JSON, except from a browser.
+        """
+        length = sent.get(b"content-length")
+        has_body = b"transfer-encoding" in sent or (length is not None and length.strip(b"0"))
+        if not has_body:
+            return None
+        media_type = _media_type(sent.get(b"content-type", b""))
+        if media_type in self.media_types or media_type.endswith("+json"):
+            return None
+        if not media_type and not is_browser:
+            return None
+        told = f"the body is {_shown(media_type)}" if media_type else "the body has no type"
+        return WebPageRefusal(
+            415, "unsupported_media_type", f"{told}; send it as Content-Type: application/json"
+        )
+
+    def _allows(self, host: str) -> bool:
+        name, port = _name_and_port(host)
+        return any(
+            allowed in ("*", name, f"{name}:{port}")
+            or (allowed.startswith("*.") and name.endswith(allowed[1:]))
+            for allowed in self.allowed_hosts
+        )
+
+
+class WebPageMiddleware:
+    """Refuses what a rule refuses, before a body is read.
+
+    Args:
+        app: The application behind.
+        rule: What is refused.
+        answer: Gives the response to a refusal; default: `{"detail": text}`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        rule: WebPageRule,
+        answer: Callable[[Scope, WebPageRefusal], ASGIApp] | None = None,
+    ) -> None:
+        self.app = app
+        self._rule = rule
+        self._answer = answer or _detail
+        self._logged: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        kind = scope["type"]
+        refusal = None if kind == "lifespan" else self._rule.refusal_of(scope)
+        if refusal is None:
+            await self.app(scope, receive, send)
+            return
+        # Pages can make any number of them: each kind is logged once.
+        if refusal.text not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(refusal.text)
+            logger.warning("refused %s: %s", scope.get("method", kind), refusal.text)
+        if kind == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal.code})
+            return
+        await self._answer(scope, refusal)(scope, receive, send)
+
+
+def _detail(scope: Scope, refusal: WebPageRefusal) -> ASGIApp:
+    from starlette.responses import JSONResponse  # not for settings, which commands read first
+
+    return JSONResponse({"detail": refusal.text}, refusal.status)
+
+
+@lru_cache(maxsize=1024)
+def _is_loopback(address: str) -> bool:
+    """Whether a connection that arrived at this address comes from this machine."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return ip.is_loopback or (mapped is not None and bool(mapped.is_loopback))
+
+
+@lru_cache(maxsize=1024)
+def _is_own_name(host: bytes, machine_name: str, is_program: bool) -> bool:
+    """Whether a `Host` header names this machine.
+
+    Names that public DNS gives to nobody are believed from programs: an attacker would have to run
+    the network, and programs load no pages.
+    """
+    name, _ = _name_and_port(_text(host))
+    own = machine_name.lower()
+    if name in ("localhost", own) or name.endswith(".localhost") or _is_address(name):
+        return True
+    short = own.partition(".")[0]
+    if name == short and short:
+        return True
+    is_private = "." not in name or name.endswith(_PRIVATE_ENDINGS)
+    is_alias = is_private or name.partition(".")[0] == short
+    return is_program and is_alias and _HOST_NAME.fullmatch(name) is not None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_same_origin(origin: str, host: str) -> bool:
+    scheme, _, authority = origin.partition("://")
+    port = _DEFAULT_PORTS.get(scheme)
+    if port is None:
+        return False
+    name, own = _name_and_port(authority)
+    target, target_port = _name_and_port(host)
+    return name == target and (own or port) == (target_port or port)
+
+
+def _name_and_port(authority: str) -> tuple[str, str]:
+    """Split `name:port`; IPv6 addresses lose their brackets, names the dot at their end."""
+    if authority.startswith("["):
+        name, _, rest = authority[1:].partition("]")
+        return name, rest.removeprefix(":")
+    name, _, port = authority.partition(":")
+    return name.removesuffix("."), port
+
+
+@lru_cache(maxsize=256)
+def _media_type(content_type: bytes) -> str:
+    return _text(content_type.partition(b";")[0])
+
+
+def _text(value: bytes) -> str:
+    return value.decode("latin-1").strip().lower()
+
+
+def _shown(text: str) -> str:
+    """Return what a sender wrote as one short line of ASCII without control characters."""
+    cut = text[:_SHOWN_CHARACTERS]
+    return cut if re.fullmatch(r"[!-~]+", cut) else json.dumps(cut)
