@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 
 LogFormat = Literal["text", "json"]
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0))} | {
+    ord("\n"): "\\n",
+    ord("\r"): "\\r",
+    ord("\t"): "\\t",
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
+_CONTROLS_OF_TRACEBACKS = {k: v for k, v in _CONTROLS.items() if chr(k) not in "\n\t"}
 _SENDERS_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -96,13 +104,14 @@ class _TextFormatter(logging.Formatter):
     """`2026-01-31T10:00:00.123Z WARNING atroposlib.api.run: what happened [request 5f2a-17]`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        # Names come from senders: one event stays one line whatever is in them.
-        message = _encodable(record.getMessage()).replace("\r", "\\r").replace("\n", "\\n")
+        # Names come from senders: one event stays one line, and steers no terminal.
+        message = _encodable(record.getMessage()).translate(_CONTROLS)
         text = f"{_timestamp(record)} {record.levelname} {record.name}: {message}"
         if request_id():
             text += f" [request {request_id()}]"
         if record.exc_info:
-            text += f"\n{self.formatException(record.exc_info)}"
+            traceback = _encodable(self.formatException(record.exc_info))
+            text += f"\n{traceback.translate(_CONTROLS_OF_TRACEBACKS)}"
         return text
 
 

@@ -78,7 +78,7 @@ class Registration(BaseModel):
     max_token_len: Number = Field(
         description="Sequences this long or longer are dropped by environments; 0 or less: none."
     )
-    checkpoint_dir: Text = Field(
+    checkpoint_dir: Annotated[Text, AfterValidator(_refuse_control_characters)] = Field(
         max_length=_MAX_PATH_CHARACTERS, description="Shared directory for checkpoints."
     )
     save_checkpoint_interval: Number = Field(description="Steps between environment checkpoints.")
@@ -142,7 +142,7 @@ class RegisterEnv(BaseModel):
         description="Id of an earlier registration; kept when a trainer has taken over `run_id`, "
         "or replaced its settings.",
     )
-    run_id: Text | None = Field(
+    run_id: Annotated[Text, AfterValidator(_refuse_control_characters)] | None = Field(
         default=None,
         max_length=_MAX_NAME_CHARACTERS,
         description="The run that `env_id` is of.",

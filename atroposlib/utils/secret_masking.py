@@ -24,9 +24,11 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 HTTP_CLIENT_LOGGERS = ("httpx", "httpx2")
+USER_INFO = re.compile(r"(?:\w+://)?[^/]*@")
 URL_PASSWORD = re.compile(r"(?<=://)[^/\s]+@")
 URL_KEY = re.compile(
-    r"(?<=[?&])((?:api[-_]?|access[-_]?)?(?:key|token)|password|secret|sig(?:nature)?)=[^&\s\"']+",
+    r"(?<=[?&])((?:[\w.-]*[-_.])?(?:(?:api)?key|token|passw(?:or)?d|secret|sig(?:nature)?|credentials?"
+    r"|auth))=[^&\s\"']+",
     re.IGNORECASE,
 )
 
@@ -78,7 +80,10 @@ def _hides_secrets(record: logging.LogRecord) -> bool:
 
 def without_secrets(url: str) -> str:
     """Return what was given as a URL, without user, password and options, as messages show it."""
-    address = url.partition("?")[0]
+    # A password may hold a question mark that nobody has escaped.
+    user = USER_INFO.match(url)
+    start = user.end() if user else 0
+    address = url[:start] + url[start:].partition("?")[0]
     access, at, place = address.rpartition("@")
     scheme = re.match(r"\w+://", access)
     return f"{scheme.group() if scheme else ''}{MASK}@{place}" if at else address

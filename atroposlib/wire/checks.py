@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unicodedata import category
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, check_group
 
 __all__ = ["Lengths", "check_layout", "check_opaque", "is_loose"]
+
+MAX_LABEL_CHARACTERS = 256
+"""Longest name of a part of the reward, and longest finish reason."""
+MAX_REWARD_PARTS = 256
+"""Parts that one reward may have."""
 
 Lengths = Sequence[int | None]
 """[G] entries of each row; None for one that is no row of numbers."""
@@ -46,6 +52,7 @@ def check_opaque(name: str, value: Any) -> None:
         for i, reason in enumerate(value):
             if not isinstance(reason, str | None):
                 raise GroupError(f"{name}[{i}]: expected a string or null")
+            _check_label(f"{name}[{i}]", reason or "")
     elif name == "tokenized_from_text" and not isinstance(value, bool):
         raise GroupError(f"{name}: expected true, false or null")
 
@@ -56,9 +63,26 @@ def _check_reward_parts(value: Any) -> None:
     for i, parts in enumerate(value):
         if not isinstance(parts, dict | None):
             raise GroupError(f"reward_parts[{i}]: expected an object or null")
+        if parts is not None and len(parts) > MAX_REWARD_PARTS:
+            raise GroupError(f"reward_parts[{i}]: {len(parts)} parts, at most {MAX_REWARD_PARTS}")
         for part, number in (parts or {}).items():
+            _check_label(f"reward_parts[{i}]: the name {part!r:.60}", part)
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise GroupError(f"reward_parts[{i}].{part}: expected a number, got {number!r:.60}")
+
+
+def _check_label(path: str, text: str) -> None:
+    """Refuse what becomes the name of a metric, or of a filter, and could break the line it is in.
+
+    Raises:
+        GroupError: it is too long, or holds control characters.
+    """
+    if len(text) > MAX_LABEL_CHARACTERS:
+        raise GroupError(
+            f"{path}: {len(text)} characters, expected at most {MAX_LABEL_CHARACTERS}"
+        )
+    if not text.isprintable() and any(category(char) in ("Cc", "Zl", "Zp") for char in text):
+        raise GroupError(f"{path}: expected no control characters")
 
 
 def _check_messages(value: Any) -> None:

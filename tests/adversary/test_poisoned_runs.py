@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from atroposlib.api import records
@@ -161,6 +164,8 @@ def test_snapshot_of_an_earlier_version_lets_groups_pass_that_could_never_add_up
         ("register", "wandb_group", "a\nb"),
         ("register", "wandb_project", "x" * 257),
         ("register", "checkpoint_dir", "x" * 4097),
+        ("register", "checkpoint_dir", "a\nCRITICAL: b"),
+        ("register-env", "run_id", "a\x1b[2J"),
         ("policy", "version", 2**62),
     ],
 )
@@ -174,6 +179,56 @@ def test_number_or_name_beyond_its_bound_is_refused_by_its_path(path, name, valu
     assert answer.status_code == 422, answer.text
     assert answer.json()["detail"][0]["loc"] == ["body", name]
     assert service.get("/envs").json()["total"] == 0
+
+
+@pytest.mark.parametrize("format_name", ["json", "msgpack"])
+@pytest.mark.parametrize(
+    ("name", "value", "path"),
+    [
+        ("reward_parts", [{"x" * 257: 1.0}, {}], ["reward_parts", 0]),
+        ("reward_parts", [{}, {"a\n# TYPE b counter": 1.0}], ["reward_parts", 1]),
+        ("reward_parts", [{f"part_{n}": 1.0 for n in range(257)}, {}], ["reward_parts", 0]),
+        ("finish_reasons", ["stop", "s" * 257], ["finish_reasons", 1]),
+        ("finish_reasons", ["a\x1b[2J", None], ["finish_reasons", 0]),
+        ("scores", [0.0, 1e308], ["scores", 1]),
+    ],
+)
+def test_label_or_score_of_a_group_beyond_its_bound_is_refused_by_its_path(
+    format_name, name, value, path
+):
+    service = Service()
+    service.start()
+    group = {**make_group(2), name: value}
+    content = json.dumps(group).encode()
+    if format_name == "msgpack":
+        allowed = {**make_group(2), "scores": value} if name == "scores" else group
+        content = forged_binary(allowed)
+
+    answer = service.post(
+        "/scored_data", content=content, headers={"Content-Type": f"application/{format_name}"}
+    )
+
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["detail"][0]["loc"] == ["body", *path]
+    assert service.status()["queue_size"] == 0
+
+
+def forged_binary(group: dict[str, Any]) -> bytes:
+    """Return the bytes of a group as a sender without our checks writes them."""
+    rows = [np.array(row, "i8").tobytes() for row in group["tokens"]]
+    lengths = np.array([len(row) for row in group["tokens"]], "u4").tobytes()
+    column = {"dtype": "i8", "data": b"".join(rows), "lengths": lengths}
+    masks = {k: v for k, v in column.items() if k != "lengths"}
+    values: dict[str, Any] = {
+        "format": 1,
+        "tokens": column,
+        "masks": masks,
+        "scores": {"dtype": "f8", "data": np.array(group["scores"], "f8").tobytes()},
+    }
+    for name in ("reward_parts", "finish_reasons"):
+        if name in group:
+            values[name] = json.dumps(group[name]).encode()
+    return msgspec.msgpack.encode(values)
 
 
 @pytest.mark.parametrize("query", ["wait=1e9", "wait=nan", "wait=-1", "lease=1e300", "lease=0"])

@@ -44,6 +44,14 @@ def test_text_line_stays_one_line_whatever_a_sender_calls_itself() -> None:
     assert line.endswith(r"evil\r\n2026 CRITICAL: \ud800")
 
 
+def test_text_line_steers_no_terminal() -> None:
+    line = format_line("text", "a\x1b[2J\x07\x9b1m\u2028b", error=ValueError("c\x1b[2J\td"))
+
+    assert r"a\x1b[2J\x07\x9b1m\u2028b" in line
+    assert line.endswith("ValueError: c\\x1b[2J\td")
+    assert all(char.isprintable() or char in "\n\t" for char in line)
+
+
 def test_json_line_is_one_object_with_the_traceback() -> None:
     line = format_line("json", "it\nfailed \ud800", error=ValueError("why"))
 

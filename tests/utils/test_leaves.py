@@ -152,6 +152,24 @@ def test_hide_secrets_hides_those_of_urls_in_a_text(text: str, shown: str) -> No
 def test_without_secrets_shows_where_and_not_who() -> None:
     assert without_secrets("http://u:p@host:1/v1?key=abc") == "http://***@host:1/v1"
     assert without_secrets("http://host:1/v1") == "http://host:1/v1"
+    assert without_secrets("http://host:1/v1?mail=a@b") == "http://host:1/v1"
+    assert without_secrets("redis://:pa?ss@host:1/0") == "redis://***@host:1/0"
+    assert without_secrets("redis://:pa/ss@host:1/0") == "redis://***@host:1/0"
+    assert without_secrets("u:pa?ss@host:1") == "***@host:1"
+
+
+@pytest.mark.parametrize(
+    "name", ["token", "apikey", "auth", "X-Amz-Signature", "wandb_api_key", "client-secret", "passwd"]
+)
+def test_hide_secrets_knows_the_usual_names_of_keys_in_urls(name: str) -> None:
+    assert hide_secrets(f"GET http://host/v1?a=1&{name}=abc&b=2") == (
+        f"GET http://host/v1?a=1&{name}=***&b=2"
+    )
+
+
+def test_hide_secrets_leaves_other_options_of_urls() -> None:
+    text = "http://host/v1?keys=1&monkey=2&max_tokens=3&author=4"
+    assert hide_secrets(text) == text
 
 
 def test_saved_address_whose_password_was_hidden_is_known_as_such() -> None:
