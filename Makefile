@@ -5,7 +5,7 @@ ARGS ?=
 # Every process of the demo and of the tests imports the same large packages: let the first cache them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-clients first-hour lint format types docs clean
+.PHONY: help demo test test-fast test-long test-clients first-hour lint format types docs clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,6 +20,10 @@ test: lint types  ## Lint, types and every test, the end-to-end test with a real
 test-fast:  ## The tests that start no engine
 	@.ci/install.sh all,dev
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-long:  ## What takes minutes each: thousands of histories, kill loops, every constant answer
+	@.ci/install.sh all,dev
+	$(BIN)/python -m pytest --run-long -m long $(ARGS)
 
 test-clients:  ## Third-party agents and trainers, each installed for itself (docs/clients.md)
 	@.ci/install.sh all,dev

@@ -78,9 +78,7 @@ def _check_label(path: str, text: str) -> None:
         GroupError: it is too long, or holds control characters.
     """
     if len(text) > MAX_LABEL_CHARACTERS:
-        raise GroupError(
-            f"{path}: {len(text)} characters, expected at most {MAX_LABEL_CHARACTERS}"
-        )
+        raise GroupError(f"{path}: {len(text)} characters, expected at most {MAX_LABEL_CHARACTERS}")
     if not text.isprintable() and any(category(char) in ("Cc", "Zl", "Zp") for char in text):
         raise GroupError(f"{path}: expected no control characters")
 

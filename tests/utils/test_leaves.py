@@ -159,7 +159,8 @@ def test_without_secrets_shows_where_and_not_who() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["token", "apikey", "auth", "X-Amz-Signature", "wandb_api_key", "client-secret", "passwd"]
+    "name",
+    ["token", "apikey", "auth", "X-Amz-Signature", "wandb_api_key", "client-secret", "passwd"],
 )
 def test_hide_secrets_knows_the_usual_names_of_keys_in_urls(name: str) -> None:
     assert hide_secrets(f"GET http://host/v1?a=1&{name}=abc&b=2") == (
