@@ -86,6 +86,103 @@ async def test_unknown_routes_answer_in_the_shape_of_the_dialect(agent: AgentSes
     assert other.json() == {"detail": "Not Found"}
 
 
+async def test_base_url_with_v1_missing_or_doubled_is_told(agent: AgentSession) -> None:
+    root = agent.anthropic_base_url
+    async with (
+        openai.AsyncOpenAI(base_url=root, api_key=agent.api_key) as client,
+        anthropic.AsyncAnthropic(base_url=f"{root}/v1", api_key=agent.api_key) as claude,
+    ):
+        with pytest.raises(openai.NotFoundError, match="base URL has to end in"):
+            await client.chat.completions.create(model="m", messages=HI)
+        with pytest.raises(anthropic.NotFoundError, match="/v1 twice"):
+            await claude.messages.create(model="m", max_tokens=9, messages=HI)
+
+
+CALL_WITHOUT_FUNCTION: Any = {"role": "assistant", "tool_calls": [{"id": "a"}]}
+FUNCTION: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("chat/completions", {"messages": [*HI, {"role": "tool"}]}, "messages[1].content"),
+        (
+            "chat/completions",
+            {"messages": [*HI, CALL_WITHOUT_FUNCTION, *HI]},
+            "messages[1].tool_calls[0].function.name",
+        ),
+        ("chat/completions", {"temperature": 2.5}, "temperature"),
+        ("chat/completions", {"presence_penalty": 3}, "presence_penalty"),
+        ("chat/completions", {"frequency_penalty": -3}, "frequency_penalty"),
+        ("chat/completions", {"logit_bias": {"1": 200}}, "logit_bias.1"),
+        ("chat/completions", {"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
+        ("chat/completions", {"seed": 2**70}, "seed"),
+        ("chat/completions", {"stop": ["x"] * 200}, "stop"),
+        ("chat/completions", {"stop": ""}, "stop"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens"),
+        ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("chat/completions", {"tools": [{"type": "custom"}]}, "tools[0]"),
+        ("chat/completions", {"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ("chat/completions", {"web_search_options": {}}, "web_search_options"),
+        ("chat/completions", {"response_format": "json"}, "response_format"),
+        ("chat/completions", {"response_format": {"type": "xml"}}, "response_format"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema.schema",
+        ),
+        ("responses", {"input": []}, "input"),
+        ("responses", {"input": [{"role": "user"}]}, "input[0].content"),
+        (
+            "responses",
+            {"input": [{"type": "function_call_output", "call_id": "c"}]},
+            "input[0].output",
+        ),
+        ("responses", {"max_output_tokens": 2**40}, "max_output_tokens"),
+        ("responses", {"tools": [{**FUNCTION, "parameters": "x"}]}, "tools[0].parameters"),
+    ],
+)
+async def test_what_openai_refuses_is_a_bad_request_that_names_the_place(
+    client: openai.AsyncOpenAI, engine: RecordingEngine, path: str, asked: Any, param: str
+) -> None:
+    whole = {"model": "m", **({"input": "Hi"} if path == "responses" else {"messages": HI})}
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.post(f"/{path}", cast_to=object, body={**whole, **asked})
+
+    assert caught.value.param == param
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": ""}]}, "non-empty content"),
+        ({"messages": [{"role": "user", "content": []}, *HI]}, "non-empty content"),
+    ],
+)
+async def test_what_anthropic_refuses_is_a_bad_request_that_names_the_place(
+    claude: anthropic.AsyncAnthropic, engine: RecordingEngine, asked: Any, word: str
+) -> None:
+    whole: Any = {"model": "m", "max_tokens": 9, "messages": HI}
+
+    with pytest.raises(anthropic.BadRequestError, match=word):
+        await claude.post("/v1/messages", cast_to=object, body={**whole, **asked})
+
+    assert engine.calls == []
+
+
+async def test_finished_response_is_not_streamed_again(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(model="m", input="Hi")
+
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await client.responses.retrieve(response.id, stream=True)
+
+
 async def test_malformed_request_is_a_bad_request(
     client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic
 ) -> None:

@@ -169,6 +169,128 @@ async def test_other_fields_that_change_nothing_are_named_by_every_dialect(clien
     ]
 
 
+PROVIDERS_TOOLS = [
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "computer_use",
+    "computer_use_preview",
+    "image_generation",
+    "local_shell",
+]
+
+
+async def test_tools_that_a_provider_runs_are_named_and_left_out(
+    engine: ConstrainingEngine, clients: Any
+) -> None:
+    client, _ = clients
+    own = {"type": "function", "name": "local_shell", "parameters": SCHEMA, "strict": False}
+    theirs = [{"type": kind} for kind in PROVIDERS_TOOLS]
+
+    answer = await client.responses.with_raw_response.create(
+        model="m", input="Hi", tools=[*theirs, own]
+    )
+    alone = await client.responses.with_raw_response.create(model="m", input="Hi", tools=theirs)
+
+    names = ", ".join(sorted(f"tools.{kind}" for kind in PROVIDERS_TOOLS))
+    assert [a.headers[IGNORED_HEADER] for a in (answer, alone)] == [names, names]
+    first, second = (call.options["prompt"] for call in engine.calls)
+    assert first.startswith("[tools]1<")
+    assert "[tools]" not in second
+
+
+@pytest.mark.parametrize("choice", [{"type": "web_search"}, "required"])
+async def test_choice_of_a_tool_that_a_provider_runs_is_refused(
+    engine: ConstrainingEngine, clients: Any, choice: Any
+) -> None:
+    client, _ = clients
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(
+            model="m", input="Hi", tools=[{"type": "web_search"}], tool_choice=choice
+        )
+
+    assert caught.value.param == "tool_choice"
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+async def test_strict_tools_are_named_unless_the_engine_is_held_to_them(
+    engine: ConstrainingEngine, clients: Any, is_required: bool
+) -> None:
+    client, claude = clients
+    openai_choice: Any = {"tool_choice": "required"} if is_required else {}
+    choice: Any = {"tool_choice": {"type": "any"}} if is_required else {}
+
+    answers = [
+        await client.chat.completions.with_raw_response.create(
+            model="m", messages=HI, tools=[chat_tool("search", strict=True)], **openai_choice
+        ),
+        await client.responses.with_raw_response.create(
+            model="m", input="Hi", tools=[{**RESPONSES_TOOLS[0], "strict": True}], **openai_choice
+        ),
+        await claude.messages.with_raw_response.create(
+            model="m",
+            max_tokens=99,
+            messages=HI,
+            tools=[{**MESSAGES_TOOLS[0], "strict": True}],
+            **choice,
+        ),
+    ]
+
+    named = [answer.headers.get(IGNORED_HEADER) for answer in answers]
+    assert named == [None if is_required else "tools.strict"] * 3
+    if is_required:
+        for call in engine.calls:
+            text = call.options["extra_body"]["structured_outputs"]["structural_tag"]
+            (tag,) = json.loads(text)["format"]["elements"][0]["tags"]
+            assert tag["content"]["json_schema"] == SCHEMA
+
+
+async def test_parts_of_fields_that_change_nothing_are_named_by_every_dialect(
+    clients: Any,
+) -> None:
+    client, claude = clients
+    quiet: Any = {"include_obfuscation": False}
+
+    chat = await client.chat.completions.with_raw_response.create(
+        model="m", messages=HI, stream=True, stream_options={"include_obfuscation": True}
+    )
+    responses = await client.responses.with_raw_response.create(
+        model="m",
+        input="Hi",
+        reasoning={"effort": "low", "context": "all"},
+        tools=[{**RESPONSES_TOOLS[0], "defer_loading": True}],
+        extra_body={"stream_options": quiet},
+    )
+    messages = await claude.messages.with_raw_response.create(
+        model="m",
+        max_tokens=9,
+        messages=HI,
+        tools=[
+            {
+                **MESSAGES_TOOLS[0],
+                "cache_control": {"type": "ephemeral"},
+                "allowed_callers": ["direct"],
+                "input_examples": [{"a": 1}],
+            }
+        ],
+        extra_body={"output_config": {"task_budget": {"total": 1}}},
+    )
+    counted = await claude.messages.with_raw_response.count_tokens(
+        model="m", messages=HI, thinking={"type": "enabled", "budget_tokens": 1024}
+    )
+
+    assert [a.headers[IGNORED_HEADER] for a in (chat, responses, messages, counted)] == [
+        "stream_options.include_obfuscation",
+        "reasoning.context, reasoning.effort, tools.defer_loading",
+        "output_config.task_budget, tools.input_examples",
+        "thinking.budget_tokens",
+    ]
+
+
 async def test_form_follows_thinking_that_the_prompt_opened(
     engine: ConstrainingEngine, agent: AgentSession, clients: Any
 ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from starlette.requests import Request
 
-from atroposlib.envs.server_handling.proxy.refusals import wrong_key
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, wrong_key
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.sessions import SESSION_HEADER, SessionStore
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
@@ -65,6 +65,12 @@ def session_of(request: Request, sessions: SessionStore, settings: ProxySettings
         if session is None:
             raise wrong_key()
         return session
+    if name == "v1":  # of /v1/v1/messages
+        raise ProxyRefusal(
+            "the URL has /v1 twice; Anthropic's clients add it to the base URL themselves",
+            status=404,
+            code="unknown_url",
+        )
     session = sessions.find(name)
     if key is not None and (_is_equal(key, session.api_key) or _is_admin(key, settings)):
         return session

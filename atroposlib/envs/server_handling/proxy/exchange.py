@@ -24,7 +24,11 @@ from atroposlib.envs.server_handling.proxy.request_models import (
 from atroposlib.envs.server_handling.proxy.sampling import chat_kwargs, text_kwargs
 from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.session_server import Sample
-from atroposlib.envs.server_handling.proxy.tool_constraints import demand_of, structural_tag
+from atroposlib.envs.server_handling.proxy.tool_constraints import (
+    demand_of,
+    strict_fields,
+    structural_tag,
+)
 from atroposlib.envs.server_handling.session_server import present_server
 from atroposlib.envs.server_handling.tool_formats import registry
 from atroposlib.envs.server_handling.turn_matching import THINKING_START
@@ -135,13 +139,14 @@ def _constrain(
         ProxyRefusal: the demand cannot be understood.
     """
     demand = demand_of(request.tool_choice, request.parallel_tool_calls, request.tools)
-    if demand is None:
-        return ()
     managed = session.managed_server
     if not isinstance(managed, ManagedServer):  # a provider has these fields itself
-        if demand.is_single:
+        if demand is not None and demand.is_single:
             kwargs["parallel_tool_calls"] = False
         return ()
+    strict = strict_fields(request.tool_choice, request.tools)
+    if demand is None:
+        return strict
     tool_format = registry.find(session.tool_parser)
     server = present_server(managed.server)
     # Servers of tests and of users need not say what they take.
@@ -149,15 +154,15 @@ def _constrain(
     extra = kwargs.get("extra_body") or {}
     begins_reply = kwargs["messages"][-1]["role"] == "assistant"
     if not can_constrain or tool_format is None or managed.tokenizer is None or begins_reply:
-        return demand.fields
+        return (*demand.fields, *strict)
     if extra.get("structured_outputs"):
-        return demand.fields
+        return (*demand.fields, *strict)
     prompt = _prompt_of(managed, kwargs).text
     form = structural_tag(
         demand, kwargs["tools"], tool_format, is_thinking=prompt.rstrip().endswith(THINKING_START)
     )
     if form is None:
-        return demand.fields
+        return (*demand.fields, *strict)
     unmet = ["response_format"] if extra.get("response_format") else []
     kept = {name: value for name, value in extra.items() if name != "response_format"}
     kwargs["extra_body"] = {**kept, "structured_outputs": {"structural_tag": form}}

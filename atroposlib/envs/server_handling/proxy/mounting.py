@@ -65,18 +65,21 @@ def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
     """Answer unknown routes below `/v1` in the shape of the dialect that they seem to mean.
 
     That is the one whose client sends its header, else whose routes begin alike, else the first.
+    A route of a dialect without `/v1` in front is one of a client whose base URL lacks it.
     `detail` is the framework's own, as in every other answer to an unknown route.
     """
 
     async def unknown(request: Request, error: HTTPException) -> Response:
         body: dict[str, Any] = {"detail": error.detail}
-        dialect = _meant_dialect(request.scope["path"], request.headers, dialects)
+        said = f"unknown request URL: {request.method} {request.url.path}"
+        path = request.scope["path"]
+        dialect = _meant_dialect(path, request.headers, dialects)
+        if dialect is None:
+            starts = [f"/{part}" for part in path.strip("/").split("/")[:2]]
+            dialect = next(filter(None, (_dialect_of(start, dialects) for start in starts)), None)
+            said += "; the routes are below /v1, which the client's base URL has to end in"
         if dialect is not None:
-            refusal = ProxyRefusal(
-                f"unknown request URL: {request.method} {request.url.path}",
-                status=error.status_code,
-                code="unknown_url",
-            )
+            refusal = ProxyRefusal(said, status=error.status_code, code="unknown_url")
             body |= dialect.error_body(refusal)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
@@ -113,12 +116,15 @@ def _meant_dialect(
     for dialect in dialects:
         if dialect.version_header is not None and dialect.version_header in headers:
             return dialect
+    return _dialect_of(start, dialects) or dialects[0]
+
+
+def _dialect_of(start: str, dialects: Sequence[Dialect]) -> Dialect | None:
+    """Return the first dialect with a route that begins so."""
     for dialect in dialects:
-        if any(
-            route.path == start or route.path.startswith(f"{start}/") for route in dialect.routes
-        ):
+        if any(f"{route.path}/".startswith(f"{start}/") for route in dialect.routes):
             return dialect
-    return dialects[0]
+    return None
 
 
 def answered(

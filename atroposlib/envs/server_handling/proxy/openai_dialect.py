@@ -63,6 +63,7 @@ async def create_completion(exchange: Exchange) -> Response:
 async def render_chat(exchange: Exchange) -> Response:
     """Answer `POST /chat/completions/render`: the prompt, without generating."""
     sent = read_body(ChatCompletionProxyRequest, exchange.body)
+    exchange.ignored.update(ignored_fields(exchange.body, ChatCompletionProxyRequest))
     prompt = exchange.render(as_sampled(exchange.session, sent))
     body = {
         "prompt_text": prompt.text,

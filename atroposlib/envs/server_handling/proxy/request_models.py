@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from atroposlib.envs.server_handling.config import ServerType
 from atroposlib.envs.server_handling.proxy.refusals import invalid_body
@@ -13,6 +21,8 @@ from atroposlib.envs.server_handling.proxy.thinking import with_thinking
 from atroposlib.envs.server_handling.turn_matching import THINKING_END
 
 __all__ = [
+    "LARGEST_LIMIT",
+    "MOST_STOPS",
     "ChatCompletionProxyRequest",
     "ChatMessage",
     "CompletionProxyRequest",
@@ -25,7 +35,23 @@ __all__ = [
     "read_body",
 ]
 
-_LARGEST_LIMIT = 2**31 - 1
+LARGEST_LIMIT = 2**31 - 1
+"""Of tokens of a reply."""
+MOST_STOPS = 128
+"""Stop sequences of a request."""
+_LARGEST_SEED = 2**63 - 1
+
+
+def _not_zero(limit: int) -> int:
+    if limit == 0:
+        raise PydanticCustomError("limit_zero", "Input should be at least 1, or -1 for no limit")
+    return limit
+
+
+_Limit = Annotated[int, Field(ge=-1, le=LARGEST_LIMIT), AfterValidator(_not_zero)]
+_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+_Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -61,7 +87,9 @@ class ChatMessage(ProxyModel):
             if kind == "refusal":
                 text = part.get("refusal")
             if not isinstance(text, str):
-                raise ValueError(f"part {i} is not text; only text can be tracked")
+                raise PydanticCustomError(
+                    "part_not_text", "part {i} is not text; only text can be tracked", {"i": i}
+                )
             texts.append(text)
         return "".join(texts)
 
@@ -83,14 +111,14 @@ class SamplingRequest(ProxyModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str | None = None
-    temperature: float | None = Field(default=1.0, ge=0, allow_inf_nan=False)
+    temperature: float | None = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     n: int = Field(default=1, ge=1)
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-_LARGEST_SEED - 1, le=_LARGEST_SEED)
     stop: str | list[str] | None = None
-    presence_penalty: float | None = Field(default=None, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(default=None, allow_inf_nan=False)
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[_TokenId, _Bias] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
 
@@ -104,8 +132,8 @@ class ChatCompletionProxyRequest(SamplingRequest):
     """A chat request. `max_tokens: null` lets the reply fill the context."""
 
     messages: list[ChatMessage]
-    max_tokens: int | None = Field(default=1024, ge=-1, le=_LARGEST_LIMIT)
-    max_completion_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST_LIMIT)
+    max_tokens: _Limit | None = 1024
+    max_completion_tokens: _Limit | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -120,7 +148,7 @@ class CompletionProxyRequest(SamplingRequest):
     """A text request."""
 
     prompt: str | list[str]
-    max_tokens: int | None = Field(default=16, ge=-1, le=_LARGEST_LIMIT)
+    max_tokens: _Limit | None = 16
     logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = None
     suffix: str | None = None

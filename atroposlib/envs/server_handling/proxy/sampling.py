@@ -11,13 +11,23 @@ from typing import Any
 
 from atroposlib.envs.server_handling.proxy.refusals import bad_request
 from atroposlib.envs.server_handling.proxy.request_models import (
+    MOST_STOPS,
     ChatCompletionProxyRequest,
+    ChatMessage,
     CompletionProxyRequest,
     SamplingRequest,
 )
 
-__all__ = ["chat_kwargs", "check_num_choices", "ignored_fields", "not_honoured", "text_kwargs"]
+__all__ = [
+    "chat_kwargs",
+    "check_num_choices",
+    "ignored_fields",
+    "inner_names",
+    "not_honoured",
+    "text_kwargs",
+]
 
+_FORMS = ("text", "json_object", "json_schema", "structural_tag")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _NAMED_OPTIONS = (
@@ -61,6 +71,7 @@ _REFUSED = {
     "use_beam_search": "beams are not samples of the policy",
     "web_search_options": "no search is available",
 }
+_ASK_WHEN_EMPTY = ("web_search_options",)
 _WITHOUT_EFFECT = frozenset(
     {
         "metadata",
@@ -90,20 +101,20 @@ def chat_kwargs(request: ChatCompletionProxyRequest, *, max_choices: int) -> dic
     if not request.messages:
         raise bad_request("messages is empty; give at least one", param="messages")
     for i, message in enumerate(request.messages):
-        if message.role not in _ROLES:
-            raise bad_request(
-                f"messages[{i}].role: expected one of {', '.join(_ROLES)}; got {message.role!r}",
-                param=f"messages[{i}].role",
-            )
+        _check_message(message, f"messages[{i}]")
     _check(request, num_choices=request.n, max_choices=max_choices)
     if request.top_logprobs:
         raise bad_request("only the sampled token's logprob is known", param="top_logprobs")
     limit = request.max_completion_tokens
+    if limit is None:
+        limit = request.max_tokens
     kwargs: dict[str, Any] = {
         **_options(request),
         "messages": [message.as_dict() for message in request.messages],
-        "max_tokens": request.max_tokens if limit is None else limit,
+        "max_tokens": limit,
     }
+    for i, tool in enumerate(request.tools or ()):
+        _check_tool(tool, f"tools[{i}]")
     if request.tools:
         kwargs["tools"] = request.tools
         if request.tool_choice is not None:
@@ -143,7 +154,9 @@ def check_num_choices(num_choices: int, max_choices: int) -> None:
 def ignored_fields(body: Mapping[str, Any], model: type[SamplingRequest]) -> list[str]:
     """Return the names of a body's fields that are not honoured, sorted."""
     known = model.model_fields.keys() | _ENGINE_OPTIONS | _REFUSED.keys() | {"modalities"}
-    return not_honoured(body, known)
+    return not_honoured(body, known) + inner_names(
+        "stream_options", body.get("stream_options"), known=("include_usage",)
+    )
 
 
 def not_honoured(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
@@ -161,16 +174,87 @@ def not_honoured(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
     )
 
 
+def inner_names(name: str, value: Any, known: Iterable[str]) -> list[str]:
+    """Return the names of what a field holds and nothing honours, as `reasoning.effort`.
+
+    Args:
+        name: Of the field.
+        value: What it holds; nothing is named of what is no object.
+        known: Parts that are honoured, or ask nothing of an answer.
+    """
+    parts = value if isinstance(value, Mapping) else {}
+    asked = [part for part in parts if parts[part] is not None and parts[part] is not False]
+    return sorted(f"{name}.{part}" for part in asked if part not in set(known))
+
+
 def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> None:
     check_num_choices(num_choices, max_choices)
     for name, reason in _REFUSED.items():
-        if (request.model_extra or {}).get(name) not in (None, [], {}, False):
+        value = (request.model_extra or {}).get(name)
+        if value not in (None, [], {}, False) or (value == {} and name in _ASK_WHEN_EMPTY):
             raise bad_request(
                 f"{name} is not supported: {reason}", code="unsupported_field", param=name
             )
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > MOST_STOPS or not all(stops):
+        raise bad_request(
+            f"stop: expected up to {MOST_STOPS} texts that are not empty", param="stop"
+        )
+    response_format = (request.model_extra or {}).get("response_format")
+    if response_format is not None:
+        _check_form(response_format)
     modalities = (request.model_extra or {}).get("modalities")
     if modalities not in (None, ["text"]):
         raise bad_request("only text can be tracked", code="unsupported_field", param="modalities")
+
+
+def _check_message(message: ChatMessage, path: str) -> None:
+    """Raise the 400 for a message that OpenAI refuses and of which a prompt would lack a part."""
+    if message.role not in _ROLES:
+        raise bad_request(
+            f"{path}.role: expected one of {', '.join(_ROLES)}; got {message.role!r}",
+            param=f"{path}.role",
+        )
+    if message.content is None and message.role != "assistant":
+        raise bad_request(f"{path}.content: expected text, got null", param=f"{path}.content")
+    for i, call in enumerate(message.tool_calls or ()):
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            place = f"{path}.tool_calls[{i}].function.name"
+            raise bad_request(f"{place}: expected text", param=place)
+
+
+def _check_tool(tool: Mapping[str, Any], path: str) -> None:
+    """Raise the 400 for a tool that is no function; some clients send functions without a frame."""
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise bad_request(
+            f"{path}: tools of type {kind!r} are not supported: only functions of the agent's own",
+            code="unsupported_field",
+            param=path,
+        )
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        place = f"{path}.function.name"
+        raise bad_request(f"{place}: expected text", param=place)
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        place = f"{path}.function.parameters"
+        raise bad_request(f"{place}: expected an object", param=place)
+
+
+def _check_form(response_format: Any) -> None:
+    """Raise the 400 for a form of replies that engines do not have; they answer with less text."""
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if not isinstance(kind, str) or kind not in _FORMS:
+        raise bad_request(
+            f"response_format: expected an object with a type of {', '.join(_FORMS)}",
+            param="response_format",
+        )
+    if kind == "json_schema":
+        holder = response_format.get("json_schema")
+        if not isinstance(holder, Mapping) or not isinstance(holder.get("schema"), Mapping):
+            place = "response_format.json_schema.schema"
+            raise bad_request(f"{place}: expected an object", param=place)
 
 
 def _options(request: SamplingRequest) -> dict[str, Any]:

@@ -4,6 +4,7 @@ tool_choice, parallel_tool_calls ─► ToolDemand ─► structural tag ─► 
 
 The engine then samples among the tokens that the form allows, and the logprobs it reports are those
 among them. Arguments are held to be an object; to their schema only where the tool is `strict`.
+A tool that is `strict` demands nothing by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from atroposlib.envs.server_handling.proxy.refusals import bad_request
 from atroposlib.envs.server_handling.tool_formats import ToolCallFormat
 
-__all__ = ["ToolDemand", "demand_of", "structural_tag"]
+__all__ = ["ToolDemand", "demand_of", "strict_fields", "structural_tag"]
 
 _MODES = ("none", "auto", "required")
 _BETWEEN = "\n\n"
@@ -81,6 +82,16 @@ def demand_of(
         return None
     demanding = tuple(name for name, is_set in fields if is_set)
     return ToolDemand(tuple(names), is_required, is_single, demanding)
+
+
+def strict_fields(tool_choice: Any, tools: Sequence[Any] | None) -> tuple[str, ...]:
+    """Return the name of the field that asks for arguments of a schema, where a tool has it.
+
+    Where nothing else is demanded it is not honoured: clients set it for every tool without being
+    asked, and a form changes the logprobs of the whole reply.
+    """
+    is_strict = any(_function_of(tool).get("strict") is True for tool in tools or ())
+    return ("tools.strict",) if is_strict and tool_choice != "none" else ()
 
 
 def structural_tag(

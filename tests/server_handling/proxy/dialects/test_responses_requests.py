@@ -98,6 +98,9 @@ async def test_items_of_every_kind_become_messages() -> None:
     ]
 
 
+_SEARCH = {"type": "web_search"}
+
+
 def _text(text: str, kind: str = "input_text") -> dict[str, str]:
     return {"type": kind, "text": text}
 
@@ -117,7 +120,12 @@ def _text(text: str, kind: str = "input_text") -> dict[str, str]:
         ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call"),
         ({"input": [{"type": "function_call", "name": "add"}]}, "input[0].arguments", "nothing"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", "'x'"),
-        ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
+        ({"input": "Hi", "tools": [{"type": "custom", "name": "c"}]}, "tools[0]", "custom"),
+        (
+            {"input": "Hi", "tools": [{"type": "web_search"}], "tool_choice": _SEARCH},
+            "tool_choice",
+            "web_search",
+        ),
         ({"input": "Hi", "tool_choice": "always"}, "tool_choice", "always"),
         ({"input": "Hi", "tool_choice": 1}, "tool_choice", "an object"),
         ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "greater than"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from atroposlib.envs.server_handling.proxy.dialect import Exchange
 from atroposlib.envs.server_handling.proxy.dialects.answers import ShownAnswer, shown_answer
+from atroposlib.envs.server_handling.proxy.dialects.reading import refuse
 from atroposlib.envs.server_handling.proxy.dialects.turns import (
     ChatMessage,
     leading_systems_joined,
@@ -36,7 +37,9 @@ def chat_request(
     Raises:
         ProxyRefusal: the last turn is the assistant's already and cannot be continued.
     """
-    last = messages[-1] if messages else {}
+    if not messages:
+        refuse(param, "nothing to answer; give at least one message")
+    last = messages[-1]
     can_continue = continues_turns and not last.get("tool_calls")
     if last.get("role") == "assistant" and not can_continue:
         raise bad_request(

@@ -55,6 +55,8 @@ def read_messages(messages: list[Any], system: Any) -> list[ChatMessage | SentTu
 
 
 def _add_user(entries: list[ChatMessage | SentTurn], content: Any, path: str) -> None:
+    if content in ("", []):
+        refuse(path, "user messages must have non-empty content")
     if isinstance(content, str):
         _add_user_text(entries, content)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,7 +17,8 @@ from atroposlib.envs.server_handling.proxy.dialects.reading import (
     refuse,
     text_at,
 )
-from atroposlib.envs.server_handling.proxy.sampling import not_honoured
+from atroposlib.envs.server_handling.proxy.request_models import LARGEST_LIMIT, MOST_STOPS
+from atroposlib.envs.server_handling.proxy.sampling import inner_names, not_honoured
 
 __all__ = [
     "CountFields",
@@ -29,7 +30,12 @@ __all__ = [
 ]
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control")
 _THINKING_KINDS = ("enabled", "adaptive", "between_tools")
+_Stop = Annotated[str, Field(min_length=1)]
+
+
+FieldsT = TypeVar("FieldsT", bound="CountFields")
 
 
 class ThreadField(BaseModel):
@@ -68,8 +74,8 @@ class CountFields(BaseModel):
 class MessagesFields(CountFields):
     """What of a Messages request matters here; other fields are ignored."""
 
-    max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    max_tokens: int = Field(ge=1, le=LARGEST_LIMIT)
+    stop_sequences: list[_Stop] | None = Field(default=None, max_length=MOST_STOPS)
     stream: bool | None = None
 
 
@@ -77,22 +83,32 @@ def read_request(body: Mapping[str, Any]) -> MessagesFields:
     """Return the fields of a request; refuses malformed ones, and tools kept elsewhere."""
     if body.get("mcp_servers"):
         refuse("mcp_servers", "not supported: only tools of the agent's own")
-    return read_fields(MessagesFields, body)
+    return _read(MessagesFields, body)
 
 
 def read_count(body: Mapping[str, Any]) -> CountFields:
     """Return the fields of a request to count tokens; refuses malformed ones."""
-    return read_fields(CountFields, body)
+    return _read(CountFields, body)
+
+
+def _read(model: type[FieldsT], body: Mapping[str, Any]) -> FieldsT:
+    fields = read_fields(model, body)
+    kinds = (*_THINKING_KINDS, "disabled")
+    if fields.thinking is not None and fields.thinking.get("type") not in kinds:
+        told = f"expected one of {', '.join(kinds)}; got {fields.thinking.get('type')!r}"
+        refuse("thinking.type", told)
+    return fields
 
 
 def ignored_fields(fields: CountFields, body: Mapping[str, Any]) -> list[str]:
     """Return the names of what a request asks for and does not get; inner ones behind a dot."""
     known = {*MessagesFields.model_fields, "mcp_servers", "model", *SHARED_OPTIONS}
     names = not_honoured(body, known)
-    inner = {"thinking": ("budget_tokens",), "output_config": ("effort",)}
-    for name, parts in inner.items():
-        value = getattr(fields, name) or {}
-        names += [f"{name}.{part}" for part in parts if value.get(part) is not None]
+    names += inner_names("thinking", fields.thinking, known=("type", "display"))
+    names += inner_names("output_config", fields.output_config, known=("format",))
+    for tool in fields.tools or ():
+        parts = (*_TOOL_FIELDS, *(["allowed_callers"] if _is_called_directly(tool) else []))
+        names += inner_names("tools", tool, known=parts)
     blocks = (
         block
         for message in fields.messages
@@ -123,13 +139,18 @@ def chat_options(fields: CountFields, body: Mapping[str, Any]) -> dict[str, Any]
     return options
 
 
+def _is_called_directly(tool: Mapping[str, Any]) -> bool:
+    return tool.get("allowed_callers") == ["direct"]
+
+
 def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     kind = tool.get("type") or "custom"
     if kind != "custom":
         refuse(path, f"tools of type {kind!r} are not supported: only tools of the agent's own")
     function: dict[str, Any] = {"name": text_at(tool.get("name"), f"{path}.name")}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
+    for field in ("description", "strict"):
+        if tool.get(field) is not None:
+            function[field] = tool[field]
     function["parameters"] = dict(object_at(tool.get("input_schema"), f"{path}.input_schema"))
     return {"type": "function", "function": function}
 

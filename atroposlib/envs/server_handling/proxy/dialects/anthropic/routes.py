@@ -68,7 +68,9 @@ async def create_message(exchange: Exchange) -> Response:
 
 async def count_tokens(exchange: Exchange) -> Response:
     """Return how many tokens the prompt of a request takes."""
-    prompt = _prompt(read_count(exchange.body), exchange)
+    fields = read_count(exchange.body)
+    prompt = _prompt(fields, exchange)
+    exchange.ignored.update(ignored_fields(fields, exchange.body))
     return JSONResponse({"input_tokens": len(exchange.render(prompt.request).token_ids)})
 
 

@@ -53,6 +53,13 @@ def read_input(value: Any, find_item: FindItem) -> list[ChatMessage | SentTurn]:
     return reader.finish()
 
 
+def _some_text(item: Mapping[str, Any], field: str, path: str) -> str:
+    """Return the text of a field that must be there."""
+    if item.get(field) is None:
+        refuse(f"{path}.{field}", "expected text or a list, got nothing")
+    return joined_text(item[field], f"{path}.{field}", kinds=_INPUT_PARTS)
+
+
 class _Reader:
     """Collects the items of one assistant turn until an item of somebody else follows."""
 
@@ -135,15 +142,14 @@ def _message_of(item: Mapping[str, Any], path: str) -> ChatMessage:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         refuse(f"{path}.role", f"expected one of {', '.join([*_ROLES, 'assistant'])}; got {role!r}")
-    content = joined_text(item.get("content"), f"{path}.content", kinds=_INPUT_PARTS)
-    return {"role": _ROLES[role], "content": content}
+    return {"role": _ROLES[role], "content": _some_text(item, "content", path)}
 
 
 def _result_of(item: Mapping[str, Any], path: str) -> ChatMessage:
     return {
         "role": "tool",
         "tool_call_id": text_at(item.get("call_id"), f"{path}.call_id"),
-        "content": joined_text(item.get("output"), f"{path}.output", kinds=_INPUT_PARTS),
+        "content": _some_text(item, "output", path),
     }
 
 

@@ -18,7 +18,8 @@ from atroposlib.envs.server_handling.proxy.dialects.reading import (
     refuse,
     text_at,
 )
-from atroposlib.envs.server_handling.proxy.sampling import not_honoured
+from atroposlib.envs.server_handling.proxy.request_models import LARGEST_LIMIT
+from atroposlib.envs.server_handling.proxy.sampling import inner_names, not_honoured
 
 __all__ = [
     "ENCRYPTED_REASONING",
@@ -38,10 +39,22 @@ _UNSUPPORTED = {
 }
 _LOGPROBS = "message.output_text.logprobs"
 _NAMESPACE = "namespace"
+_PROVIDER_TOOLS = (
+    "code_interpreter",
+    "computer",
+    "computer_use",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "web_search",
+)
+"""Tools that OpenAI's own models are trained to call. Versions have longer names, as
+`web_search_preview` and `computer_use_preview`."""
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 """Entry of a request's `include` that asks for a handle in each reasoning item."""
 
 _TOOL_MODES = ("none", "auto", "required")
+_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 
 
 class ResponsesFields(BaseModel):
@@ -55,7 +68,7 @@ class ResponsesFields(BaseModel):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=1, le=LARGEST_LIMIT)
     temperature: float | None = None
     top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
@@ -90,10 +103,14 @@ def chat_options(fields: ResponsesFields, body: Mapping[str, Any]) -> dict[str, 
     options: dict[str, Any] = {**shared_options(body), "max_tokens": fields.max_output_tokens}
     if body.get("stop") is not None:
         options["stop"] = body["stop"]
-    if fields.tools:
-        options["tools"] = [
-            tool for i, entry in enumerate(fields.tools) for tool in _tools(entry, f"tools[{i}]")
-        ]
+    tools = [
+        tool
+        for i, entry in enumerate(fields.tools or ())
+        if not _is_providers(entry)
+        for tool in _tools(entry, f"tools[{i}]")
+    ]
+    if tools:
+        options["tools"] = tools
     if fields.tool_choice is not None:
         options["tool_choice"] = _tool_choice(fields.tool_choice)
     if fields.parallel_tool_calls is not None:
@@ -106,12 +123,17 @@ def chat_options(fields: ResponsesFields, body: Mapping[str, Any]) -> dict[str, 
 
 def ignored_fields(fields: ResponsesFields, body: Mapping[str, Any]) -> list[str]:
     """Return the names of what a request asks for and does not get; inner ones behind a dot."""
-    known = {*ResponsesFields.model_fields, *_UNSUPPORTED, "model", "stop", *SHARED_OPTIONS}
-    names = not_honoured(body, known)
-    inner = {"reasoning": ("effort", "summary", "generate_summary"), "text": ("verbosity",)}
-    for name, parts in inner.items():
-        value = getattr(fields, name) or {}
-        names += [f"{name}.{part}" for part in parts if value.get(part) is not None]
+    known = {*ResponsesFields.model_fields, *_UNSUPPORTED, *SHARED_OPTIONS}
+    names = not_honoured(body, known | {"model", "stop", "stream_options"})
+    names += inner_names("stream_options", body.get("stream_options"), known=())
+    names += inner_names("reasoning", fields.reasoning, known=())
+    names += inner_names("text", fields.text, known=("format",))
+    for tool in fields.tools or ():
+        if _is_providers(tool):
+            names.append(f"tools.{tool['type']}")
+            continue
+        for entry in tool["tools"] if tool.get("type") == _NAMESPACE else (tool,):
+            names += inner_names("tools", entry, known=_TOOL_FIELDS)
     if set(fields.include or ()) - {ENCRYPTED_REASONING}:
         names.append("include")
     return names
@@ -132,6 +154,12 @@ def namespaces_of(fields: ResponsesFields) -> dict[str, tuple[str, str]]:
         if space.get("type") == _NAMESPACE
         for tool in space["tools"]
     }
+
+
+def _is_providers(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool is one that a provider runs, and an engine here cannot."""
+    kind = str(tool.get("type"))
+    return any(kind == name or kind.startswith(f"{name}_") for name in _PROVIDER_TOOLS)
 
 
 def _tools(tool: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
@@ -160,6 +188,7 @@ def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     for name in ("description", "parameters", "strict"):
         if tool.get(name) is not None:
             function[name] = tool[name]
+    object_at(function.get("parameters", {}), f"{path}.parameters")
     return {"type": "function", "function": function}
 
 

@@ -76,6 +76,7 @@ async def create_response(exchange: Exchange) -> Response:
 async def count_input_tokens(exchange: Exchange) -> Response:
     """Return how many tokens the prompt of a request takes."""
     fields = read_request(exchange.body)
+    exchange.ignored.update(ignored_fields(fields, exchange.body))
     messages = _with_instructions(fields, _conversation(fields, _state_of(exchange)))
     prompt = exchange.render(
         chat_request(chat_options(fields, exchange.body), messages, param="input")
@@ -85,7 +86,9 @@ async def count_input_tokens(exchange: Exchange) -> Response:
 
 
 async def get_response(exchange: Exchange) -> Response:
-    """Return a stored Response object."""
+    """Return a stored Response object; its events were sent when it was made."""
+    if exchange.query.get("stream") == "true":
+        raise bad_request("only a response in the background can be streamed again", param="stream")
     stored = _state_of(exchange).get(exchange.path_params["response_id"])
     return JSONResponse(stored.response)
 
