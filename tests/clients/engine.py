@@ -14,7 +14,7 @@ from tests.clients.scripts import Turn, text_of
 from tests.scripted_engine import Fault, ScriptedEngine, logprob_of
 from tests.templates.make_tokenizers import FAMILIES, load_tokenizer
 
-__all__ = ["EngineCall", "PolicyEngine", "mistakes_in"]
+__all__ = ["EngineCall", "PolicyEngine", "calls_at", "mistakes_in"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,23 @@ class PolicyEngine(ScriptedEngine):
         return ids
 
 
+def calls_at(nodes: Sequence[SequenceNode], engine: PolicyEngine) -> list[int]:
+    """Return the numbers of the engine's calls that stand in some sequences."""
+    return [i for i, call in enumerate(engine.calls) if _places_of(call, nodes)]
+
+
+def _places_of(call: EngineCall, nodes: Sequence[SequenceNode]) -> list[int]:
+    """Return which sequences hold a call, with its tokens trained at the logprobs it reported."""
+    start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.completion_ids)
+    return [
+        i
+        for i, node in enumerate(nodes)
+        if node.tokens[:end] == call.prompt_ids + call.completion_ids
+        and node.masked_tokens[start:end] == call.completion_ids
+        and node.logprobs[start:end] == call.logprobs
+    ]
+
+
 def mistakes_in(nodes: Sequence[SequenceNode], engine: PolicyEngine) -> list[str]:
     """Return what is wrong with the recorded sequences of an engine's calls.
 
@@ -103,13 +120,7 @@ def mistakes_in(nodes: Sequence[SequenceNode], engine: PolicyEngine) -> list[str
     """Positions of each node that a call of the engine stands at."""
     for number, call in enumerate(engine.calls):
         start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.completion_ids)
-        places = [
-            i
-            for i, node in enumerate(nodes)
-            if node.tokens[:end] == call.prompt_ids + call.completion_ids
-            and node.masked_tokens[start:end] == call.completion_ids
-            and node.logprobs[start:end] == call.logprobs
-        ]
+        places = _places_of(call, nodes)
         if not places:
             wrong.append(f"call {number} is at no place: {engine.prompt_text(call)[-300:]!r}")
         for i in places:

@@ -53,6 +53,8 @@ class Client:
     """Of the run."""
     num_rows: int = 1
     """Sequences it leaves behind; one a conversation where it keeps its history as it was."""
+    num_sessions: int = 0
+    """Ids that its requests name in `X-Session-ID`; each has as many of its conversations."""
     runs_every_family: bool = False
     """Whether it is run with every model family; otherwise with two."""
     is_light: bool = False
@@ -382,6 +384,7 @@ CLIENTS = (
         turns=SHOPPING * 2,
         num_conversations=2,
         num_rows=2,
+        num_sessions=2,
     ),
     *(
         Client(
@@ -416,11 +419,11 @@ CLIENTS = (
         "responses",
         ("env", "PATH={path}:/usr/bin:/bin", "sh", "{programs}/codex.sh"),
         "`config.toml`: a `model_providers` entry with `base_url`, `env_key` and "
-        '`wire_api = "responses"`; `web_search = "disabled"`',
+        '`wire_api = "responses"`',
         files=_NUMBERS,
         turns=_CODEX,
         answers=ANSWERS,
-        notes="a search of the provider's own is refused by name, hence `web_search`. It warns that it does not know the model; `model_context_window` names its length.",
+        notes='the search of the provider\'s own, which it offers unless `web_search = "disabled"`, is left out and named in `X-Atropos-Ignored`. It warns that it does not know the model; `model_context_window` names its length.',
     ),
     Client(
         "Claude Code",

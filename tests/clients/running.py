@@ -35,6 +35,8 @@ class Outcome:
     """The end of what it printed, both streams."""
     engine: PolicyEngine
     nodes: list[SequenceNode]
+    sessions: dict[str, list[SequenceNode]]
+    """Sequences of the requests that named a session, by its id."""
 
 
 def installed_command(client: Client, *, limit_s: float) -> list[str]:
@@ -77,7 +79,8 @@ async def run_client(client: Client, command: Sequence[str], family: str, folder
                 variables = {**agent.environment, **client.variables}
                 parts = [part.replace("{openai_base_url}", agent.base_url) for part in command]
                 exit_code, output = await _run(parts, variables, folder)
-                return Outcome(exit_code, output, engine, agent.nodes())
+                sessions = {name: agent.nodes(name) for name in agent.session_ids}
+                return Outcome(exit_code, output, engine, agent.nodes(), sessions)
         finally:
             await manager.close()
 

@@ -46,10 +46,12 @@ _TAIL = """
 | Program | Version | What works |
 |---|---|---|
 | Axolotl's Atropos plugin, its dataset | {axolotl} | takes every row with the tokens that were posted; a batch is \
-acknowledged as it is sent; groups need `scores` that differ and completions with a shared prompt |
+acknowledged as it is sent, and the environment ends after the last; groups need `scores` that differ and completions \
+with a shared prompt |
 | TensorBoard | {tensorboard} | finds every number of a run at its step |
 | wandb, offline runs | {wandb} | the records of a run hold every number at its step |
-| TRL `GRPOTrainer` | {trl} | the recipe of `docs/other_trainers.md`; `tests/trainer/recipes/test_trl_grpo.py` |
+| TRL `GRPOTrainer` | {trl} | the programs of `docs/other_trainers.md`, for TRL and for Axolotl: every batch is \
+acknowledged and the environment ends with the training; one process |
 """
 
 

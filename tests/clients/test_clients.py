@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.engine import mistakes_in
+from tests.clients.engine import calls_at, mistakes_in
 from tests.clients.installing import NotInstallableError
 from tests.clients.registry import CLIENTS, Client
-from tests.clients.running import installed_command, run_client
+from tests.clients.running import Outcome, installed_command, run_client
 from tests.templates.make_tokenizers import FAMILIES
 
 INSTALL_LIMIT_S = 600.0
@@ -92,7 +92,23 @@ async def check_client(
     assert all(result in last for result in client.reads), last
     assert mistakes_in(outcome.nodes, engine) == []
     assert len(outcome.nodes) == client.num_rows
+    check_sessions(client, outcome)
     assert any(
         engine.tokenizer.encode(engine.tokenizer.decode(call.completion_ids)) != call.completion_ids
         for call in engine.calls
     ), "every reply was sampled as its text is tokenized"
+
+
+def check_sessions(client: Client, outcome: Outcome) -> None:
+    """Check that each session has its own conversations, whole and no others."""
+    sessions = outcome.sessions
+    assert len(sessions) == client.num_sessions
+    if not sessions:
+        return
+    num_rows = client.num_rows // client.num_sessions
+    assert [len(nodes) for nodes in sessions.values()] == [num_rows] * len(sessions)
+    calls = [calls_at(nodes, outcome.engine) for nodes in sessions.values()]
+    num_calls = len(client.turns) // client.num_sessions
+    assert [len(numbers) for numbers in calls] == [num_calls] * len(sessions)
+    every = sorted(number for numbers in calls for number in numbers)
+    assert every == list(range(len(client.turns)))

@@ -6,7 +6,6 @@ cat > "$CODEX_HOME/config.toml" <<END
 model = "policy"
 model_provider = "policy"
 model_context_window = 100000
-web_search = "disabled"
 
 [model_providers.policy]
 name = "policy"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -22,12 +18,9 @@ from example_trainer.recipes.trl_grpo import (
     service_reward,
 )
 from tests.api.test_run_api import running, wait_until_up
-from tests.envs import conftest as envs_conftest
-from tests.envs.small_environment import SmallEnv
 from tests.trainer.tiny import group, save_tiny_model
 
 PREFERRED, REJECTED = 7, 8
-make_env, service = envs_conftest.make_env, envs_conftest.service
 
 
 def trl(**changes):
@@ -148,82 +141,6 @@ def test_the_last_batch_is_acknowledged_when_trl_has_ended_its_training():
     (callback,) = callbacks
     callback.on_train_end(None, None, None)
     assert acknowledged == [batch]
-
-
-class SmallVocabularyEnv(SmallEnv):
-    """Groups that the tiny model can be trained on; of eight trajectories four are better."""
-
-    async def collect_trajectory(self, item):
-        scored, backlog = await super().collect_trajectory(item)
-        token = PREFERRED if scored["scores"] % 2 else REJECTED
-        return {
-            "tokens": [1, 2, 3, token],
-            "masks": [-100, -100, -100, token],
-            "scores": scored["scores"] % 2,
-        }, backlog
-
-
-PAGE = (Path(__file__).parents[3] / "docs" / "other_trainers.md").read_text(encoding="utf-8")
-PROGRAMS = {
-    "TRL": "",
-    # What Axolotl makes of the settings `rollout_func` and `reward_funcs`.
-    "Axolotl": "from example_trainer.recipes.trl_grpo import service_reward\n"
-    "arguments = {'rollout_func': rollout_func, 'reward_funcs': [service_reward]}\n",
-}
-TRAINING = """
-import sys
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
-trainer = GRPOTrainer(
-    model=sys.argv[1],
-    train_dataset=Dataset.from_dict({"prompt": ["any"] * 32}),
-    args=GRPOConfig(
-        max_steps=20, per_device_train_batch_size=8, gradient_accumulation_steps=4,
-        num_generations=8, max_completion_length=2048, use_cpu=True, bf16=False,
-        save_strategy="no", report_to=[], output_dir=sys.argv[2],
-    ),
-    **arguments,
-)
-trainer.train()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("trainer", PROGRAMS)
-async def test_the_programs_of_the_docs_end_with_all_acknowledged_and_the_environment_ended(
-    trainer, tmp_path, service, make_env
-):
-    from transformers import AutoTokenizer
-
-    model = save_tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.eos_token = tokenizer.pad_token = "w0"
-    tokenizer.save_pretrained(model)
-    (page,) = re.findall(rf"\n## {trainer}\n(.*?)(?=\n## |\Z)", PAGE, re.DOTALL)
-    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
-    program = tmp_path / "program.py"
-    service.start()
-    text = block.replace("http://localhost:8000", service.url) + PROGRAMS[trainer] + TRAINING
-    program.write_text(text, encoding="utf-8")
-    env = make_env(
-        SmallVocabularyEnv, rollout_server_url=service.url, group_size=8, total_steps=1000
-    )
-    serving = asyncio.create_task(env.env_manager())
-    training = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(program), str(model), str(tmp_path / "out")),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    output, _ = await asyncio.wait_for(training.communicate(), 900)
-    assert training.returncode == 0, output.decode()[-3000:]
-    await asyncio.wait_for(serving, 120)
-    left = await asyncio.to_thread(lambda: httpx.get(f"{service.url}/status").json())
-
-    assert left["current_step"] == env.curr_step == 20
-    assert "leased_batches" not in left
-    assert env.events == ["setup", "close"]
 
 
 @pytest.mark.slow
