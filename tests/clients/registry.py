@@ -380,7 +380,7 @@ CLIENTS = (
         ),
         "`--client.base-url`, `--client.api-key-var OPENAI_API_KEY`",
         answers=("1.0",),
-        notes="`EvalClient` relays what the agent behind it sends, with `X-Session-ID`: `agent.nodes(session_id)` are the rows of one rollout.",
+        notes="`EvalClient` relays what the agent behind it sends, with `X-Session-ID`: `agent.nodes(session_id)` are the rows of one rollout, and no others.",
         turns=SHOPPING * 2,
         num_conversations=2,
         num_rows=2,
@@ -436,6 +436,7 @@ CLIENTS = (
         files=_NUMBERS,
         turns=_CLAUDE,
         answers=ANSWERS,
+        notes="its `WebSearch` asks the provider to search and is refused by name, which the model reads as the tool's error; nobody here can search for it.",
     ),
 )
 """In the order of the table."""

@@ -51,7 +51,7 @@ with a shared prompt |
 | TensorBoard | {tensorboard} | finds every number of a run at its step |
 | wandb, offline runs | {wandb} | the records of a run hold every number at its step |
 | TRL `GRPOTrainer` | {trl} | the programs of `docs/other_trainers.md`, for TRL and for Axolotl: every batch is \
-acknowledged and the environment ends with the training; one process |
+acknowledged and the environment ends with the training; one process. Run in this project's own environment |
 """
 
 
