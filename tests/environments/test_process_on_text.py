@@ -92,7 +92,7 @@ async def test_groups_hold_the_text_of_the_provider_and_say_so(
     monkeypatch.chdir(PAGE.parents[1])  # the commands of the cards name files from there
     player = Player()
     async with ScriptedEngine(messages=player, offers_completions=False) as provider:
-        env = _make_env(path, provider, tmp_path)
+        env = make_environment(path, provider, tmp_path)
         player.watch(env)
         await run_process(env, num_groups=1, group_size=GROUP_SIZE)
         await env.server.close()
@@ -108,7 +108,8 @@ async def test_groups_hold_the_text_of_the_provider_and_say_so(
             assert any(mask != IGNORE_INDEX for mask in masks)
 
 
-def _make_env(path: str, provider: ScriptedEngine, folder: Path) -> Any:
+def make_environment(path: str, provider: ScriptedEngine, folder: Path) -> Any:
+    """The environment of a card with the settings of its command, on a provider of chats."""
     kind = env_class(path)
     defaults, _ = kind.config_init()
     settings: dict[str, Any] = {

@@ -2,7 +2,9 @@
 
 Several scorers of the reasoning-gym package run the answer as Python, by `eval` or by sympy's
 `parse_expr`. A completion is not trusted to be run: such a scorer sees an answer only when its
-syntax tree holds nothing but literals, names, arithmetic and, for sympy, well-known functions.
+syntax tree holds nothing but literals or, for sympy, names, arithmetic and well-known functions. A
+name is no literal: `eval` looks it up among the scorer's variables, the right answer among them.
+Other scorers repeat a move as often as an answer says; such a count has few digits.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ EVALUATED_BY_SYMPY = frozenset(
 MATH_FUNCTIONS = frozenset(["Abs", "Rational", "exp", "ln", "log", "sqrt"]) | frozenset(
     ["acos", "asin", "atan", "cos", "cosh", "cot", "csc", "sec", "sin", "sinh", "tan", "tanh"]
 )
-LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Name, ast.Load)
+LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Load)
 ARITHMETIC_NODES = (
+    ast.Name,
     ast.BinOp,
     ast.UnaryOp,
     ast.Add,
@@ -40,6 +43,15 @@ ARITHMETIC_NODES = (
     ast.USub,
     ast.UAdd,
 )
+STRING_OF_LETTERS = re.compile(r"[A-E]+")
+"""An answer of string_insertion, which Python reads as a name; no scorer has such a variable."""
+MANY_MOVES = {"rubiks_cube": re.compile(r"\d{2}"), "rush_hour": re.compile(r"[+-]\d{2}")}
+PROPOSITION = re.compile(r"[A-Z\u00ac\u2227\u2228\u2192\u2194()\s]{1,500}")
+LONG_EXPONENT = re.compile(r"[0-9._][eE][-+]?[0-9_]{3}")
+"""sympy writes such a number out: 1e999999999 never ends."""
+MAX_ANSWER_CHARACTERS = 10_000
+MAX_LENGTHENING = 4
+"""Times the gold answer's length that an answer may have, if that is more."""
 MAX_EXPRESSION_CHARACTERS = 2_000
 MAX_POWER = 1_000
 
@@ -73,16 +85,28 @@ def _without_thinking(completion: str) -> str:
     return "".join([*shown, rest.partition("<think>")[0]])
 
 
-def is_safe_answer(answer: str, task: str) -> bool:
+def is_safe_answer(answer: str, task: str, *, gold: str | None = None) -> bool:
     """Return whether a task's scorer may be given an answer, knowing that it may run it.
 
     Args:
         answer: from `extract_answer`.
         task: task name in the package.
+        gold: the item's own answer; None where many are right.
     """
+    if len(answer) > max(MAX_ANSWER_CHARACTERS, MAX_LENGTHENING * len(gold or "")):
+        return False
+    if task in MANY_MOVES:
+        return MANY_MOVES[task].search(answer) is None
+    if task == "propositional_logic":
+        # Its scorer tries out all values of whatever is written where a variable may stand.
+        return PROPOSITION.fullmatch(answer) is not None
+    if task == "string_insertion" and STRING_OF_LETTERS.fullmatch(answer):
+        return True
     if task not in EVALUATED_BY_PYTHON | EVALUATED_BY_SYMPY:
         return True
     if len(answer) > MAX_EXPRESSION_CHARACTERS:
+        return False
+    if task in EVALUATED_BY_SYMPY and LONG_EXPONENT.search(answer):
         return False
     try:
         tree = ast.parse(answer.strip(), mode="eval")

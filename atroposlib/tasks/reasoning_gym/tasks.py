@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
@@ -21,7 +22,15 @@ from atroposlib.tasks.reasoning_gym import package
 from atroposlib.tasks.reasoning_gym.answers import extract_answer, is_safe_answer
 from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
 from atroposlib.tasks.reasoning_gym.curriculum import START
-from atroposlib.tasks.reasoning_gym.strict_scores import highest_score
+from atroposlib.tasks.reasoning_gym.strict_scores import (
+    NOT_VALID,
+    can_be_copied,
+    concludes_anything,
+    highest_score,
+    partial_credit,
+    repeats_a_premise,
+    trivial_answers,
+)
 
 __all__ = [
     "DEFAULT_SYSTEM_PROMPT",
@@ -47,6 +56,12 @@ DEFAULT_SYSTEM_PROMPT = (
 
 MAX_ATTEMPTS = 200
 """Draws before giving up finding a training question outside the evaluation set."""
+
+BARE_ANSWER_TASKS = frozenset(["propositional_logic", "quantum_lock"])
+"""Tasks whose scorer reads variables and buttons in the tags."""
+
+DRAWS_PER_ITEM, DIFFERENT_DRAWS_PER_ITEM = 100, 4
+"""Draws for one evaluation item: all of them, and those that ask for something."""
 
 EXACT_ANSWER_TASKS = frozenset(["game_of_life_halting"])
 """Tasks whose own scorer accepts any text; their answer is compared with the gold answer."""
@@ -130,7 +145,7 @@ def train_item(
         except (ValueError, AssertionError, IndexError, KeyError, RuntimeError) as error:
             logger.debug("%s could not make an item with %s: %s", task, params, error)
             continue
-        if entry["question"] not in held_out:
+        if entry["question"] not in held_out and _asks_something(task, params, entry):
             return TaskItem(task, params, entry, hardness)
     raise ConfigError(
         f"no training question of {task!r} found outside the evaluation set in {MAX_ATTEMPTS} "
@@ -154,7 +169,8 @@ def score_completion(completion: str, item: TaskItem) -> float:
 
     Returns:
         In [0, 1]; 0 without exactly one answer outside the thinking, for an answer the scorer
-        fails on, and for one that is not safe to hand to it. No more than `highest_score` allows.
+        fails on, and for one that is not safe to hand to it. No more than `highest_score` allows;
+        below 1, what is beyond the answers that solve nothing (`partial_credit`).
     """
     answer = extract_answer(completion)
     if answer is None:
@@ -162,22 +178,41 @@ def score_completion(completion: str, item: TaskItem) -> float:
     task = str((item.entry.get("metadata") or {}).get("source_dataset") or item.task)
     if task in EXACT_ANSWER_TASKS:
         return float(answer.lower() == str(item.entry["answer"]).lower())
+    gold = item.entry["answer"]
+    if not is_safe_answer(answer, task, gold=None if gold is None else str(gold)):
+        return 0.0
     highest = highest_score(task, answer, item.entry)
-    if highest == 0.0 or not is_safe_answer(answer, task):
+    if highest == 0.0:
         return 0.0
     dataset = package.scoring_dataset(item.task, package.as_key(item.params))
-    # Some scorers look for the tags themselves.
-    texts = (answer, f"<answer>{answer}</answer>")
-    return min(highest, max(_score(dataset, text, item) for text in texts))
+    scorer = partial(_score, dataset)
+    # Some scorers look for the tags themselves; others take them for a part of the answer.
+    texts = [answer] if task in BARE_ANSWER_TASKS else [answer, f"<answer>{answer}</answer>"]
+    score = min(highest, max(scorer(text, item.entry) for text in texts))
+    if task == "propositional_logic" and repeats_a_premise(answer, item.entry, scorer):
+        return min(score, NOT_VALID)
+    if not 0.0 < score < 1.0:
+        return score
+    trivial = [scorer(text, item.entry) for text in trivial_answers(task, item.entry)]
+    contains_gold = gold is not None and str(gold) in answer
+    return partial_credit(task, score, trivial, contains_gold=contains_gold)
 
 
-def _score(dataset: Any, answer: str, item: TaskItem) -> float:
+def _score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
     try:
-        score = float(dataset.score_answer(answer, item.entry))
+        score = float(dataset.score_answer(answer, entry))
     except Exception as error:  # noqa: BLE001 - the package's scorers raise on malformed answers
-        logger.debug("%s could not score an answer: %r", item.task, error)
+        logger.debug("an answer could not be scored: %r", error)
         return 0.0
     return min(1.0, max(0.0, score)) if score == score else 0.0
+
+
+def _asks_something(task: str, params: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry has an answer that must be found."""
+    if task == "propositional_logic":
+        dataset = package.scoring_dataset(task, package.as_key(params))
+        return not concludes_anything(entry, partial(_score, dataset))
+    return not can_be_copied(task, entry)
 
 
 def _eval_task_names(config: ReasoningGymEnvConfig) -> tuple[str, ...]:
@@ -201,12 +236,17 @@ def _eval_items(task: str, config: ReasoningGymEnvConfig) -> tuple[TaskItem, ...
 @lru_cache(maxsize=256)
 def _distinct_items(task: str, params_key: str, seed: int, num_items: int) -> tuple[TaskItem, ...]:
     params = json.loads(params_key)
-    dataset = package.make_dataset(task, params, seed=seed, size=4 * num_items)
+    size = DRAWS_PER_ITEM * num_items
+    dataset = package.make_dataset(task, params, seed=seed, size=size)
     items: dict[str, TaskItem] = {}
-    for index in range(4 * num_items):
-        if len(items) == num_items:
+    num_drawn = 0
+    for index in range(size):
+        if len(items) == num_items or num_drawn == DIFFERENT_DRAWS_PER_ITEM * num_items:
             break
         item = TaskItem(task, params, dataset[index])
+        if not _asks_something(task, params, item.entry):
+            continue
+        num_drawn += 1
         items.setdefault(item.question, item)
     return tuple(items.values())
 
