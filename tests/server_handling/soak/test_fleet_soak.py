@@ -11,7 +11,7 @@ async def test_killing_one_of_three_engines_loses_no_rollout_and_it_gets_work_ag
 
     assert outcome.lost == []
     assert outcome.mixed_up == []
-    assert outcome.finished > 200
+    assert outcome.finished >= 200  # all that were begun; more on a fast machine
     assert all(outcome.before[name] > 0 for name in NAMES)
     assert all(outcome.while_down[name] > 0 for name in NAMES[1:])
     assert outcome.after[NAMES[0]] > 0
