@@ -27,6 +27,7 @@ from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import CommandParser, end_command
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.web_pages import names_of_address
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -197,6 +198,7 @@ def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> ApiS
     values = {name: getattr(args, name) for name in ApiSettings.model_fields}
     if values["run_name"] is None and values["store"] != "memory":
         values["run_name"] = fresh_run_name()
+    values["allowed_hosts"] = [*values["allowed_hosts"], *names_of_address(args.host)]
     try:
         return ApiSettings(**values)
     except ValidationError as error:

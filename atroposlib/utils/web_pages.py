@@ -35,6 +35,7 @@ __all__ = [
     "WebPageRefusal",
     "WebPageRule",
     "check_allowed_host",
+    "names_of_address",
 ]
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ _PRIVATE_ENDINGS = (".internal", ".local", ".lan", ".localdomain", ".home.arpa")
 _HOST_NAME = re.compile(r"[a-z0-9._-]+")
 _ALLOWED_HOST = re.compile(r"\*|(\*\.)?[a-z0-9]([a-z0-9._-]*[a-z0-9])?(:[0-9]{1,5})?")
 _MAX_HOST_CHARACTERS = 260
+_MAX_TYPE_CHARACTERS = 200
 _MAX_LOGGED = 256
 _SHOWN_CHARACTERS = 100
 
@@ -82,6 +84,15 @@ def check_allowed_host(name: str) -> str:
             "every name below, * for any"
         )
     return lowered
+
+
+def names_of_address(host: str) -> frozenset[str]:
+    """Return the name in an address to listen on, for `allowed_hosts`; empty for numbers.
+
+    An operator who listens on a name of the hosts file means to be called by it.
+    """
+    name = host.lower()
+    return frozenset() if _is_address(name) or not _HOST_NAME.fullmatch(name) else frozenset({name})
 
 
 class WebPageRefusal(NamedTuple):
@@ -157,7 +168,10 @@ class WebPageRule:
         from_page = not self.has_pages and origin and not self._is_allowed_origin(_text(origin))
         if not from_page and not (server and _is_loopback(server[0])):
             return None
-        if _is_own_name(host, self.machine_name, not is_browser):
+        # What is remembered of headers is bounded.
+        if len(host) <= _MAX_HOST_CHARACTERS and _is_own_name(
+            host, self.machine_name, not is_browser
+        ):
             return None
         if self.allowed_hosts and self._allows(_text(host)):
             return None
@@ -234,12 +248,12 @@ class WebPageRule:
 
         A body without a type is taken for JSON, except from a browser.
         """
+        media_type = _media_type(sent.get(b"content-type", b"")[:_MAX_TYPE_CHARACTERS])
+        if media_type in self.media_types or media_type.endswith("+json"):
+            return None
         length = sent.get(b"content-length")
         has_body = b"transfer-encoding" in sent or (length is not None and length.strip(b"0"))
         if not has_body:
-            return None
-        media_type = _media_type(sent.get(b"content-type", b""))
-        if media_type in self.media_types or media_type.endswith("+json"):
             return None
         if not media_type and not is_browser:
             return None

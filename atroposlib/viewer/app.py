@@ -15,7 +15,7 @@ from typing import Any
 
 from atroposlib.errors import MissingExtraError
 from atroposlib.utils.listening import require_free_port
-from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule
+from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule, names_of_address
 from atroposlib.viewer.screen import Screen
 from atroposlib.viewer.view_state import ROWS_PER_PAGE, BrowserTab, ViewState, filter_of
 from atroposlib.viewer.viewer import Viewer
@@ -93,7 +93,9 @@ def launch_app(
         share=share,
         quiet=True,
         prevent_thread_lock=True,
-        app_kwargs={"lifespan": _guarding(frozenset(allowed_hosts), share=share)},
+        app_kwargs={
+            "lifespan": _guarding(names_of_address(host).union(allowed_hosts), share=share)
+        },
         max_file_size=1,
         footer_links=[],
         ssr_mode=False,

@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule, check_allowed_host
+from atroposlib.utils.web_pages import (
+    WebPageMiddleware,
+    WebPageRule,
+    check_allowed_host,
+    names_of_address,
+)
 
 HOST = "127.0.0.1:8000"
 CHROMIUM = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) Chrome/143.0.0.0 Safari/537.36"}
@@ -234,6 +241,52 @@ def test_pages_of_named_hosts_are_own_behind_a_proxy_that_changes_the_name(
     rule = rule_of(allowed_hosts=frozenset({allowed}))
 
     assert (code_of(rule, scope_of("POST", "/write", origin=origin, **JSON)) is None) == is_served
+
+
+@pytest.mark.parametrize(
+    ("host", "names"),
+    [
+        ("Runs.Example.org", {"runs.example.org"}),
+        ("localhost", {"localhost"}),
+        ("0.0.0.0", set()),
+        ("::", set()),
+        ("", set()),
+    ],
+)
+def test_name_that_is_listened_on_is_served(host, names):
+    assert names_of_address(host) == names
+
+
+def test_endless_headers_are_refused_and_not_remembered():
+    rule = rule_of()
+    long = "a" * 60_000
+
+    assert code_of(rule, scope_of(host=long)) == "foreign_host"
+    typed = scope_of("POST", "/write", content_type=f"text/{long}", content_length="1")
+    assert code_of(rule, typed) == "unsupported_media_type"
+
+
+WATCHED = ("host", "origin", "sec-fetch-site", "sec-fetch-mode", "content-type", "content-length")
+VALUES = st.one_of(
+    st.binary(max_size=40),
+    st.sampled_from(
+        [b"[", b"[::1", b"a:b:c", b"://", b"http://[", b"fe80::1%x", b"{}", b"{0}", b"."]
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    headers=st.lists(st.tuples(st.sampled_from([name.encode() for name in WATCHED]), VALUES)),
+    method=st.sampled_from(["GET", "POST", "OPTIONS", "X"]),
+)
+def test_whatever_is_sent_gets_a_decision(headers, method):
+    scope = {**scope_of(method), "headers": headers}
+    rule = rule_of(host_remedy="h {}", origin_remedy="o {}", allowed_hosts=frozenset({"*.a.b"}))
+
+    refusal = rule.refusal_of(scope)
+
+    assert refusal is None or (refusal.status in (403, 415) and refusal.text.isascii())
 
 
 def test_names_do_not_matter_where_keys_are_asked_for():

@@ -29,6 +29,7 @@ from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
 from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.web_pages import names_of_address
 
 __all__ = [
     "ChatCompletionProxyRequest",
@@ -131,7 +132,9 @@ def _serve(file: ProxyFile, *, host: str, port: int) -> None:
         ServerManager(configs),
         load_tokenizer(configs[0]),
         file.model_name,
-        settings=file.settings,
+        settings=file.settings.model_copy(
+            update={"allowed_hosts": (*file.settings.allowed_hosts, *names_of_address(host))}
+        ),
     )
     favour_event_loop()
     # Addresses name sessions, and while no keys are required a name is all that is asked for.
