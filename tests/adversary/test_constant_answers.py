@@ -462,8 +462,8 @@ EARNED_BY_CHANCE = {
     "game_environments/hangman/hangman_env.py": (0.5, "common letters are found in most words"),
     "mcqa_thinking_env.py": (0.5, "one of some four letters"),
     "multimodal_dpo/clevr_cogen_a_train.py": (0.5, "a small number"),
-    "multimodal_dpo/clevr_complex.py": (0.5, "a small number, or yes or no"),
-    "multimodal_dpo/pixmo_count.py": (0.67, "a small number"),
+    "multimodal_dpo/clevr_complex.py": (0.9, "yes, to most of the eight rows shipped"),
+    "multimodal_dpo/pixmo_count.py": (0.9, "two, in most of the eight rows shipped"),
     "multimodal_dpo/pixmo_point_explanations.py": (0.4, "one of some shapes"),
     "number_guessing.py": (0.4, "any first guess tells something"),
 }
@@ -538,7 +538,7 @@ class Impostor:
     def author(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """Which of the texts a trajectory consists of; None for the gold one."""
         said = (str(m["content"]).strip() for m in messages if m["role"] == "assistant")
-        return self.known.get(next(said, ""))
+        return next((self.known[text] for text in said if text in self.known), None)
 
 
 async def earned_in(path: str, folder: Path, *, num_items: int) -> dict[str, float]:
@@ -558,17 +558,17 @@ async def earned_in(path: str, folder: Path, *, num_items: int) -> dict[str, flo
             gold = await settle(env.check_gold_answer(item))
             turns = [gold] if isinstance(gold, str) else list(gold or [""])
             tried = [text for text in texts if text not in turns]
+            worths = {turns[0]: 1.0} if len(turns) == 1 and turns[0] in texts else {}
             for start in range(0, len(tried), GROUP_SIZE - 2):
                 player.start(turns, tried[start : start + GROUP_SIZE - 2])
-                for text, worth in (await _worths(env, item, player)).items():
-                    earned.setdefault(text, []).append(worth)
-            if len(turns) == 1 and turns[0] in texts:
-                earned.setdefault(turns[0], []).append(1.0)
-            if gold is not None:
+                worths |= await _worths(env, item, player)
+            for text, worth in worths.items():
+                earned.setdefault(text, []).append(worth)
+            if gold is not None and turns[-1] not in texts:
                 texts.append(turns[-1])
         await env.server.close()
         await env.close()
-    return {text: sum(worths) / num_items for text, worths in earned.items()}
+    return {text: sum(all_worths) / num_items for text, all_worths in earned.items()}
 
 
 async def _worths(env: Any, item: Any, player: Impostor) -> dict[str, float]:
@@ -579,7 +579,8 @@ async def _worths(env: Any, item: Any, player: Impostor) -> dict[str, float]:
     if group is None:
         return {}
     pairs = list(zip(map(player.author, group["messages"]), group["scores"], strict=True))
-    refusal = next(score for text, score in pairs if text == REFUSAL)
+    lowest = min(score for _, score in pairs)
+    refusal = next((score for text, score in pairs if text == REFUSAL), lowest)
     gold = max((score for text, score in pairs if text is None), default=refusal)
     span = gold - refusal if gold > refusal else 1.0
     return {text: (score - refusal) / span for text, score in pairs if text is not None}
