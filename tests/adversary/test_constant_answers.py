@@ -581,8 +581,8 @@ async def _worths(env: Any, item: Any, player: Impostor) -> dict[str, float]:
     pairs = list(zip(map(player.author, group["messages"]), group["scores"], strict=True))
     lowest = min(score for _, score in pairs)
     refusal = next((score for text, score in pairs if text == REFUSAL), lowest)
-    gold = max((score for text, score in pairs if text is None), default=refusal)
-    span = gold - refusal if gold > refusal else 1.0
+    best = max(score for _, score in pairs)  # of the gold answer; a constant may be its text
+    span = best - refusal if best > refusal else 1.0
     return {text: (score - refusal) / span for text, score in pairs if text is not None}
 
 
