@@ -83,6 +83,7 @@ def vllm_environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",  # TRL, imported by a test before, asks for less
         # These two offer the routes that test_weight_sync needs.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",

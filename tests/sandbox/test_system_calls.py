@@ -407,6 +407,8 @@ async def test_installed_packages_run() -> None:
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing")
     packages = Path(numpy.__file__).parents[1]
+    if packages.is_relative_to("/tmp"):
+        pytest.skip("the packages are below /tmp, which is another folder within")
     sandbox = Bubblewrap(limits=replace(LIMITS, memory_bytes=2**32), read_only=[str(packages)])
     head = f"import sys\nsys.path.insert(0, {str(packages)!r})\n"
     try:
