@@ -151,7 +151,7 @@ async def test_trainer_takes_over_from_an_export_that_goes_on_by_looking(
     )
     await until(lambda: path.exists() and len(read_records(path)) > 8, lambda: export.output)
 
-    service.register(batch_size=8, starting_step=5, num_steps=40, max_token_len=1000)
+    service.register(batch_size=8, starting_step=5, num_steps=1000, max_token_len=1000)
 
     await export.says("a trainer has registered and takes the groups from here on")
     assert service.ask("/info") == {"batch_size": 8, "max_token_len": 1000}
