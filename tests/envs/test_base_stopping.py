@@ -152,7 +152,7 @@ async def test_boundaries_crossed_while_the_service_had_forgotten_us_still_count
         service.start()
         async with ScriptedTrainer(service.url, **registration, starting_step=7) as trainer:
             await trainer.register()
-            await until(lambda: env.curr_step == 7)
+            await until(lambda: env.curr_step >= 7)  # 8 where a batch was ready at once
             await until(lambda: env.num_evaluations)
     finally:
         serving.cancel()
