@@ -109,7 +109,7 @@ def test_teacher_of_another_vocabulary_is_refused(tmp_path):
     given["distill_token_ids"][0][-1][0] = VOCAB
     trainer = make_trainer(tmp_path, groups=[given], training_steps=1, distill_coef=1.0)
 
-    with pytest.raises(GroupError, match="share a tokenizer"):
+    with pytest.raises(GroupError, match="teacher and student must use one tokenizer"):
         trainer.run()
 
 
