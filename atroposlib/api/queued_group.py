@@ -1,12 +1,17 @@
-"""What the queue knows of one group; the store has the rest under its id."""
+"""What the queue knows of one group; the store has the rest under its id.
+
+Payloads carry a checksum, xxh3: it reads them at the speed of the memory, ten to twenty times that
+of crc32, which would take a tenth of the time in which a service takes groups in.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
-__all__ = ["UNKNOWN_VERSION", "QueuedGroup"]
+__all__ = ["UNKNOWN_VERSION", "QueuedGroup", "checksum_of"]
 
 UNKNOWN_VERSION = -1
 """The version of groups that came without one while no trainer was registered."""
@@ -35,8 +40,32 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Unix time of admission, in seconds."""
     min_score: float = 0.0
     max_score: float = 0.0
+    checksum: int | None = None
+    """Of the stored payload, see `checksum_of`; None for groups that earlier versions stored."""
 
     @property
     def known_version(self) -> int | None:
         """The policy version that the group was sampled under, None when it is not known."""
         return None if self.version == UNKNOWN_VERSION else self.version
+
+    def is_payload(self, content: bytes) -> bool:
+        """Whether bytes are the payload of this group as it came in.
+
+        Without a checksum only what has another length, or is no JSON, is recognized.
+        """
+        if self.checksum is not None:
+            return checksum_of(content) == self.checksum
+        if self.num_bytes and len(content) != self.num_bytes:
+            return False
+        if self.lane == "msgpack":
+            return True
+        try:
+            msgspec.json.decode(content, type=msgspec.Raw)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        return True
+
+
+def checksum_of(payload: bytes) -> int:
+    """Return the checksum under which a payload is stored, a number of 64 bits."""
+    return xxh3_64_intdigest(payload)

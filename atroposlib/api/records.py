@@ -30,6 +30,8 @@ __all__ = [
     "EnvsSeen",
     "GroupsAdmitted",
     "GroupsRemoved",
+    "GroupsSetAside",
+    "PayloadFlaw",
     "PolicyVersionSet",
     "Record",
     "ReturnReason",
@@ -48,6 +50,9 @@ _FORMAT = b"\x01"
 ReturnReason = Literal["lost", "refused", "expired", "owner_gone"]
 """Why a batch came back: its body did not arrive, its receiver gave it back, its lease ran out, or
 the replica that was sending it is gone."""
+
+PayloadFlaw = Literal["missing", "damaged"]
+"""Why a group cannot leave: the store has no payload under its id, or another than came in."""
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -193,6 +198,16 @@ class GroupsRemoved(_Record, frozen=True, tag="groups_removed"):
     at: float
 
 
+class GroupsSetAside(_Record, frozen=True, tag="groups_set_aside"):
+    """Groups of a batch cannot be delivered; its other groups are queued again."""
+
+    batch_id: int
+    attempt: int
+    flaws: list[tuple[int, PayloadFlaw]]
+    """(group_id, what is wrong) of each group that is left out."""
+    at: float
+
+
 class RunReset(_Record, frozen=True, tag="run_reset"):
     """Everything was forgotten."""
 
@@ -215,6 +230,7 @@ Record: TypeAlias = (
     | BatchesReturned
     | PolicyVersionSet
     | GroupsRemoved
+    | GroupsSetAside
     | RunReset
 )
 

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 from atroposlib.api import records
@@ -34,7 +34,7 @@ from atroposlib.api.delivery import AckResult, Handout
 from atroposlib.api.env_registry import EnvRecord
 from atroposlib.api.env_view import EnvView
 from atroposlib.api.presence import Presence
-from atroposlib.api.records import Record, ReturnReason
+from atroposlib.api.records import PayloadFlaw, Record, ReturnReason
 from atroposlib.api.run_admission import AdmissionDesk
 from atroposlib.api.run_delivery import DeliveryDesk
 from atroposlib.api.run_envs import EnvDesk
@@ -43,7 +43,7 @@ from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.stall_watch import StallWatch
 from atroposlib.api.stalls import Stall
-from atroposlib.api.store.base import RunStore
+from atroposlib.api.store.base import DamagedPayloadError, RunStore
 from atroposlib.errors import ConfigError
 from atroposlib.wire import DecodedGroup, StoredPayload
 
@@ -286,6 +286,10 @@ class Run:
         """Let a batch leave again with the next call: `returned`, or what hinders it."""
         return await self._deliveries.give_back(handout_token, reason=reason)
 
+    async def set_aside(self, handout_token: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
+        """Leave groups of a batch out of the run; see `DeliveryDesk.set_aside`."""
+        return await self._deliveries.set_aside(handout_token, flaws)
+
     async def set_policy_version(self, version: int) -> None:
         """Note which policy the trainer serves now."""
         await self._log.append(records.PolicyVersionSet(self.state.epoch, version))
@@ -296,7 +300,10 @@ class Run:
         return [] if self.state.consumer is not None else self._stalls.find_all()
 
     async def payload(self, group_id: int) -> StoredPayload | None:
-        """Return the bytes of a group that waits or was delivered lately; None when it is gone."""
+        """Return the bytes of a group that waits or was delivered lately.
+
+        None when it is gone, or its payload is missing or damaged.
+        """
         group = self.state.find_group(group_id)
         if group is None:
             await self.store.sync()
@@ -305,9 +312,9 @@ class Run:
             return None
         try:
             (content,) = await self.store.fetch([group_id])
-        except KeyError:
+        except (KeyError, DamagedPayloadError):
             return None
-        return StoredPayload(group.lane, content)
+        return StoredPayload(group.lane, content) if group.is_payload(content) else None
 
     async def remove_group(self, group_id: int) -> bool:
         """Take a group that is queued or buffered out of the run; False when none is."""

@@ -14,7 +14,7 @@ from atroposlib.api.admission import (
 )
 from atroposlib.api.idempotency import check_key
 from atroposlib.api.queue import QueuedGroup
-from atroposlib.api.queued_group import UNKNOWN_VERSION
+from atroposlib.api.queued_group import UNKNOWN_VERSION, checksum_of
 from atroposlib.api.records import BatchFormed, GroupsAdmitted, Record
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
@@ -134,6 +134,7 @@ class AdmissionDesk:
             received_at=now,
             min_score=group.min_score,
             max_score=group.max_score,
+            checksum=checksum_of(group.payload),
         )
 
     def _find_repeated(self, key: str | None, digest: int) -> Admission | None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from atroposlib.api import records
 from atroposlib.api.admission import BusyError, RunLimits
 from atroposlib.api.delivery import AckResult, BatchToken, Handout, parse_token
-from atroposlib.api.records import Record, ReturnReason
+from atroposlib.api.queued_group import QueuedGroup
+from atroposlib.api.records import PayloadFlaw, Record, ReturnReason
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.run_state import RunState
-from atroposlib.api.store.base import RunStore
+from atroposlib.api.store.base import DamagedPayloadError, RunStore
 from atroposlib.api.waiting import Waiters
 from atroposlib.wire import StoredPayload
 
@@ -69,7 +70,8 @@ class DeliveryDesk:
         """Hand out the oldest batch that can be formed, returned ones first.
 
         Must be followed by `acknowledge` or `give_back` of its token. A batch whose payloads could
-        not be read goes back, as does that of a cancelled caller.
+        not be read goes back, as does that of a cancelled caller. Groups whose payloads are missing
+        or damaged are set aside, and others take their place.
 
         Args:
             lease_s: seconds the receiver has to acknowledge; None when this process acknowledges
@@ -135,7 +137,7 @@ class DeliveryDesk:
             if handout is None:
                 continue  # reset by another replica
             try:
-                contents = await self._store.fetch(handout.group_ids)
+                contents = await self._read(token, handout.groups)
             except asyncio.CancelledError:
                 self._abandon(token)
                 raise
@@ -143,9 +145,63 @@ class DeliveryDesk:
                 if await self._give_back(token, "lost") == "unknown":
                     continue  # reset while it was read
                 raise
+            if contents is None:
+                continue
             lanes = (group.lane for group in handout.groups)
             return handout, list(map(StoredPayload, lanes, contents))
         return None
+
+    async def _read(self, token: BatchToken, groups: Sequence[QueuedGroup]) -> list[bytes] | None:
+        """Return the payloads of a batch; None when some are no good, and were set aside."""
+        try:
+            contents = await self._store.fetch([group.group_id for group in groups])
+            if all(map(QueuedGroup.is_payload, groups, contents)):
+                return contents
+        except (KeyError, DamagedPayloadError):
+            pass
+        # Each on its own tells which; what can be read now is good.
+        contents = []
+        flaws: dict[int, PayloadFlaw] = {}
+        for group in groups:
+            try:
+                (content,) = await self._store.fetch([group.group_id])
+            except KeyError:
+                flaws[group.group_id] = "missing"
+            except DamagedPayloadError:
+                flaws[group.group_id] = "damaged"
+            else:
+                contents.append(content)
+                if not group.is_payload(content):
+                    flaws[group.group_id] = "damaged"
+        if flaws:
+            await self._set_aside(token, flaws)
+        return None if flaws else contents
+
+    async def set_aside(self, text: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
+        """Leave groups of a batch out of the run, and queue its others again.
+
+        Args:
+            text: token of the batch, which must be in flight.
+            flaws: group id → what is wrong with its payload.
+        """
+        token = parse_token(text)
+        return "unknown" if token is None else await self._set_aside(token, flaws)
+
+    async def _set_aside(self, token: BatchToken, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
+        def decide() -> tuple[Record | None, AckResult]:
+            if self._state.delivery.find(token) is None:
+                return None, "unknown"
+            return records.GroupsSetAside(*token, list(flaws.items()), self._clock()), "returned"
+
+        result = await self._settle(token, decide, has_arrived=False)
+        if result == "returned":
+            for group_id, flaw in flaws.items():
+                logger.error(
+                    "group %d is left out of the run: its payload is %s in the store",
+                    group_id,
+                    flaw,
+                )
+        return result
 
     async def _hand_out(self, lease_s: float | None) -> BatchToken | None:
         """Put a batch in flight; return its token. Cancelled, the batch goes back."""

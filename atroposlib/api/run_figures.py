@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from atroposlib.api.run_state import SET_ASIDE, RunState
+from atroposlib.api.run_state import GROUPS_SET_ASIDE, SET_ASIDE, RunState
 from atroposlib.api.stalls import Stall
 
 __all__ = ["FIGURES", "Figure", "MeteredRun"]
@@ -230,6 +230,12 @@ FIGURES = (
         "atropos_groups_removed_total",
         "Groups that an operator took out of the queue.",
         _counted("groups/removed"),
+    ),
+    _counter(
+        "atropos_groups_set_aside_total",
+        "Groups left out of the run because their payload is missing or damaged in the store.",
+        lambda run: _by_reason(run.state.counters, GROUPS_SET_ASIDE),
+        "flaw",
     ),
     _counter(
         "atropos_batches_returned_total",

@@ -20,6 +20,7 @@ from atroposlib.api.delivery import Handout
 from atroposlib.api.env_registry import EnvRecord
 from atroposlib.api.idempotency import KeyEntry
 from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.records import PayloadFlaw
 from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import Registration
 from atroposlib.errors import ConfigError
@@ -57,6 +58,7 @@ class _Head(msgspec.Struct):
     epoch: int
     fence: int
     taken_over_run_id: str | None = None
+    set_aside_groups: list[tuple[int, PayloadFlaw]] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -180,6 +182,7 @@ def _head_of(state: RunState) -> _Head:
         epoch=state.epoch,
         fence=state.fence,
         taken_over_run_id=state.taken_over_run_id,
+        set_aside_groups=list(state.set_aside_groups),
     )
 
 
@@ -210,6 +213,7 @@ def _restore_head(state: RunState, head: _Head) -> None:
     state.epoch = head.epoch
     state.fence = head.fence
     state.taken_over_run_id = head.taken_over_run_id
+    state.set_aside_groups.extend(head.set_aside_groups)
     state.payloads.note_delivered(head.past)
 
 

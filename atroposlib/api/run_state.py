@@ -32,16 +32,20 @@ from atroposlib.api.past import PastGroups
 from atroposlib.api.payload_ledger import PayloadLedger
 from atroposlib.api.queue import GroupQueue, QueuedGroup
 from atroposlib.api.queued_group import UNKNOWN_VERSION
-from atroposlib.api.records import RecordType, kind_of
+from atroposlib.api.records import PayloadFlaw, RecordType, kind_of
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.errors import GroupError
 
-__all__ = ["SET_ASIDE", "RunState"]
+__all__ = ["GROUPS_SET_ASIDE", "SET_ASIDE", "RunState"]
 
 SET_ASIDE = "records/set_aside_"
 """Counters of records that could not be applied, by kind, begin with this."""
 
+GROUPS_SET_ASIDE = "groups/set_aside_"
+"""Counters of groups that could not be delivered, by what is wrong, begin with this."""
+
 _KEPT_TRAINER_IDS = 256
+_KEPT_FLAWS = 100
 _MAX_FAULT_CHARACTERS = 500
 _MAX_GROUP_ID = 2**63 - 1
 _MAX_GROUP_FIGURE = 2**48  # sequences, tokens and bytes of one group: sums stay far from overflow
@@ -78,6 +82,8 @@ class RunState:
         self.trainer_ids: deque[int] = deque(maxlen=_KEPT_TRAINER_IDS)
         self.counters: Counter[str] = Counter()
         """Counts over the whole life of the run, resets included."""
+        self.set_aside_groups: deque[tuple[int, PayloadFlaw]] = deque(maxlen=_KEPT_FLAWS)
+        """Groups set aside lately, and what is wrong with their payloads."""
         self.epoch = 0
         """How often the run was reset."""
         self.fence = 0
@@ -102,6 +108,7 @@ class RunState:
             records.BatchesReturned: self._take_back,
             records.PolicyVersionSet: self._set_policy_version,
             records.GroupsRemoved: self._remove_groups,
+            records.GroupsSetAside: self._set_groups_aside,
             records.RunReset: self._reset,
         }
 
@@ -144,6 +151,11 @@ class RunState:
     def num_set_aside(self) -> int:
         """Records that could not be applied, over the whole life of the run."""
         return sum(n for name, n in self.counters.items() if name.startswith(SET_ASIDE))
+
+    @property
+    def num_set_aside_groups(self) -> int:
+        """Groups whose payloads are missing or damaged, over the whole life of the run."""
+        return sum(n for name, n in self.counters.items() if name.startswith(GROUPS_SET_ASIDE))
 
     @property
     def batch_size(self) -> int:
@@ -455,6 +467,26 @@ class RunState:
         self.counters["groups/removed"] += len(removed)
         self.counters["sequences/removed"] += sum(group.num_sequences for group in removed)
         self.payloads.note_removed(removed)
+
+    def _set_groups_aside(self, record: records.GroupsSetAside) -> None:
+        if self.delivery.give_back(BatchToken(record.batch_id, record.attempt)) is None:
+            return
+        flaws = dict(record.flaws)
+        groups = {group.group_id: group for group in self.delivery.dissolve(record.batch_id)}
+        left_out = [group for group_id, group in groups.items() if group_id in flaws]
+        self.queue.restore_front(
+            [
+                group
+                for group_id, group in groups.items()
+                if group_id not in flaws and self.queue.get(group_id) is None
+            ]
+        )
+        for group in left_out:
+            flaw = flaws[group.group_id]
+            self.counters[GROUPS_SET_ASIDE + flaw] += 1
+            self.counters["sequences/set_aside"] += group.num_sequences
+            self.set_aside_groups.append((group.group_id, flaw))
+        self.payloads.note_removed(left_out)
 
     def _reset(self, record: records.RunReset) -> None:
         self.epoch += 1

@@ -52,6 +52,7 @@ class Forger:
             records.PolicyVersionSet: lambda: [self._state.epoch, rng.choice(ODD_INTEGERS)],
             records.TrainerStarted: lambda: [self._state.epoch],
             records.GroupsRemoved: lambda: [[self._rng.randint(0, self._num_groups)], 1.0],
+            records.GroupsSetAside: self._flaws,
             records.RunReset: lambda: [1.0],
         }
 
@@ -117,6 +118,11 @@ class Forger:
         planned = self._state.plan_batch() if self._state.registration else None
         ids = [group.group_id for group in planned or list(self._state.queue)[:2]]
         return [self._state.delivery.next_id, ids, "r", 1.0, None]
+
+    def _flaws(self) -> list[Any]:
+        group_ids = (self._rng.randint(0, self._num_groups) for _ in range(2))
+        flaws = [[group_id, self._rng.choice(("missing", "damaged"))] for group_id in group_ids]
+        return [*self._token(), flaws, 1.0]
 
     def _token(self) -> list[int]:
         pending = list(self._state.delivery.pending())

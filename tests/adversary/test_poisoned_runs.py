@@ -57,7 +57,7 @@ async def write(store: RunStore, *contents: bytes, payloads: list[Payload]) -> N
 
 
 def encode_groups(*env_ids: int | None) -> bytes:
-    groups = [QueuedGroup(i, env_id, 2, 2, 2) for i, env_id in enumerate(env_ids)]
+    groups = [QueuedGroup(i, env_id, 2, 2, 1) for i, env_id in enumerate(env_ids)]
     return encode_record(records.GroupsAdmitted(0, groups, 0.0))
 
 

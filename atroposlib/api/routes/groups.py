@@ -86,13 +86,24 @@ async def get_group_payload(group_id: GroupId, run: RunOfApp, request: Request) 
     """Return one group as it was posted, as JSON or, where `Accept` says so, MessagePack."""
     payload = await run.payload(group_id)
     if payload is None:
-        raise _missing(group_id, run)
+        raise (
+            _without_payload(group_id)
+            if find_group(run.state, group_id)
+            else _missing(group_id, run)
+        )
     wanted = lane_of_accept(request.headers.get("accept"))
     # Converting is work for a core; other requests are served meanwhile.
-    content = await asyncio.to_thread(
-        convert_payload, payload, wanted.lane, accepts_zstd=wanted.accepts_zstd
-    )
+    try:
+        content = await asyncio.to_thread(
+            convert_payload, payload, wanted.lane, accepts_zstd=wanted.accepts_zstd
+        )
+    except Exception as error:
+        raise _without_payload(group_id) from error
     return PiecesResponse([content], media_type=MEDIA_TYPES[wanted.lane])
+
+
+def _without_payload(group_id: int) -> HTTPException:
+    return HTTPException(410, f"the payload of group {group_id} is missing or damaged in the store")
 
 
 def _missing(group_id: int, run: RunOfApp) -> HTTPException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -54,7 +55,8 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
 
     What these figures do not contain is named only while there is some: `buffered_sequences`,
     `in_flight_batches` and of them `leased_batches`, `returned_batches` that leave next,
-    `expired_envs`, `set_aside_records` that could not be applied, `policy_version`, `run`,
+    `expired_envs`, `set_aside_records` that could not be applied, `set_aside_groups` whose payloads
+    are missing or damaged and `set_aside_group_ids` of the last of them, `policy_version`, `run`,
     `consumer` (the `name` of a tool that stands in for a trainer and `idle_s`, seconds since it
     asked for a batch), and `stalls`: why queued groups make no batch.
     """
@@ -68,6 +70,7 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
         "returned_batches": len(delivery.returned),
         "expired_envs": sum(env.is_expired for env in state.envs),
         "set_aside_records": state.num_set_aside,
+        "set_aside_groups": state.num_set_aside_groups,
     }
     answer: dict[str, Any] = {"current_step": state.step, "queue_size": len(state.queue)}
     answer |= {name: count for name, count in counts.items() if count}
@@ -76,6 +79,7 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
         "policy_version": state.policy_version,
         "run": settings.run_name,
         "consumer": consumer if state.consumer is not None else None,
+        "set_aside_group_ids": [group_id for group_id, _ in state.set_aside_groups] or None,
     }
     answer |= {name: value for name, value in named.items() if value is not None}
     stalls = [stall._asdict() for stall in run.stalls()]
@@ -87,7 +91,8 @@ async def get_latest_example(run: RunOfApp) -> Response | dict[str, Any]:
     """Return the group queued last; empty lists when there is none."""
     latest = run.state.latest_group_id
     payload = None if latest is None else await run.payload(latest)
-    if payload is None:
-        return {key: [] for key in _NO_EXAMPLE_KEYS}
-    # Converting is work for a core; other requests are served meanwhile.
-    return PiecesResponse([await asyncio.to_thread(convert_payload, payload, "json")])
+    if payload is not None:
+        with contextlib.suppress(Exception):  # a damaged one, from before there were checksums
+            # Converting is work for a core; other requests are served meanwhile.
+            return PiecesResponse([await asyncio.to_thread(convert_payload, payload, "json")])
+    return {key: [] for key in _NO_EXAMPLE_KEYS}

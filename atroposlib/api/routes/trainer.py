@@ -11,6 +11,7 @@ from fastapi import APIRouter, HTTPException, Query, Request
 from starlette.responses import Response
 
 from atroposlib.api.delivery import AckResult, Handout
+from atroposlib.api.records import PayloadFlaw
 from atroposlib.api.responses import PiecesResponse, json_response, wait_until_gone
 from atroposlib.api.routes.dependencies import RunOfApp, advertises_lanes
 from atroposlib.api.routes.documentation import IN_EITHER_LANE, refused
@@ -125,9 +126,17 @@ async def get_batch(
         }
     try:
         pieces = await _pieces_of(request, payloads, accepted, envelope)
-    except BaseException:
+    except asyncio.CancelledError:
         await lost()
         raise
+    except Exception:
+        flaws = await in_threads(request, partial(_flaws_of, found, accepted))
+        if not flaws:
+            await lost()
+            raise
+        # Each time round, the run has fewer groups.
+        await run.set_aside(handout.token, flaws)
+        return await get_batch(request, run, lease=lease, wait=wait, consumer=consumer)
     return PiecesResponse(
         pieces,
         media_type=MEDIA_TYPES[accepted.lane],
@@ -183,6 +192,18 @@ def _converted(payloads: list[StoredPayload], accepted: AcceptedLane) -> list[St
         StoredPayload(lane, convert_payload(payload, lane, accepts_zstd=accepts_zstd))
         for payload in payloads
     ]
+
+
+def _flaws_of(found: Found, accepted: AcceptedLane) -> dict[int, PayloadFlaw]:
+    """Name the groups of a batch that cannot be converted: damaged ones without a checksum."""
+    handout, payloads = found
+    flaws: dict[int, PayloadFlaw] = {}
+    for group_id, payload in zip(handout.group_ids, payloads, strict=True):
+        try:
+            _converted([payload], accepted)
+        except Exception:  # noqa: BLE001 - damaged bytes fail in many ways
+            flaws[group_id] = "damaged"
+    return flaws
 
 
 def _small(content: dict[str, Any], accepted: AcceptedLane) -> Response:

@@ -18,7 +18,9 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Apply", "Payload", "Restore", "RunStore", "applied"]
+from atroposlib.errors import RunStoreError
+
+__all__ = ["Apply", "DamagedPayloadError", "Payload", "Restore", "RunStore", "applied"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,10 @@ class Payload(NamedTuple):
 
     group_id: int
     content: bytes
+
+
+class DamagedPayloadError(RunStoreError):
+    """The store works and has the payload of a group, but cannot read it."""
 
 
 class RunStore(Protocol):
@@ -89,6 +95,7 @@ class RunStore(Protocol):
 
         Raises:
             KeyError: one of the groups is not in the store.
+            DamagedPayloadError: one of them cannot be read, and never will be.
         """
 
     async def discard(self, group_ids: Collection[int]) -> None:

@@ -20,8 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atroposlib.api.store.base import Apply, Payload, Restore, applied
-from atroposlib.api.store.sqlite_file import FileLock, open_reader, open_writer
+from atroposlib.api.store.base import Apply, DamagedPayloadError, Payload, Restore, applied
+from atroposlib.api.store.sqlite_file import (
+    FileLock,
+    damaged_file,
+    is_damage,
+    open_reader,
+    open_writer,
+)
 from atroposlib.api.store.sqlite_requests import Append, Command, Done
 from atroposlib.api.store.sqlite_writer import Writer
 from atroposlib.errors import RunStoreError
@@ -62,13 +68,18 @@ class SqliteRunStore:
         connection, reader = await self._in_reader(self._open_file)
         try:
             await self._replay(reader, restore)
+            self._writer = await self._in_reader(lambda: Writer(connection, self._deliver))
+        except sqlite3.DatabaseError as error:
+            reader.close()
+            connection.close()
+            self._lock.release()
+            raise damaged_file(self._path, error) from error
         except BaseException:
             reader.close()
             connection.close()
             self._lock.release()
             raise
         self._reader = reader
-        self._writer = Writer(connection, self._deliver)
 
     async def append(
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
@@ -131,7 +142,12 @@ class SqliteRunStore:
         except OSError as error:
             raise unwritable(self._path, error, "--data-dir") from error
         try:
-            return open_writer(self._path, fsync=self._fsync), open_reader(self._path)
+            connection = open_writer(self._path, fsync=self._fsync)
+            try:
+                return connection, open_reader(self._path)
+            except sqlite3.DatabaseError as error:
+                connection.close()
+                raise damaged_file(self._path, error) from error
         except BaseException:
             self._lock.release()
             raise
@@ -201,7 +217,8 @@ class SqliteRunStore:
         try:
             return [_read_payload(reader, group_id) for group_id in group_ids]
         except sqlite3.Error as error:
-            raise RunStoreError(f"{self._path} could not be read: {error}") from error
+            kind = DamagedPayloadError if is_damage(error) else RunStoreError
+            raise kind(f"{self._path} could not be read: {error}") from error
 
     async def _in_reader(self, read: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reading, read)
@@ -218,5 +235,7 @@ def _read_payload(reader: sqlite3.Connection, group_id: int) -> bytes:
     ).fetchall()
     if not rows:
         raise KeyError(group_id)
-    content: bytes = rows[0][0]
+    content = rows[0][0]
+    if not isinstance(content, bytes):
+        raise DamagedPayloadError(f"the payload of group {group_id} is no longer bytes")
     return content

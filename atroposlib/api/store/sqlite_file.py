@@ -17,7 +17,16 @@ from typing import Any
 
 from atroposlib.errors import ConfigError
 
-__all__ = ["PAGE_BYTES", "FileLock", "open_reader", "open_writer", "read_counters", "shrink"]
+__all__ = [
+    "PAGE_BYTES",
+    "FileLock",
+    "damaged_file",
+    "is_damage",
+    "open_reader",
+    "open_writer",
+    "read_counters",
+    "shrink",
+]
 
 PAGE_BYTES = 32_768
 """Measured: larger pages make small commits slow, smaller ones make large payloads slow."""
@@ -120,10 +129,15 @@ def open_writer(path: Path, *, fsync: bool) -> sqlite3.Connection:
             connection.close()
             raise
     except sqlite3.DatabaseError as error:
-        raise ConfigError(
-            f"{path} cannot be used as the file of a run ({error}); choose another run with --run"
-        ) from error
+        raise damaged_file(path, error) from error
     return connection
+
+
+def damaged_file(path: Path, error: sqlite3.DatabaseError) -> ConfigError:
+    """Return the error of a file that cannot be read as that of a run."""
+    return ConfigError(
+        f"{path} cannot be used as the file of a run ({error}); choose another run with --run"
+    )
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
@@ -132,6 +146,11 @@ def open_reader(path: Path) -> sqlite3.Connection:
     _limit_memory(connection)
     connection.execute("PRAGMA query_only = ON")
     return connection
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error tells of a file that is damaged, rather than busy, full or out of reach."""
+    return type(error) is sqlite3.DatabaseError  # the others have classes of their own
 
 
 def read_counters(connection: sqlite3.Connection) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
 from atroposlib.api.store.base import Payload
-from atroposlib.api.store.sqlite_file import PAGE_BYTES, read_counters, shrink
+from atroposlib.api.store.sqlite_file import PAGE_BYTES, is_damage, read_counters, shrink
 from atroposlib.api.store.sqlite_requests import Append, Command, Done
 from atroposlib.errors import RunStoreError
 
@@ -218,7 +218,13 @@ class Writer:
             rows = execute(f"SELECT group_id FROM garbage ORDER BY group_id LIMIT {SLICE_PAYLOADS}")
             group_ids = [group_id for (group_id,) in rows.fetchall()]
             for index, group_id in enumerate(group_ids):
-                execute("DELETE FROM payload WHERE group_id = ?", (group_id,))
+                try:
+                    execute("DELETE FROM payload WHERE group_id = ?", (group_id,))
+                except sqlite3.DatabaseError as error:
+                    if not is_damage(error):
+                        raise
+                    # What it takes up stays lost; the garbage behind it can go.
+                    logger.warning("the damaged payload of group %d stays: %s", group_id, error)
                 if time.monotonic() > deadline or index == len(group_ids) - 1:
                     execute("DELETE FROM garbage WHERE group_id <= ?", (group_id,))
                     break
