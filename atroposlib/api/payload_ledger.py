@@ -69,6 +69,14 @@ class PayloadLedger:
             else:
                 self._discardable.append(group.group_id)
 
+    def give_up_past(self) -> None:
+        """Give up delivered groups that are kept for inspection; the latest one stays."""
+        for group_id in self.past.clear():
+            if self.latest is not None and group_id == self.latest.group_id:
+                self.latest_is_held = True
+            else:
+                self._discardable.append(group_id)
+
     def forget(self, group_ids: Iterable[int]) -> None:
         """Give up everything: what is elsewhere in the run, by its ids, the past, the latest."""
         self.give_up(group_ids)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from atroposlib.api.admission import BusyError, KeyReusedError, QueueFullError
 from atroposlib.api.responses import json_response
+from atroposlib.api.store.base import StoreFullError
 from atroposlib.errors import ConfigError, GroupError, RunStoreError
 from atroposlib.wire import BODY_NOT_TEXT, WireError
 
@@ -65,12 +66,18 @@ async def _refuse_without_store(request: Request, error: Exception) -> Response:
     return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
 
 
+async def _refuse_without_room(request: Request, error: Exception) -> Response:
+    text = f"{error}; nothing was stored"
+    return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
+
+
 REFUSALS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
     RequestValidationError: _refuse_invalid,
     GroupError: _refuse_group,
     KeyReusedError: _refuse_reused_key,
     QueueFullError: _refuse_for_now,
     BusyError: _refuse_for_now,
+    StoreFullError: _refuse_without_room,
     RunStoreError: _refuse_without_store,
     OSError: _refuse_without_store,
     ConfigError: _refuse_without_store,

@@ -43,7 +43,7 @@ from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.stall_watch import StallWatch
 from atroposlib.api.stalls import Stall
-from atroposlib.api.store.base import DamagedPayloadError, RunStore
+from atroposlib.api.store.base import DamagedPayloadError, RunStore, StoreFullError
 from atroposlib.errors import ConfigError
 from atroposlib.wire import DecodedGroup, StoredPayload
 
@@ -140,6 +140,11 @@ class Run:
     def failure(self) -> ConfigError | None:
         """Why the run cannot go on; None as long as it can."""
         return self._log.failure
+
+    @property
+    def full_reason(self) -> str | None:
+        """Why groups are refused until the store has room; None while they are taken."""
+        return self.store.full_reason
 
     async def register_trainer(self, registration: Registration) -> int:
         """Start a run, or join the running one with the same settings.
@@ -250,6 +255,9 @@ class Run:
             admission = await self._admissions.admit(groups, key=key, digest=digest)
         except QueueFullError:
             self.counters["groups/refused_queue_full"] += 1
+            raise
+        except StoreFullError:
+            self.counters["groups/refused_store_full"] += 1
             raise
         except OversizedGroupError:
             self.counters["groups/refused_oversized"] += 1

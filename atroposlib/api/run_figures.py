@@ -31,6 +31,10 @@ class MeteredRun(Protocol):
     counters: Counter[str]
     """What this replica counted on its own."""
 
+    @property
+    def full_reason(self) -> str | None:
+        """Why groups are refused until the store has room; None while they are taken."""
+
     def stalls(self) -> list[Stall]:
         """Name what keeps queued groups from becoming a batch."""
 
@@ -177,6 +181,11 @@ FIGURES = (
         lambda run: run.state.delivery.num_sequences,
     ),
     _gauge("atropos_environments", "Registered environments, by state.", _environments, "state"),
+    _gauge(
+        "atropos_store_full",
+        "Whether groups are refused until the store has room: 1 or 0.",
+        lambda run: run.full_reason is not None,
+    ),
     _counter("atropos_groups_received_total", "Groups stored.", _counted("groups/received")),
     _counter(
         "atropos_sequences_received_total", "Sequences stored.", _counted("sequences/received")

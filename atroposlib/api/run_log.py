@@ -28,7 +28,7 @@ from atroposlib.api.records import (
 )
 from atroposlib.api.run_snapshot import freeze, restore
 from atroposlib.api.run_state import RunState
-from atroposlib.api.store.base import Payload, RunStore
+from atroposlib.api.store.base import Payload, RunStore, StoreFullError
 from atroposlib.errors import ConfigError, RunStoreError
 
 __all__ = ["RunLog"]
@@ -61,6 +61,7 @@ class RunLog:
         self._on_applied = on_applied
         self._position = 0
         self._num_records = 0  # in the log behind its snapshot
+        self._least_when_full = _MIN_RECORDS_TO_COMPACT // 100
         self.is_new = True
         """Whether nothing was ever written to this run."""
         self._outcomes: dict[int, Admission | None] = {}
@@ -130,6 +131,8 @@ class RunLog:
     async def discard(self) -> None:
         """Let the store forget payloads that nobody needs; what fails is tried again later."""
         ledger = self._state.payloads
+        if self._store.full_reason is not None:
+            ledger.give_up_past()  # room for what is to come matters more than looking back
         while group_ids := ledger.take_discardable(_DISCARDED_AT_ONCE):
             try:
                 await self._store.discard(group_ids)
@@ -145,7 +148,9 @@ class RunLog:
     async def compact_if_due(self) -> None:
         """Replace a long log by a snapshot, written in slices between which others run."""
         alive = self._state.num_alive_groups
-        if self._num_records <= max(_MIN_RECORDS_TO_COMPACT, _RECORDS_PER_GROUP_TO_COMPACT * alive):
+        is_full = self._store.full_reason is not None  # then a shorter log makes room
+        least = self._least_when_full if is_full else _MIN_RECORDS_TO_COMPACT
+        if self._num_records <= max(least, _RECORDS_PER_GROUP_TO_COMPACT * alive):
             return
         num_records, position = self._num_records, self._position
         frozen = freeze(self._state)
@@ -153,7 +158,11 @@ class RunLog:
             await asyncio.sleep(0)
         content = frozen.content()
         await asyncio.sleep(0)
-        await self._store.compact(content, position=position)
+        try:
+            await self._store.compact(content, position=position)
+        except StoreFullError:
+            self._least_when_full = 2 * num_records
+            return
         self._num_records = max(0, self._num_records - num_records)
         logger.info("wrote a snapshot in place of %d records", num_records)
 

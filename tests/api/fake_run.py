@@ -23,6 +23,7 @@ class FakeRun:
         self.counters: Counter[str] = Counter()
         self.now = time.time()
         self._ids = count()
+        self.full_reason: str | None = None
 
     def stalls(self) -> list[Stall]:
         return find_stalls(self.state.queue, self.state.envs, batch_size=self.state.batch_size)

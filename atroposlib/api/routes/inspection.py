@@ -56,9 +56,10 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
     What these figures do not contain is named only while there is some: `buffered_sequences`,
     `in_flight_batches` and of them `leased_batches`, `returned_batches` that leave next,
     `expired_envs`, `set_aside_records` that could not be applied, `set_aside_groups` whose payloads
-    are missing or damaged and `set_aside_group_ids` of the last of them, `policy_version`, `run`,
-    `consumer` (the `name` of a tool that stands in for a trainer and `idle_s`, seconds since it
-    asked for a batch), and `stalls`: why queued groups make no batch.
+    are missing or damaged and `set_aside_group_ids` of the last of them, `store_full` (why groups
+    are refused until there is room), `policy_version`, `run`, `consumer` (the `name` of a tool
+    that stands in for a trainer and `idle_s`, seconds since it asked for a batch), and `stalls`:
+    why queued groups make no batch.
     """
     state, delivery = run.state, run.state.delivery
     leased = sum(handout.lease_until is not None for handout in delivery.in_flight.values())
@@ -78,6 +79,7 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
     named = {
         "policy_version": state.policy_version,
         "run": settings.run_name,
+        "store_full": run.full_reason,
         "consumer": consumer if state.consumer is not None else None,
         "set_aside_group_ids": [group_id for group_id, _ in state.set_aside_groups] or None,
     }

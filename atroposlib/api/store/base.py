@@ -20,7 +20,15 @@ from typing import NamedTuple, Protocol
 
 from atroposlib.errors import RunStoreError
 
-__all__ = ["Apply", "DamagedPayloadError", "Payload", "Restore", "RunStore", "applied"]
+__all__ = [
+    "Apply",
+    "DamagedPayloadError",
+    "Payload",
+    "Restore",
+    "RunStore",
+    "StoreFullError",
+    "applied",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +64,19 @@ class DamagedPayloadError(RunStoreError):
     """The store works and has the payload of a group, but cannot read it."""
 
 
+class StoreFullError(RunStoreError):
+    """The store has no room for further groups; what is in it can still leave."""
+
+
 class RunStore(Protocol):
     """Keeps one run. Methods wait for a disk or another machine and are safe to cancel.
 
     A cancelled `append` has written everything or nothing, and what it wrote is still applied.
     """
+
+    @property
+    def full_reason(self) -> str | None:
+        """Why groups are refused until there is room; None while they are taken."""
 
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Load the run: `restore` the snapshot if there is one, then `apply` the records behind it.
@@ -82,6 +98,11 @@ class RunStore(Protocol):
         Returns:
             True once the record survives what the store survives and has been applied; False when
             the fence has moved: nothing was written, and what others wrote has been applied.
+
+        Raises:
+            StoreFullError: there is no room for the payloads. Records without payloads get room
+                that is kept for them.
+            RunStoreError: it cannot be written for another reason.
         """
 
     async def sync(self) -> None:

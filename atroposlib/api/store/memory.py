@@ -24,6 +24,11 @@ class MemoryRunStore:
         self._payloads: dict[int, bytes] = {}
         self._next_group_id = 0
 
+    @property
+    def full_reason(self) -> str | None:
+        """None: memory that ends ends the process."""
+        return None
+
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Hand the snapshot and the records behind it to the caller."""
         self._apply = apply

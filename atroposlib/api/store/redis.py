@@ -96,6 +96,11 @@ class RedisRunStore:
         self._heart: asyncio.Task[None] | None = None
         self._last_beat = self._beats_since = float("-inf")
 
+    @property
+    def full_reason(self) -> str | None:
+        """Why Redis takes no more groups now; None while it does."""
+        return self._log.full_reason
+
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Load the run, or begin it, and follow what other replicas write.
 

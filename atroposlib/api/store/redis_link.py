@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from atroposlib.api.store.base import StoreFullError
 from atroposlib.api.store.redis_client import address_of, connect, is_passing
 from atroposlib.errors import ConfigError, RunStoreError
 
@@ -32,7 +33,7 @@ class RunLostError(RunStoreError, ConfigError):
     """Redis no longer holds what it had acknowledged; going on would lose groups in silence."""
 
 
-class RedisFullError(RunStoreError):
+class RedisFullError(StoreFullError):
     """Redis is at its memory limit and takes no more payloads."""
 
 

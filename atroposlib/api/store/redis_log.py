@@ -33,6 +33,7 @@ _PAGE_RECORDS = 512
 _CALL_ITEMS = 256
 _CALL_BYTES = 4 * 2**20
 _CLOSE_S = 5.0
+_FULL_COUNTS_S = 30.0
 
 
 class _Item:
@@ -103,12 +104,21 @@ class RedisLog:
         self._is_closing = False
         self._failure: RunStoreError | None = None
         self._task: asyncio.Task[None] | None = None
+        self._refused: tuple[float, str] | None = None
+        """When Redis had no memory for payloads last, and what it said; None once it had."""
 
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Read the log from its snapshot on, and follow it from then on."""
         self._apply, self._restore = apply, restore
         await self._read_on(await self._read(None), None)
         self._task = asyncio.create_task(self._work())
+
+    @property
+    def full_reason(self) -> str | None:
+        """Why Redis refused payloads in the last half minute; None if it took some since."""
+        if self._refused is None or time.monotonic() - self._refused[0] > _FULL_COUNTS_S:
+            return None
+        return self._refused[1]
 
     async def append(self, record: bytes, payloads: Sequence[Payload], fence: int | None) -> bool:
         """Write a record with its payloads and apply the log up to it; False: the fence moved."""
@@ -195,6 +205,8 @@ class RedisLog:
         except RunStoreError as error:
             await self._refuse(batch, error)
             return
+        if any(item.payloads for item in writing):
+            self._refused = None
         for item, position in zip(writing, page.answer.split(), strict=True):
             item.resolve(position != b"-1")
         for item in batch:
@@ -204,6 +216,8 @@ class RedisLog:
         """Fail a batch; when memory is short, only what brings payloads: the rest frees some."""
         light = [item for item in batch if not item.payloads]
         is_full = isinstance(error, RedisFullError) and len(light) < len(batch)
+        if is_full:
+            self._refused = time.monotonic(), str(error)
         for item in batch:
             if item.payloads or not is_full:
                 item.fail(error)

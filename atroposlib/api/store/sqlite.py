@@ -17,20 +17,30 @@ import sqlite3
 from asyncio import AbstractEventLoop, Future
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atroposlib.api.store.base import Apply, DamagedPayloadError, Payload, Restore, applied
+from atroposlib.api.store.base import (
+    Apply,
+    DamagedPayloadError,
+    Payload,
+    Restore,
+    StoreFullError,
+    applied,
+)
 from atroposlib.api.store.sqlite_file import (
     FileLock,
+    SpaceReserve,
     damaged_file,
     is_damage,
+    is_full,
     open_reader,
     open_writer,
 )
 from atroposlib.api.store.sqlite_requests import Append, Command, Done
 from atroposlib.api.store.sqlite_writer import Writer
-from atroposlib.errors import RunStoreError
+from atroposlib.errors import ConfigError, RunStoreError
 from atroposlib.utils.writable import unwritable
 
 __all__ = ["SqliteRunStore"]
@@ -51,10 +61,13 @@ class SqliteRunStore:
     and after their commit.
     """
 
-    def __init__(self, path: Path, *, fsync: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, fsync: bool = False, reserve_bytes: int | None = None
+    ) -> None:
         self._path = path
+        self._reserve_bytes = reserve_bytes
         self._fsync = fsync
-        self._lock = FileLock(path.with_name(path.name + ".lock"))
+        self._lock = FileLock(path)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="run-store-reader")
         self._reader: sqlite3.Connection | None = None
         self._writer: Writer | None = None
@@ -65,21 +78,26 @@ class SqliteRunStore:
         """Lock and load the file; ConfigError when it cannot be used."""
         self._apply = apply
         self._loop: AbstractEventLoop = asyncio.get_running_loop()
-        connection, reader = await self._in_reader(self._open_file)
+        connection, reader, reserve = await self._in_reader(self._open_file)
         try:
             await self._replay(reader, restore)
-            self._writer = await self._in_reader(lambda: Writer(connection, self._deliver))
-        except sqlite3.DatabaseError as error:
+            self._writer = await self._in_reader(
+                lambda: Writer(connection, self._lock, reserve, self._deliver)
+            )
+        except BaseException as error:
             reader.close()
             connection.close()
+            reserve.close(keep=not reserve.is_whole)
             self._lock.release()
-            raise damaged_file(self._path, error) from error
-        except BaseException:
-            reader.close()
-            connection.close()
-            self._lock.release()
+            if isinstance(error, sqlite3.DatabaseError):
+                raise damaged_file(self._path, error) from error
             raise
         self._reader = reader
+
+    @property
+    def full_reason(self) -> str | None:
+        """Why the disk takes no more groups now; None while it does."""
+        return None if self._writer is None else self._writer.full_reason
 
     async def append(
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
@@ -94,6 +112,8 @@ class SqliteRunStore:
 
     async def new_group_ids(self, count: int) -> range:
         """Reserve ids that were not given before, in this process or an earlier one."""
+        if self._open_writer().refuses_payloads:
+            raise StoreFullError(self.full_reason)
         first = self._next_group_id
         end = self._next_group_id = first + count
         if end > self._reserved_until:
@@ -112,11 +132,13 @@ class SqliteRunStore:
         """Note payloads as garbage, to be deleted between other writes."""
         unwanted = list(group_ids)
         if unwanted:
-            await self._command(lambda writer: writer.discard(unwanted))
+            await self._command(lambda writer: writer.make_room(lambda: writer.discard(unwanted)))
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
         """Let a snapshot stand for the records before a position."""
-        await self._command(lambda writer: writer.compact(snapshot, position))
+        await self._command(
+            lambda writer: writer.make_room(lambda: writer.compact(snapshot, position))
+        )
 
     async def alive_replicas(self) -> frozenset[str] | None:
         """Return None: only this process serves the run."""
@@ -129,28 +151,46 @@ class SqliteRunStore:
             return
         used_until = self._next_group_id
         future: Future[None] = self._loop.create_future()
-        writer.submit(Command(lambda: writer.release_ids(used_until), future))
+        release = partial(writer.release_ids, used_until)
+        writer.submit(Command(lambda: writer.make_room(release), future))
         await self._in_reader(lambda: self._close_file(writer))
         with contextlib.suppress(RunStoreError):  # the ids reserved are then skipped
             await future
         self._reading.shutdown(wait=False)
 
-    def _open_file(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+    def _open_file(self) -> tuple[sqlite3.Connection, sqlite3.Connection, SpaceReserve]:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock.acquire()
         except OSError as error:
             raise unwritable(self._path, error, "--data-dir") from error
         try:
-            connection = open_writer(self._path, fsync=self._fsync)
-            try:
-                return connection, open_reader(self._path)
-            except sqlite3.DatabaseError as error:
-                connection.close()
-                raise damaged_file(self._path, error) from error
+            reserve = SpaceReserve(
+                self._path.with_name(self._path.name + ".reserve"), whole_bytes=self._reserve_bytes
+            )
         except BaseException:
             self._lock.release()
             raise
+        try:
+            return *self._connect(reserve), reserve
+        except BaseException:
+            reserve.close(keep=not reserve.is_whole)
+            self._lock.release()
+            raise
+
+    def _connect(self, reserve: SpaceReserve) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+        """Open the file for writing and for reading; on a full disk, with room of the reserve."""
+        while True:
+            try:
+                connection = open_writer(self._path, fsync=self._fsync)
+                try:
+                    return connection, open_reader(self._path)
+                except sqlite3.DatabaseError as error:
+                    connection.close()
+                    raise damaged_file(self._path, error) from error
+            except ConfigError as error:
+                if not is_full(error.__cause__, reserve) or not reserve.give_up():
+                    raise
 
     def _close_file(self, writer: Writer) -> None:
         reader, self._reader = self._reader, None

@@ -9,19 +9,26 @@ ids       next_group_id                     no id from here on was ever given
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sqlite3
+import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, RunStoreError
 
 __all__ = [
     "PAGE_BYTES",
     "FileLock",
+    "SpaceReserve",
     "damaged_file",
+    "free_bytes",
     "is_damage",
+    "is_full",
     "open_reader",
     "open_writer",
     "read_counters",
@@ -30,6 +37,14 @@ __all__ = [
 
 PAGE_BYTES = 32_768
 """Measured: larger pages make small commits slow, smaller ones make large payloads slow."""
+
+_OWNER_ONLY = 0o600
+_LOCKED_BYTE = 2**62
+MAX_RESERVE_BYTES = 32 * 2**20
+MIN_RESERVE_BYTES = 2**20
+_RESERVE_STEPS = 16
+_NOTE_BYTES = 8
+_NOTE_BLOCK = 4096
 
 APPLICATION_ID = 0x41_54_52_50
 SCHEMA_VERSION = 1
@@ -68,51 +83,207 @@ COMMIT;
 
 
 class FileLock:
-    """Keeps other processes from opening a run; the system drops it when this process dies."""
+    """Keeps a run from being opened twice; the system drops it when this process dies.
+
+    Two locks: that of a file beside the run's, named after it, holds although the run's file is
+    deleted and made anew; that of the run's file itself holds under every name that it has, by
+    links of either kind.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
+        self.path = path
+        self._name_path = path.with_name(path.name + ".lock")
+        self._name: int | None = None
+        self._file: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock at once; ConfigError when another process has it."""
-        while self._descriptor is None:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        """Take the locks at once; creates a file that is missing, for its owner alone.
+
+        Raises:
+            ConfigError: another process has it, or this one has opened it before.
+        """
+        while self._name is None:
+            descriptor = os.open(self._name_path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
             try:
-                self._lock(descriptor)
-                if self._is_current(descriptor):
-                    self._descriptor = descriptor
+                self._lock(descriptor, _lock_file)
+                if _is_at(descriptor, self._name_path):  # its last owner may have removed it
+                    self._name = descriptor
             finally:
-                if self._descriptor is None:
+                if self._name is None:
                     os.close(descriptor)
-
-    def _lock(self, descriptor: int) -> None:
-        if sys.platform == "win32":  # there the system itself refuses a second writer of the file
-            return
-        import fcntl
-
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
+            # To close it would drop the locks of SQLite in this process: only `release` does.
+            self._file = descriptor
+            self._lock(descriptor, _lock_range)
+        except BaseException:
+            self.release()
+            raise
+
+    def require_in_place(self) -> None:
+        """Refuse to go on writing a file that no longer has its name.
+
+        Raises:
+            RunStoreError: the file was deleted, or another took its place.
+        """
+        if self._file is None or not _is_at(self._file, self.path):
+            raise RunStoreError(
+                f"{self.path} was deleted or replaced while the run was served; put it back, or "
+                "start the service again"
+            )
+
+    def _lock(self, descriptor: int, lock: Callable[[int], None]) -> None:
+        try:
+            lock(descriptor)
         except BlockingIOError as error:
             raise ConfigError(
-                f"{self._path.with_suffix('')} is in use by another process; stop it, or choose "
-                "another run with --run or another directory with --data-dir"
+                f"{self.path} is in use by another process; stop it, or choose another run with "
+                "--run or another directory with --data-dir"
             ) from error
 
-    def _is_current(self, descriptor: int) -> bool:
-        """Tell whether the locked file still has its name: its last owner may have removed it."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), self._path.stat())
-        except FileNotFoundError:
-            return False
-
     def release(self) -> None:
-        """Remove the lock file and let go of it; nothing happens when it is not held."""
-        if self._descriptor is None:
-            return
-        self._path.unlink(missing_ok=True)
+        """Let go of both locks; every connection to the file must be closed."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if self._name is not None:
+            self._name_path.unlink(missing_ok=True)
+            os.close(self._name)
+            self._name = None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one that has a name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock_file(descriptor: int) -> None:
+    if sys.platform == "win32":  # there the system itself refuses a second writer of the file
+        return
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_range(descriptor: int) -> None:
+    """Lock a byte far behind those that SQLite locks, and for this descriptor alone.
+
+    SQLite's own locks are those of the whole process: the first one opened would let go of them.
+    """
+    if sys.platform != "linux":
+        _lock_file(descriptor)
+        return
+    import fcntl
+
+    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+
+
+class SpaceReserve:
+    """Room on the disk that is kept for records, so that batches leave when it is full.
+
+    A file of zeros beside the run's, given up a step at a time and taken back when there is room:
+    what the file system says of its room need not be true, and other programs may take it. The
+    first bytes of the file tell its full size.
+
+    Args:
+        path: the file.
+        whole_bytes: its size; by default as the disk allows.
+    """
+
+    def __init__(self, path: Path, *, whole_bytes: int | None = None) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
+        self._hindrance: int | None = None
+        self.num_bytes = os.fstat(self._descriptor).st_size
+        """What is left of it."""
+        self.whole_bytes = self._noted_size() or self._begin(whole_bytes)
+        """What it is when the disk is not full."""
+
+    def _noted_size(self) -> int | None:
+        """Return the size that an interrupted process noted; None when there is none."""
+        note = os.pread(self._descriptor, _NOTE_BYTES, 0)
+        size = int.from_bytes(note, "little") if len(note) == _NOTE_BYTES else 0
+        return size if MIN_RESERVE_BYTES <= size <= MAX_RESERVE_BYTES else None
+
+    def _begin(self, whole_bytes: int | None) -> int:
+        """Take as much as there is room for, down to the least that is of use."""
+        wanted = size = whole_bytes or _usual_reserve(self._path.parent)
+        while not self._grow(size) and size > MIN_RESERVE_BYTES:
+            size = max(size // 2, MIN_RESERVE_BYTES)
+        if self.num_bytes < size:
+            return wanted
+        os.pwrite(self._descriptor, size.to_bytes(_NOTE_BYTES, "little"), 0)
+        return size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether none of it is given up."""
+        return self.num_bytes >= self.whole_bytes
+
+    def give_up(self) -> bool:
+        """Leave a step of it to whoever writes next; False when nothing is left."""
+        if self.num_bytes <= _NOTE_BLOCK:
+            return False
+        self._cut(max(_NOTE_BLOCK, self.num_bytes - self._step_bytes))
+        return True
+
+    def restore(self) -> bool:
+        """Take back what there is room for; tell whether that is all of it."""
+        while not self.is_whole:
+            if not self._grow(min(self.whole_bytes, self.num_bytes + self._step_bytes)):
+                return False
+        return True
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the disk has room for so much more, found out by taking it for a moment."""
+        size = self.num_bytes
+        if self._grow(size + num_bytes):
+            self._cut(size)
+            return True
+        return self._hindrance not in (errno.ENOSPC, errno.EDQUOT)  # writing will tell
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of it; removes it unless it is to be kept for the next start."""
         os.close(self._descriptor)
-        self._descriptor = None
+        if not keep:
+            self._path.unlink(missing_ok=True)
+
+    @property
+    def _step_bytes(self) -> int:
+        return self.whole_bytes // _RESERVE_STEPS
+
+    def _grow(self, size: int) -> bool:
+        try:
+            if sys.platform == "linux":
+                os.posix_fallocate(self._descriptor, 0, size)
+            else:
+                os.lseek(self._descriptor, self.num_bytes, os.SEEK_SET)
+                for start in range(self.num_bytes, size, 2**20):
+                    os.write(self._descriptor, os.urandom(min(2**20, size - start)))
+        except OSError as error:
+            self._hindrance = error.errno
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self.num_bytes)
+            return False
+        self.num_bytes = size
+        return True
+
+    def _cut(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+        self.num_bytes = size
+
+
+def _usual_reserve(folder: Path) -> int:
+    """Return a sixteenth of the disk within bounds; the most where the disk does not say."""
+    if sys.platform == "win32":
+        return MAX_RESERVE_BYTES
+    disk = os.statvfs(folder)
+    share = disk.f_blocks * disk.f_frsize // 16
+    return min(MAX_RESERVE_BYTES, max(MIN_RESERVE_BYTES, share or MAX_RESERVE_BYTES))
 
 
 def open_writer(path: Path, *, fsync: bool) -> sqlite3.Connection:
@@ -153,6 +324,14 @@ def is_damage(error: sqlite3.Error) -> bool:
     return type(error) is sqlite3.DatabaseError  # the others have classes of their own
 
 
+def is_full(error: BaseException | None, reserve: SpaceReserve) -> bool:
+    """Whether an error tells that the disk is full; not all that do say so."""
+    if not isinstance(error, sqlite3.OperationalError):
+        return False
+    text = str(error)
+    return "disk is full" in text or ("disk I/O" in text and not reserve.has_room(2 * PAGE_BYTES))
+
+
 def read_counters(connection: sqlite3.Connection) -> tuple[int, int]:
     """Return the position of the next record, and the number of guarded records so far."""
     position, num_guarded = connection.execute(
@@ -163,12 +342,20 @@ def read_counters(connection: sqlite3.Connection) -> tuple[int, int]:
     return int(position), int(num_guarded)
 
 
-def shrink(connection: sqlite3.Connection) -> None:
-    """Rewrite a file that is mostly free space, when little is left in it."""
-    free_pages = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
-    used_pages = int(connection.execute("PRAGMA page_count").fetchone()[0]) - free_pages
-    if free_pages > used_pages and used_pages * PAGE_BYTES <= SHRINK_BELOW_BYTES:
+def shrink(connection: sqlite3.Connection, *, below_bytes: int = SHRINK_BELOW_BYTES) -> bool:
+    """Rewrite a file that is mostly free space, when little is left in it; tell whether."""
+    free = free_bytes(connection)
+    pages = int(connection.execute("PRAGMA page_count").fetchone()[0])
+    used = pages * PAGE_BYTES - free
+    is_due = free > used and used <= below_bytes
+    if is_due:
         connection.execute("VACUUM")
+    return is_due
+
+
+def free_bytes(connection: sqlite3.Connection) -> int:
+    """Return the room within the file, which what is written next takes first."""
+    return int(connection.execute("PRAGMA freelist_count").fetchone()[0]) * PAGE_BYTES
 
 
 def _prepare(connection: sqlite3.Connection, path: Path, *, fsync: bool) -> None:

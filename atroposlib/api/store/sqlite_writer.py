@@ -15,9 +15,19 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from atroposlib.api.store.base import Payload
-from atroposlib.api.store.sqlite_file import PAGE_BYTES, is_damage, read_counters, shrink
+from atroposlib.api.store.base import Payload, StoreFullError
+from atroposlib.api.store.sqlite_file import (
+    PAGE_BYTES,
+    FileLock,
+    SpaceReserve,
+    free_bytes,
+    is_damage,
+    is_full,
+    read_counters,
+    shrink,
+)
 from atroposlib.api.store.sqlite_requests import Append, Command, Done
 from atroposlib.errors import RunStoreError
 
@@ -34,21 +44,53 @@ MAX_WAL_BYTES = 128 * 2**20
 SLICE_S = 0.003
 """Longest time that deleting holds up what arrives meanwhile."""
 
+_ROOM_ABOVE_BYTES = 8 * PAGE_BYTES
 SLICE_PAYLOADS = 64
 SLICE_RECORDS = 1000
+LOOK_FOR_ROOM_S = 0.5
+"""While the disk is full, how long nothing is asked for until room is looked for again."""
+
+TELL_FULL_S = 60.0
+FORGET_TOO_LARGE_S = 30.0
 CLOSE_S = 2.0
 """What is left to delete is deleted on closing for so long; the rest when the run is resumed."""
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Writer:
-    """Owns the writing connection; every method but `submit` and `close` runs in its thread."""
+    """Owns the writing connection; every method but `submit` and `close` runs in its thread.
+
+    On a full disk records that bring payloads are refused, and what is kept in reserve is given up
+    step by step for all others. Groups are taken again once it is whole, or once there is as much
+    room within the file.
+
+    Attributes:
+        full_reason: Why payloads are refused now, or those as large as one that did not fit; None
+            while all are taken.
+        refuses_payloads: Whether all are.
+    """
 
     def __init__(
-        self, connection: sqlite3.Connection, deliver: Callable[[list[Done]], None]
+        self,
+        connection: sqlite3.Connection,
+        lock: FileLock,
+        reserve: SpaceReserve,
+        deliver: Callable[[list[Done]], None],
     ) -> None:
+        self.full_reason: str | None = None
+        self.refuses_payloads = False
+        self._too_large_bytes = 0
+        """The largest that did not fit lately, 0 when all did."""
+        self._too_large_at = 0.0
         self._connection = connection
+        self._lock = lock
+        self._reserve = reserve
+        self._checkpoint_bytes = min(CHECKPOINT_BYTES, reserve.whole_bytes // 4)
+        self._room_checked_bytes = reserve.whole_bytes // 8
+        self._told_at = float("-inf")
         self._deliver = deliver
         self._queue: SimpleQueue[Append | Command | None] = SimpleQueue()
         self._held: Append | Command | None = None
@@ -56,6 +98,8 @@ class Writer:
         self._unsaved_bytes = 0
         self._position, self._num_guarded = read_counters(connection)
         self._has_garbage = True
+        if not reserve.is_whole:
+            self._note_full("what is kept in reserve for it was given up before")
         self._thread = threading.Thread(target=self._serve, name="run-store-writer", daemon=True)
         self._thread.start()
 
@@ -77,8 +121,26 @@ class Writer:
             )
         self._has_garbage = True
 
+    def make_room(self, write: Callable[[], T]) -> T:
+        """Do what writes and return its result; on a full disk, with room from the reserve."""
+        while True:
+            try:
+                return write()
+            except sqlite3.Error as error:
+                if not is_full(error, self._reserve):
+                    raise
+                self._note_full(str(error))
+                if not self._reserve.give_up():
+                    raise
+
     def compact(self, snapshot: bytes, position: int) -> None:
-        """Let a snapshot stand for the log before a position; its records become garbage."""
+        """Let a snapshot stand for the log before a position; its records become garbage.
+
+        Raises:
+            StoreFullError: the disk is full, and the snapshot too large for what is in reserve.
+        """
+        if self.full_reason is not None and 4 * len(snapshot) > self._reserve.num_bytes:
+            raise StoreFullError(self.full_reason)
         with self._transaction():
             self._connection.execute(
                 "UPDATE snapshot SET position = :position, content = :content,"
@@ -109,6 +171,8 @@ class Writer:
                 self._write_appends(self._gather(request))
             elif request is not None:
                 self._run_command(request)
+            if self.full_reason is not None and not self._is_closing:
+                self._seek_room()
             if not self._is_closing:
                 self._tidy()
         self._finish()
@@ -119,7 +183,8 @@ class Writer:
         if request is not None:
             return request
         try:
-            request = self._queue.get(block=wait)
+            timeout_s = None if self.full_reason is None else LOOK_FOR_ROOM_S
+            request = self._queue.get(block=wait, timeout=timeout_s)
         except Empty:
             return None
         self._is_closing = request is None
@@ -141,7 +206,7 @@ class Writer:
 
     def _write_appends(self, appends: list[Append]) -> None:
         try:
-            done = self._commit(appends)
+            done = self._commit_in_room(appends)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait are told
             if len(appends) > 1:  # so that only those fail that do not fit
                 for append in appends:
@@ -149,6 +214,106 @@ class Writer:
                 return
             done = [Done(appends[0], error=_as_error(error))]
         self._deliver(done)
+
+    def _commit_in_room(self, appends: list[Append]) -> list[Done]:
+        """Commit appends; those without payloads even on a full disk.
+
+        Raises:
+            StoreFullError: there is no room for payloads.
+        """
+        self._lock.require_in_place()
+        if not any(append.payloads for append in appends):
+            return self.make_room(lambda: self._commit(appends))
+        if self.refuses_payloads:
+            raise StoreFullError(self.full_reason)
+        num_bytes = sum(append.num_bytes for append in appends)
+        if num_bytes > self._room_checked_bytes and not self._has_room(num_bytes):
+            if len(appends) == 1:
+                self._note_too_large(num_bytes)
+            raise StoreFullError(self.full_reason)
+        try:
+            return self._commit(appends)
+        except sqlite3.Error as error:
+            if not is_full(error, self._reserve):
+                raise
+            self._note_full(str(error))
+            raise StoreFullError(self.full_reason) from error
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether much can be written: once to the log file, and once to the main file."""
+        if not num_bytes:
+            return True
+        num_bytes += _ROOM_ABOVE_BYTES
+        if self._reserve.has_room(2 * num_bytes):
+            return True
+        self._checkpoint()
+        self._return_space()
+        # Both files are written anew from where they are free, before they grow.
+        log_bytes = 0 if self._unsaved_bytes else self._log_bytes()
+        missing = max(0, num_bytes - free_bytes(self._connection)) + max(0, num_bytes - log_bytes)
+        return not missing or self._reserve.has_room(missing)
+
+    def _log_bytes(self) -> int:
+        path = self._lock.path
+        return path.with_name(path.name + "-wal").stat().st_size
+
+    def _told_place(self) -> str:
+        return f"the disk of {self._lock.path}"
+
+    def _note_full(self, error: str) -> None:
+        """Refuse payloads from now on."""
+        if self.full_reason is None and time.monotonic() - self._told_at > TELL_FULL_S:
+            self._told_at = time.monotonic()
+            logger.error(
+                "%s is full (%s): groups are refused until there is room, batches still leave",
+                self._told_place(),
+                error,
+            )
+        self.refuses_payloads = True
+        self.full_reason = (
+            f"{self._told_place()} is full ({error}); groups are taken again when there is room: "
+            "free some, or let the trainer take batches"
+        )
+
+    def _note_too_large(self, num_bytes: int) -> None:
+        """Refuse what is as large until there is room; smaller groups are still taken."""
+        self._too_large_at = time.monotonic()
+        self._too_large_bytes = max(num_bytes, self._too_large_bytes)
+        self.full_reason = (
+            f"{self._told_place()} is full: it has no room for a group of {num_bytes} bytes; it is "
+            "taken when there is: free some, or let the trainer take batches"
+        )
+
+    def _seek_room(self) -> None:
+        """Look whether payloads can be taken again; what has left makes room for them."""
+        try:
+            self.make_room(self._checkpoint)
+            self._return_space()
+            if self._reserve.restore() or self._has_inner_room():
+                self.refuses_payloads = False
+            if time.monotonic() - self._too_large_at > FORGET_TOO_LARGE_S:
+                self._too_large_bytes = 0
+            if not self.refuses_payloads and self._has_room(self._too_large_bytes):
+                self._too_large_bytes = 0
+                self.full_reason = None
+                logger.info("%s has room again: groups are taken", self._told_place())
+        except sqlite3.Error as error:
+            logger.debug("no room yet: %s", error)
+
+    def _has_inner_room(self) -> bool:
+        """Whether the file has the room that the disk has not: no other program can take it."""
+        whole, left = self._reserve.whole_bytes, self._reserve.num_bytes
+        return left >= whole // 2 and left + free_bytes(self._connection) >= 2 * whole
+
+    def _return_space(self) -> None:
+        """Give free space within the file back to the disk, when little is left in it."""
+        self._connection.execute("PRAGMA temp_store = MEMORY")  # no other disk need have room
+        below = self._reserve.whole_bytes // 2
+        if self.make_room(lambda: shrink(self._connection, below_bytes=below)):
+            self.make_room(self._truncate_log)
+
+    def _truncate_log(self) -> None:
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def _commit(self, appends: list[Append]) -> list[Done]:
         """Write appends in one transaction, except those whose fence has moved."""
@@ -175,6 +340,7 @@ class Writer:
 
     def _run_command(self, command: Command) -> None:
         try:
+            self._lock.require_in_place()
             command.run()
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait are told
             self._deliver([Done(command, error=_as_error(error))])
@@ -198,11 +364,10 @@ class Writer:
         """Delete a slice of the garbage and checkpoint when due; failures wait for next time."""
         try:
             if self._has_garbage:
-                self._has_garbage = self._delete_slice()
-            if self._unsaved_bytes >= CHECKPOINT_BYTES:
-                self._unsaved_bytes = 0
-                self._checkpoint()
-        except sqlite3.Error as error:
+                self._has_garbage = self.make_room(self._delete_slice)
+            if self._unsaved_bytes >= self._checkpoint_bytes or not self._reserve.is_whole:
+                self.make_room(self._checkpoint)
+        except (sqlite3.Error, RunStoreError) as error:
             self._has_garbage = False  # tried again with the next discard, not in a circle
             logger.warning("the run's file could not be tidied up: %s", error)
 
@@ -232,9 +397,14 @@ class Writer:
 
     def _checkpoint(self) -> None:
         """Copy the log file into the main file, so that it can start anew."""
-        _, num_frames, _ = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        self._unsaved_bytes = 0
+        _, num_frames, num_saved = self._connection.execute(
+            "PRAGMA wal_checkpoint(PASSIVE)"
+        ).fetchone()
         if num_frames * PAGE_BYTES > MAX_WAL_BYTES:
             self._connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
+        else:
+            self._unsaved_bytes += (num_frames - num_saved) * PAGE_BYTES
 
     def _finish(self) -> None:
         """Tidy up and close the file."""
@@ -246,9 +416,14 @@ class Writer:
         except sqlite3.Error as error:
             logger.warning("the run's file could not be tidied up: %s", error)
         self._connection.close()
+        if self.full_reason is not None:  # the next start needs it, before others take the room
+            self._reserve.restore()
+        self._reserve.close(keep=self.full_reason is not None)
 
 
 def _as_error(error: Exception) -> RunStoreError:
+    if isinstance(error, RunStoreError):
+        return error
     if not isinstance(error, sqlite3.Error):
         logger.error("writing the run's file failed unexpectedly", exc_info=error)
     return RunStoreError(f"the run's file could not be written: {error}")

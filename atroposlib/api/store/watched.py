@@ -39,8 +39,8 @@ class WatchedStore:
         self.store = store
         self.observe = observe
         self._clock = clock
-        self._failures: dict[str, tuple[float, str]] = {}
-        """What fails → when it did last, and why."""
+        self._failures: dict[tuple[str, bool], tuple[float, str]] = {}
+        """What fails, and whether it brings payloads → when it did last, and why."""
 
     async def problem(self, *, timeout_s: float = 2.0) -> str | None:
         """Return why the store cannot be relied on now, None when it can.
@@ -55,7 +55,13 @@ class WatchedStore:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
             return _told(error)
         since = self._clock() - _FAILURE_COUNTS_S
-        return next((reason for at, reason in self._failures.values() if at > since), None)
+        failures = (reason for at, reason in self._failures.values() if at > since)
+        return self.store.full_reason or next(failures, None)
+
+    @property
+    def full_reason(self) -> str | None:
+        """Why the store takes no more groups now; None while it does."""
+        return self.store.full_reason
 
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Load the run."""
@@ -65,7 +71,8 @@ class WatchedStore:
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
     ) -> bool:
         """Write a record with its payloads."""
-        with self._watch("append"):
+        # That records without payloads can be written does not mean that groups can.
+        with self._watch("append", bool(payloads)):
             return await self.store.append(record, payloads, fence=fence)
 
     async def sync(self) -> None:
@@ -99,25 +106,26 @@ class WatchedStore:
         await self.store.close()
 
     @contextmanager
-    def _watch(self, operation: str) -> Iterator[None]:
+    def _watch(self, operation: str, has_payloads: bool = False) -> Iterator[None]:
         started = perf_counter()
-        with self._noting_failure(operation):
+        with self._noting_failure(operation, has_payloads):
             yield
         self.observe(operation, perf_counter() - started)
 
     @contextmanager
-    def _noting_failure(self, operation: str) -> Iterator[None]:
+    def _noting_failure(self, operation: str, has_payloads: bool = False) -> Iterator[None]:
         """Remember a failure, and log it when it is the first in a row."""
         try:
             yield
         except KeyError:
             raise  # a group that is not there says nothing about the store
         except Exception as error:
-            if operation not in self._failures:
+            if (operation, has_payloads) not in self._failures:
                 logger.error("the store fails to %s: %s", operation, _told(error))
-            self._failures[operation] = self._clock(), f"{operation}: {_told(error)}"
+            told = f"{operation}: {_told(error)}"
+            self._failures[operation, has_payloads] = self._clock(), told
             raise
-        if self._failures.pop(operation, None) is not None:
+        if self._failures.pop((operation, has_payloads), None) is not None:
             logger.info("the store can %s again", operation)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +46,35 @@ def total_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
+def replace(path: Path) -> None:
+    path.unlink()
+    path.touch()
+
+
+def move_away(path: Path) -> Path:
+    return path.rename(path.with_name("kept"))
+
+
+def move_back(kept: Path, path: Path) -> None:
+    kept.replace(path)
+
+
+def write_new(path: Path) -> None:
+    path.touch()
+
+
+def files_of(path: Path) -> list[Path]:
+    return list(path.parent.iterdir())
+
+
+def set_mode(path: Path, mode: int) -> None:
+    path.chmod(mode)
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
 @contextmanager
 def full_disk(limit_bytes: int) -> Iterator[None]:
     """Let no file of this process grow beyond a size."""
@@ -60,6 +92,96 @@ async def test_open_while_another_holds_the_file_is_refused(path: Path) -> None:
         assert await run.store.append(b"still works")
     async with opened(lambda: SqliteRunStore(path)) as again:
         assert again.records == [b"still works"]
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+async def test_open_of_a_file_in_use_is_refused_by_every_name_it_has(path: Path, link) -> None:
+    async with opened(lambda: SqliteRunStore(path)) as run:
+        other = path.parent.parent / "other.sqlite3"
+        link(other, path)
+
+        assert "other.sqlite3 is in use by another process" in await open_error(other)
+        assert await run.store.append(b"still works")
+    async with opened(lambda: SqliteRunStore(other)) as again:
+        assert again.records == [b"still works"]
+
+
+async def test_open_through_a_folder_by_another_name_is_refused(path: Path) -> None:
+    async with opened(lambda: SqliteRunStore(path)):
+        (path.parent.parent / "link").symlink_to(path.parent)
+
+        message = await open_error(path.parent.parent / "link" / path.name)
+
+    assert "is in use by another process" in message
+
+
+LOCKED = """
+import asyncio, sys
+from pathlib import Path
+from atroposlib.api.store.sqlite import SqliteRunStore
+store = SqliteRunStore(Path(sys.argv[1]))
+asyncio.run(store.open(lambda position, record: None, lambda content: None))
+"""
+
+
+async def test_open_by_another_process_under_another_name_is_refused(path: Path) -> None:
+    async with opened(lambda: SqliteRunStore(path)) as run:
+        other = path.with_name("other.sqlite3")
+        other.hardlink_to(path)
+        command = [sys.executable, "-c", LOCKED, str(other)]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+
+        assert "is in use by another process" in done.stderr
+        assert await run.store.append(b"still works")
+
+
+async def test_file_made_anew_under_the_name_of_one_in_use_is_refused(path: Path) -> None:
+    async with opened(lambda: SqliteRunStore(path)):
+        replace(path)
+
+        assert "is in use by another process" in await open_error(path)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_file_that_was_deleted_is_written_no_more(path: Path, is_replaced: bool) -> None:
+    async with opened(lambda: SqliteRunStore(path)) as run:
+        kept = move_away(path)
+        if is_replaced:
+            write_new(path)
+
+        with pytest.raises(RunStoreError, match="was deleted or replaced"):
+            await run.group(b"bytes")
+        with pytest.raises(RunStoreError, match="was deleted or replaced"):
+            await run.guarded()
+        move_back(kept, path)
+        assert await run.guarded()
+
+
+async def test_files_of_a_run_are_for_their_owner_alone(path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        async with opened(lambda: SqliteRunStore(path)) as run:
+            await run.group(b"bytes")
+            modes = {file.name: mode_of(file) for file in files_of(path)}
+    finally:
+        os.umask(umask)
+
+    names = [f"run.sqlite3{end}" for end in ("", "-shm", "-wal", ".lock", ".reserve")]
+    assert modes == dict.fromkeys(names, 0o600)
+    assert mode_of(path.parent) == 0o700
+
+
+async def test_folder_and_file_that_were_there_keep_their_permissions(path: Path) -> None:
+    path.parent.mkdir(mode=0o755)
+    async with opened(lambda: SqliteRunStore(path)):
+        pass
+    set_mode(path, 0o640)
+
+    async with opened(lambda: SqliteRunStore(path)) as run:
+        await run.group(b"bytes")
+
+    assert mode_of(path) == 0o640
+    assert mode_of(path.parent) == 0o755
 
 
 async def test_open_of_a_file_that_is_no_database_is_refused(path: Path) -> None:
