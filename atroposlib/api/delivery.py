@@ -64,6 +64,11 @@ class Handout(msgspec.Struct, frozen=True, array_like=True):
     """Unix time until which its receiver may acknowledge; None while the body is being sent."""
 
     @property
+    def lease_s(self) -> float | None:
+        """Seconds that its receiver has to acknowledge; None while the body is being sent."""
+        return None if self.lease_until is None else self.lease_until - self.at
+
+    @property
     def token(self) -> str:
         """What the receiver acknowledges."""
         return str(BatchToken(self.batch_id, self.attempt))

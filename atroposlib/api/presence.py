@@ -2,11 +2,22 @@
 
 Every replica hears of some environments. What it heard is written down at most every
 `NOTE_INTERVAL_S`, for all of them in one record, so that all replicas agree who has been silent.
+Silence counts from when this process learned of the last sign of life: dates in records come from
+the clocks of other processes, which may be hours ahead or behind.
 """
 
 from __future__ import annotations
 
-from atroposlib.api.records import EnvDisconnected, EnvRevived, EnvsSeen
+from collections.abc import Iterable
+
+from atroposlib.api.records import (
+    EnvDisconnected,
+    EnvRegistered,
+    EnvRevived,
+    EnvsSeen,
+    GroupsAdmitted,
+    Record,
+)
 from atroposlib.api.run_state import RunState
 
 __all__ = ["NOTE_INTERVAL_S", "Presence"]
@@ -27,6 +38,9 @@ class Presence:
         self._expiry_s = expiry_s
         self._interval_s = min(NOTE_INTERVAL_S, expiry_s / 4 or NOTE_INTERVAL_S)
         self._heard: dict[int, float] = {}
+        """Who asked here since that was last written down → when."""
+        self._learned: dict[int, float] = {}
+        """Who is named in a record → when this process applied the last such record."""
         self._epoch = 0
         self._noted_at = 0.0
         self._since = 0.0
@@ -37,26 +51,40 @@ class Presence:
 
     def note(self, env_id: int, now: float) -> None:
         """Remember a sign of life."""
-        if self._epoch != self._state.epoch:
-            self._heard.clear()
-            self._epoch = self._state.epoch
+        self._forget_former_epoch()
         self._heard[env_id] = now
 
+    def note_record(self, record: Record, now: float) -> None:
+        """Remember the signs of life that a record tells of, whichever replica wrote it."""
+        env_ids: Iterable[int | None]
+        if isinstance(record, GroupsAdmitted):
+            env_ids = [group.env_id for group in record.groups]
+        elif isinstance(record, EnvsSeen):
+            env_ids = record.seen
+        elif isinstance(record, EnvRegistered | EnvRevived):
+            env_ids = [record.env_id]
+        else:
+            return
+        self._forget_former_epoch()
+        for env_id in env_ids:
+            if env_id is not None and self._state.envs.find(env_id) is not None:
+                self._learned[env_id] = now
+
     def last_heard(self, env_id: int) -> float:
-        """Return when an environment was last heard of, as far as this replica knows."""
-        env = self._state.envs.find(env_id)
-        noted = env.last_seen if env is not None else 0.0
-        return max(noted, self._heard_of(env_id), self._since)
+        """Return when this replica last learned of a sign of life of an environment."""
+        self._forget_former_epoch()
+        return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
 
     def notes_due(self, now: float) -> EnvsSeen | None:
         """Return what is to be written down now; None when there is nothing or it is too early."""
         if now - self._noted_at < self._interval_s:
             return None
         self._noted_at = now
+        self._forget_former_epoch()
         seen = {
-            env.env_id: self._heard_of(env.env_id)
-            for env in self._state.envs
-            if self._heard_of(env.env_id) > env.last_seen
+            env_id: heard
+            for env_id, heard in self._heard.items()
+            if heard > self._learned.get(env_id, 0.0) and self._state.envs.find(env_id) is not None
         }
         self._heard.clear()
         return EnvsSeen(self._state.epoch, seen) if seen else None
@@ -75,5 +103,8 @@ class Presence:
         env = self._state.envs.find(env_id)
         return EnvRevived(env_id, now) if env is not None and env.is_expired else None
 
-    def _heard_of(self, env_id: int) -> float:
-        return self._heard.get(env_id, 0.0) if self._epoch == self._state.epoch else 0.0
+    def _forget_former_epoch(self) -> None:
+        if self._epoch != self._state.epoch:
+            self._heard.clear()
+            self._learned.clear()
+            self._epoch = self._state.epoch

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
@@ -45,6 +44,7 @@ from atroposlib.api.stall_watch import StallWatch
 from atroposlib.api.stalls import Stall
 from atroposlib.api.store.base import DamagedPayloadError, RunStore, StoreFullError
 from atroposlib.errors import ConfigError
+from atroposlib.utils.steady_clock import steady_clock
 from atroposlib.wire import DecodedGroup, StoredPayload
 
 __all__ = ["RegistrationConflictError", "Run"]
@@ -66,7 +66,7 @@ class Run:
         store: where the run lives; opened by `open`, closed by `close`.
         limits: what the run may hold.
         replica: name of this process among those that serve the run.
-        clock: Unix time in seconds.
+        clock: Unix time in seconds; it must not jump. By default a `steady_clock`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Run:
         *,
         limits: RunLimits | None = None,
         replica: str = "",
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.store = store
         self.limits = limits or RunLimits()
@@ -85,7 +85,7 @@ class Run:
         """What this process counted beside the run's own `state.counters`, e.g. refusals."""
         self.on_handed_out: Callable[[Handout], None] = lambda handout: None
         """Told of every batch this process hands out; must not raise."""
-        self._clock = clock
+        self._clock = clock = clock or steady_clock()
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._presence = Presence(self.state, expiry_s=self.limits.env_expiry_s)
         self._envs = EnvDesk(
@@ -126,6 +126,11 @@ class Run:
             self._presence.start(self._clock())
             self._is_open = True
             await self._return_orphans(is_start=True)
+
+    @property
+    def now(self) -> float:
+        """Unix time in seconds, by the clock that dates what happens to the run."""
+        return self._clock()
 
     def stop_waiting(self) -> None:
         """Answer everybody who waits for a batch, or begins to, that there is none."""
@@ -367,6 +372,8 @@ class Run:
 
     def _on_applied(self, record: Record) -> None:
         self._admissions.note(record)
+        self._deliveries.note(record)
+        self._presence.note_record(record, self._clock())
         self._deliveries.wake()
 
 

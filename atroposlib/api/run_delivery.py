@@ -59,10 +59,23 @@ class DeliveryDesk:
         self._replica = replica
         self._clock = clock
         self._waiters = Waiters()
+        self._leased_since: dict[str, float] = {}
+        """Token of a batch → when this process learned that it is leased."""
         self._owed: dict[BatchToken, bool] = {}
         """What could not be written yet: token → whether the batch arrived."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
+
+    def note(self, record: Record) -> None:
+        """Learn from an applied record when a lease began.
+
+        Its length is measured from here: the clocks of other replicas, and of the process that
+        served the run before, may be hours ahead or behind.
+        """
+        if isinstance(record, records.BatchFormed | records.BatchHandedOut):
+            handout = self._state.delivery.in_flight.get(record.batch_id)
+            if handout is not None and handout.lease_s is not None:
+                self._leased_since[handout.token] = self._clock()
 
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0
@@ -298,14 +311,19 @@ class DeliveryDesk:
     async def return_expired(self) -> None:
         """Take back every batch whose lease has run out."""
         now = self._clock()
-        await self._return_all(
-            lambda: [
+        leased = [h for h in self._state.delivery.in_flight.values() if h.lease_s is not None]
+        known = self._leased_since
+        self._leased_since = {h.token: known.get(h.token, now) for h in leased}
+
+        def expired() -> list[Handout]:
+            return [
                 handout
                 for handout in self._state.delivery.in_flight.values()
-                if handout.lease_until is not None and handout.lease_until <= now
-            ],
-            "expired",
-        )
+                if handout.lease_s is not None
+                and now - self._leased_since.get(handout.token, now) >= handout.lease_s
+            ]
+
+        await self._return_all(expired, "expired")
 
     async def settle_owed(self) -> None:
         """Write what could not be written before, and take back what cancelled callers left."""

@@ -5,7 +5,6 @@ Nothing here walks over the queue: a reading costs O(environments) at most.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -30,6 +29,10 @@ class MeteredRun(Protocol):
     state: RunState
     counters: Counter[str]
     """What this replica counted on its own."""
+
+    @property
+    def now(self) -> float:
+        """Unix time in seconds."""
 
     @property
     def full_reason(self) -> str | None:
@@ -97,7 +100,7 @@ def _stalled_sequences(run: MeteredRun) -> Reading:
 
 def _oldest_age_s(run: MeteredRun) -> Reading:
     oldest = next(iter(run.state.queue), None)
-    return 0.0 if oldest is None else max(0.0, time.time() - oldest.received_at)
+    return 0.0 if oldest is None else max(0.0, run.now - oldest.received_at)
 
 
 def _gauge(

@@ -32,6 +32,8 @@ class SharedLog:
 class SharedRunStore:
     """The `RunStore` of one replica."""
 
+    full_reason = None
+
     def __init__(self, log: SharedLog, replica: str) -> None:
         self._log = log
         self._replica = replica

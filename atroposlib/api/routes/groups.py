@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Query, Request
@@ -50,7 +49,7 @@ async def get_groups(
     thousand groups are looked at; `next_offset` says where to go on, null at the end.
     """
     wanted = GroupFilter(env_id, min_score, max_score)
-    page = list_groups(run.state, state, wanted, offset=offset, limit=limit, now=time.time())
+    page = list_groups(run.state, state, wanted, offset=offset, limit=limit, now=run.now)
     return json_response(page._asdict())
 
 
@@ -60,7 +59,7 @@ async def get_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
     found = find_group(run.state, group_id)
     if found is None:
         raise _missing(group_id, run)
-    return describe_group(run.state, *found, now=time.time())
+    return describe_group(run.state, *found, now=run.now)
 
 
 @router.delete("/groups/{group_id}", responses=refused(404, 409, 410))
@@ -119,4 +118,4 @@ def _missing(group_id: int, run: RunOfApp) -> HTTPException:
 @router.get("/envs", response_model=None)
 async def list_envs(run: RunOfApp, offset: Offset = 0, limit: Limit = 100) -> Response:
     """List environments in order of registration, the ones that left or fell silent included."""
-    return json_response(describe_envs(run.state, offset=offset, limit=limit, now=time.time()))
+    return json_response(describe_envs(run.state, offset=offset, limit=limit, now=run.now))
