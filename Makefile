@@ -27,7 +27,7 @@ test-long:  ## What takes minutes each: thousands of histories, kill loops, ever
 
 test-clients:  ## Third-party agents and trainers, each installed for itself (docs/clients.md)
 	@.ci/install.sh all,dev
-	$(BIN)/python -m pytest tests/clients --run-clients $(ARGS)
+	$(BIN)/python -m pytest tests/clients tests/environments/test_earlier_files.py --run-clients $(ARGS)
 
 first-hour:  ## Run every code block of README and docs in a fresh clone, as a newcomer would
 	@.ci/install.sh all,dev

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.inert_text import shown_name
 from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 from atroposlib.utils.writable import require_writable_folder, unwritable
 from example_trainer.config import require_model_folder, unloadable
 
@@ -101,7 +102,7 @@ def read_model(name: str) -> ModelFacts:
     except (OSError, ValueError, KeyError) as error:
         raise unloadable(name, error) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = read_template_file(AutoTokenizer.from_pretrained(name))
     except (OSError, ValueError, KeyError) as error:
         raise unloadable(name, error, part="the tokenizer of model") from error
     text = config.get_text_config()

@@ -7,7 +7,10 @@ turn, for games by names that newer releases have removed.
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,17 @@ import pytest
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, OpenaiConfig, ScoredDataGroup
 from atroposlib.scored_data import check_group
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from tests.clients.installing import NotInstallableError, python_of
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until
 from tests.fakes import ScriptedEngine
 from tests.templates.make_tokenizers import FOLDER, load_tokenizer
 
 MAX_TOKENS = 4096
+WITH_VERSION = """
+import sys, pytest, transformers
+assert transformers.__version__.startswith(sys.argv[1]), transformers.__version__
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
 
 
 class GymTaxiEnv(BaseEnv):
@@ -106,19 +115,6 @@ class MathEnv(BaseEnv):
         return group, []
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with its template where every version of transformers finds it."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    for source in (FOLDER / "chatml").iterdir():
-        (folder / source.name).write_bytes(source.read_bytes())
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = (folder / "chat_template.jinja").read_text()
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").unlink()
-    return folder
-
-
 def check_lengths(groups: list[dict[str, Any]], requests: list[Any], env_class: Any) -> None:
     """Compare groups with their texts, and the room that was asked for with the prompts."""
     tokenizer = load_tokenizer("chatml")
@@ -145,14 +141,14 @@ def chats_of(engine: ScriptedEngine) -> list[Any]:
     return [request.body for request in engine.requests if "messages" in request.body]
 
 
-def make_config(env_class: Any, tokenizer_folder: Path, **settings: Any) -> BaseEnvConfig:
+def make_config(env_class: Any, **settings: Any) -> BaseEnvConfig:
     if env_class is GymTaxiEnv:
         import gymnasium  # noqa: F401 - as the file does at its top
     return BaseEnvConfig(
         group_size=2,
         use_wandb=False,
         max_token_length=MAX_TOKENS,
-        tokenizer_name=str(tokenizer_folder),
+        tokenizer_name=str(FOLDER / "chatml"),
         include_messages=False,
         **settings,
     )
@@ -161,12 +157,10 @@ def make_config(env_class: Any, tokenizer_folder: Path, **settings: Any) -> Base
 @pytest.mark.parametrize("env_class", [GymTaxiEnv, MathEnv])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gymnasium, for the older name
 async def test_file_of_the_first_version_writes_groups_of_the_right_length(
-    env_class: Any, tokenizer_folder: Path, tmp_path: Path
+    env_class: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "groups.jsonl"
-    config = make_config(
-        env_class, tokenizer_folder, total_steps=1, data_path_to_save_groups=str(path)
-    )
+    config = make_config(env_class, total_steps=1, data_path_to_save_groups=str(path))
     async with ScriptedEngine(["go 0", "go 1", "go 0, then 1"]) as engine:
         env = env_class(config, [OpenaiConfig(base_url=engine.base_url, model_name="scripted")])
         env.process_mode = True
@@ -181,12 +175,12 @@ async def test_file_of_the_first_version_writes_groups_of_the_right_length(
 @pytest.mark.parametrize("env_class", [GymTaxiEnv, MathEnv])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 async def test_file_of_the_first_version_delivers_batches_of_the_right_length(
-    env_class: Any, tokenizer_folder: Path, free_port: int
+    env_class: Any, free_port: int
 ) -> None:
     service = LiveService(free_port)
     service.start()
     try:
-        config = make_config(env_class, tokenizer_folder, rollout_server_url=service.url)
+        config = make_config(env_class, rollout_server_url=service.url)
         async with ScriptedEngine(["go 0", "go 1", "go 0, then 1"]) as engine:
             env = env_class(config, [OpenaiConfig(base_url=engine.base_url, model_name="scripted")])
             trainer = ScriptedTrainer(service.url, num_steps=3, max_token_len=MAX_TOKENS)
@@ -198,3 +192,28 @@ async def test_file_of_the_first_version_delivers_batches_of_the_right_length(
 
     assert sum(len(group["tokens"]) for group in trainer.groups) == 3 * 4
     check_lengths(trainer.groups, chats_of(engine), env_class)
+
+
+@pytest.mark.clients
+@pytest.mark.timeout(1200)
+def test_files_run_under_the_first_transformers_too() -> None:
+    try:
+        python = python_of("transformers-4", limit_s=600)
+    except NotInstallableError as error:
+        pytest.skip(str(error))
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    folder = Path(__file__).parents[2]
+    path = os.pathsep.join([str(packages), str(folder)])
+    files = (__file__, "tests/utils/test_earlier_calls.py")
+
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_VERSION, "4.45.", *files],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+    )
+
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    assert " passed" in run.stdout

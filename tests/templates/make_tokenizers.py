@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atroposlib.utils.tokenizers.earlier_calls import read_template_file
+
 __all__ = ["FAMILIES", "FOLDER", "Family", "load_tokenizer", "save_tokenizer"]
 
 FOLDER = Path(__file__).parent
@@ -107,7 +109,7 @@ def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a family, as transformers loads it from its folder."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(FOLDER / name)
+    return read_template_file(AutoTokenizer.from_pretrained(FOLDER / name))
 
 
 def _sentences() -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
+from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls, read_template_file
 from tests.templates.make_tokenizers import FOLDER, load_tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "cats"}]
@@ -20,10 +20,27 @@ TEXT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ncats<|im_end|>\n"
 
 @pytest.fixture
 def tokenizer() -> Any:
-    made = load_tokenizer("chatml")
-    # Releases before 4.52 read templates from the configuration only.
-    made.chat_template = (FOLDER / "chatml" / "chat_template.jinja").read_text()
-    return keep_earlier_calls(made)
+    return keep_earlier_calls(load_tokenizer("chatml"))
+
+
+def test_template_beside_the_tokenizer_is_read_under_every_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import transformers
+
+    path = FOLDER / "chatml" / "chat_template.jinja"
+    unread = load_tokenizer("chatml")
+    unread.chat_template = None  # as the first releases load it
+
+    monkeypatch.setattr(transformers, "__version__", "4.46.3")
+    assert read_template_file(unread).chat_template == path.read_text("utf-8")
+    tokenizer = load_tokenizer("chatml")
+    tokenizer.chat_template = "its own"
+    assert read_template_file(tokenizer).chat_template == "its own"
+    for source in path.parent.glob("tokenizer*.json"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    without = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert not read_template_file(without).chat_template
 
 
 def test_chat_is_rendered_as_a_list_of_ids(tokenizer: Any) -> None:
@@ -40,6 +57,8 @@ def test_chat_is_rendered_as_a_list_of_ids(tokenizer: Any) -> None:
 
 
 def test_tensor_of_a_chat_is_one_tensor(tokenizer: Any) -> None:
+    pytest.importorskip("torch")
+
     tensor = tokenizer.apply_chat_template(CHAT, return_tensors="pt")
 
     assert tuple(tensor.shape) == (1, len(tokenizer.apply_chat_template(CHAT)))

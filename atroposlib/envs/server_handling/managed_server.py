@@ -64,6 +64,7 @@ from atroposlib.envs.server_handling.weight_versions import (
 )
 from atroposlib.errors import NoTokenIdsError, PromptError
 from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -421,7 +422,7 @@ class ManagedServer:
         named = getattr(config, "tokenizer_name", None)  # servers of tests have a model name alone
         name = config.model_name if named in (None, "", "none") else named
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            self.tokenizer = read_template_file(AutoTokenizer.from_pretrained(name))
         except (OSError, ValueError) as error:
             logger.warning(
                 "no tokenizer for %r (%s); prompts are sent as text and completions are read as "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atroposlib.envs.server_handling.config import ServerBaseline
+from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
 __all__ = ["load_tokenizer", "tokenizer_name_of"]
 
@@ -18,4 +19,4 @@ def load_tokenizer(config: ServerBaseline) -> Any:
     """Load the tokenizer of a server's model with transformers."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(tokenizer_name_of(config))
+    return read_template_file(AutoTokenizer.from_pretrained(tokenizer_name_of(config)))

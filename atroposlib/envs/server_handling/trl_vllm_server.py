@@ -37,6 +37,7 @@ from atroposlib.envs.server_handling.tokenizer_loading import tokenizer_name_of
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -91,7 +92,7 @@ class TrlVllmServer(VLLMServer):
         self._ignored_options: set[str] = set()
 
     def _load_tokenizer(self) -> Any:
-        return self._from_pretrained(tokenizer_name_of(self.config))
+        return read_template_file(self._from_pretrained(tokenizer_name_of(self.config)))
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
         url = await self._find_generate_once()
