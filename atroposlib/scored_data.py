@@ -272,6 +272,8 @@ def _check_finite(path: str, values: Sequence[float]) -> None:
 
 
 def _check_scores(scores: Sequence[float]) -> None:
+    if min(scores) >= -MAX_SCORE and max(scores) <= MAX_SCORE:
+        return
     for i, score in enumerate(scores):
         if not -MAX_SCORE <= score <= MAX_SCORE:
             raise GroupError(f"scores[{i}]: {score}; expected a score within ±{MAX_SCORE:g}")

@@ -67,6 +67,8 @@ _ALLOWED_HOST = re.compile(r"\*|(\*\.)?[a-z0-9]([a-z0-9._-]*[a-z0-9])?(:[0-9]{1,
 _MAX_HOST_CHARACTERS = 260
 _MAX_TYPE_CHARACTERS = 200
 _MAX_LOGGED = 256
+_MAX_REMEMBERED = 256
+_MAX_REMEMBERED_BYTES = 1024
 _SHOWN_CHARACTERS = 100
 
 
@@ -132,6 +134,10 @@ class WebPageRule:
     """How the name `{}` is allowed; empty when it cannot be."""
     origin_remedy: str = ""
     """How the origin `{}` is allowed; empty when it cannot be."""
+    _passed: set[tuple[Any, ...]] = field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
+    """What requests of programs were like that may pass: they all look the same."""
 
     def refusal_of(self, scope: Mapping[str, Any]) -> WebPageRefusal | None:
         """Return why an ASGI request is refused; None when it may pass."""
@@ -146,12 +152,27 @@ class WebPageRule:
             or site is not None
             or sent.get(b"user-agent", b"").startswith(_BROWSER)
         )
+        server = scope.get("server")
+        address = server[0] if server else None
+        known = (method, address, sent.get(b"host"), sent.get(b"content-type"))
+        if not is_browser and known in self._passed:
+            return None
         refusal = self._of_host(scope, sent, is_browser=is_browser)
         if refusal is None and (origin is not None or site is not None):
             refusal = self._of_page(scope, method, sent)
         if refusal is None and method in _READS:
             return self._of_changing_get(scope, method, origin) if is_browser else None
-        return refusal or self._of_type(sent, is_browser=is_browser)
+        refusal = refusal or self._of_type(sent, is_browser=is_browser)
+        if refusal is None and not is_browser and self._is_read(sent):
+            self._remember(known, sent)
+        return refusal
+
+    def _remember(self, known: tuple[Any, ...], sent: Mapping[bytes, bytes]) -> None:
+        if (
+            len(self._passed) < _MAX_REMEMBERED
+            and sum(map(len, sent.values())) <= _MAX_REMEMBERED_BYTES
+        ):
+            self._passed.add(known)
 
     def _of_host(
         self, scope: Mapping[str, Any], sent: Mapping[bytes, bytes], *, is_browser: bool
@@ -248,9 +269,9 @@ class WebPageRule:
 
         A body without a type is taken for JSON, except from a browser.
         """
-        media_type = _media_type(sent.get(b"content-type", b"")[:_MAX_TYPE_CHARACTERS])
-        if media_type in self.media_types or media_type.endswith("+json"):
+        if self._is_read(sent):
             return None
+        media_type = _media_type(sent.get(b"content-type", b"")[:_MAX_TYPE_CHARACTERS])
         length = sent.get(b"content-length")
         has_body = b"transfer-encoding" in sent or (length is not None and length.strip(b"0"))
         if not has_body:
@@ -261,6 +282,11 @@ class WebPageRule:
         return WebPageRefusal(
             415, "unsupported_media_type", f"{told}; send it as Content-Type: application/json"
         )
+
+    def _is_read(self, sent: Mapping[bytes, bytes]) -> bool:
+        """Whether bodies of the type that a request names are read."""
+        media_type = _media_type(sent.get(b"content-type", b"")[:_MAX_TYPE_CHARACTERS])
+        return media_type in self.media_types or media_type.endswith("+json")
 
     def _allows(self, host: str) -> bool:
         name, port = _name_and_port(host)

@@ -88,7 +88,7 @@ class Writer:
         self._connection = connection
         self._lock = lock
         self._reserve = reserve
-        self._checkpoint_bytes = min(CHECKPOINT_BYTES, reserve.whole_bytes // 4)
+        self._checkpoint_bytes = min(CHECKPOINT_BYTES, reserve.whole_bytes // 2)
         self._room_checked_bytes = reserve.whole_bytes // 8
         self._told_at = float("-inf")
         self._deliver = deliver
