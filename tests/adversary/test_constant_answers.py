@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import re
 import resource
@@ -476,6 +477,11 @@ QUICK = [
     "tool_calling_server.py",
 ]
 """Environments of one turn whose answers are scored at once."""
+OF_MANY_TURNS = [
+    "game_environments/gymnasium/gym_taxi.py",  # whose actions recur
+    "tool_use_multiturn_server.py",  # which writes the answers between the calls itself
+    "tool_use_turnlevel_advantage_server.py",
+]
 VALUES = [*NUMBERS, "yes", "no", "True", "A", "B", "C", "D", "x", "None", "[]", "{}", "nan", "inf"]
 VALUES += ["1e999", "9" * 500, "\u0663", "1 2 3", "A B C D", "12:00", "raised", "e", "hit", "stick"]
 VALUE_FORMS = ["{}", "<think>t</think> \\boxed{{{}}}", "t</think> <answer>\\boxed{{{}}}</answer>"]
@@ -495,6 +501,7 @@ WHOLE += [
 WHOLE += ["<think>t</think> The best answer is: A, B, C or D", "1: A\n2: B", "south", "pickup"]
 WHOLE += ["<think>t</think> The revenue will be: raised and the magnitude will be: 5%"]
 COMPLETIONS = [*WHOLE, *(form.format(value) for form in VALUE_FORMS for value in VALUES)]
+GOLD = "(the gold answer)"
 REFUSAL = "I do not know."
 """Worth nothing, whatever an environment gives for it."""
 GROUP_SIZE = 60
@@ -512,10 +519,10 @@ class Impostor:
         self.queue: list[str | None] = []
 
     def start(self, gold: Sequence[str], texts: Sequence[str]) -> None:
-        """Begin with the rollouts of one group."""
+        """Begin with the rollouts of one group; no gold answer, no rollout of it."""
         self.known = {}
         self.gold = gold
-        self.queue = [None, REFUSAL, *texts]
+        self.queue = [*([None] if gold else []), REFUSAL, *texts]
 
     def __call__(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         verdict = self.judge(body["messages"])
@@ -524,12 +531,13 @@ class Impostor:
         said = [
             str(m["content"] or "").strip() for m in body["messages"] if "assistant" in m["role"]
         ]
-        for turn, text in enumerate(self.gold[:-1]):
-            if said and said[-1] == visible_text(text).strip():
-                return {"content": self.gold[turn + 1]}
-        if said and said[-1] in self.known:
-            return {"content": self.known[said[-1]]}
-        text = self.queue.pop(0) if self.queue else ""
+        forms = [{gold.strip(), visible_text(gold).strip()} for gold in self.gold]
+        own = [text for text in said if text in self.known or any(text in form for form in forms)]
+        if own and all(text in form for text, form in zip(own, forms, strict=False)) and forms:
+            return {"content": self.gold[min(len(own), len(self.gold) - 1)]}
+        if own and own[-1] in self.known:
+            return {"content": self.known[own[-1]]}
+        text = self.queue.pop(0) if self.queue else REFUSAL
         if text is None:
             return {"content": self.gold[0]}
         self.known[text.strip()] = self.known[visible_text(text).strip()] = text
@@ -542,7 +550,10 @@ class Impostor:
 
 
 async def earned_in(path: str, folder: Path, *, num_items: int) -> dict[str, float]:
-    """Mean part of the gold answer's worth that each completion earns in an environment."""
+    """Mean part of the gold answer's worth that each completion earns in an environment.
+
+    Under `GOLD` stands what the gold answers earn: 1, less where an item has none.
+    """
     player = Impostor(lambda _: None)
     earned: dict[str, list[float]] = {}
     async with ScriptedEngine(messages=player, offers_completions=False) as provider:
@@ -556,34 +567,50 @@ async def earned_in(path: str, folder: Path, *, num_items: int) -> dict[str, flo
         for _ in range(num_items):
             item = await settle(env.get_next_item())
             gold = await settle(env.check_gold_answer(item))
-            turns = [gold] if isinstance(gold, str) else list(gold or [""])
+            turns = [gold] if isinstance(gold, str) else list(gold or [])
             tried = [text for text in texts if text not in turns]
             worths = {turns[0]: 1.0} if len(turns) == 1 and turns[0] in texts else {}
+            best = -math.inf
             for start in range(0, len(tried), GROUP_SIZE - 2):
                 player.start(turns, tried[start : start + GROUP_SIZE - 2])
-                worths |= await _worths(env, item, player)
+                pairs = await _scores(env, item, player)
+                best = max([best, *(score for _, score in pairs)])
+                worths |= _worths(pairs, best)
+            if len(turns) > 1:  # one of its turns, over and over, in a group without it
+                player.start([], list(dict.fromkeys(turns))[: GROUP_SIZE - 1])
+                worths |= _worths(await _scores(env, item, player), best)
             for text, worth in worths.items():
                 earned.setdefault(text, []).append(worth)
-            if gold is not None and turns[-1] not in texts:
+            if turns and turns[-1] not in texts:
                 texts.append(turns[-1])
         await env.server.close()
         await env.close()
     return {text: sum(all_worths) / num_items for text, all_worths in earned.items()}
 
 
-async def _worths(env: Any, item: Any, player: Impostor) -> dict[str, float]:
-    """The part of the gold answer's worth that the texts of one group earn."""
+async def _scores(env: Any, item: Any, player: Impostor) -> list[tuple[str | None, float]]:
+    """Play one group; returns who wrote each trajectory, and its score."""
     group, _ = await env.collect_trajectories(item)
     if isinstance(env, MultiTurnEnv):
         group = await settle(env.postprocess_histories(group))
     if group is None:
+        return []
+    return list(zip(map(player.author, group["messages"]), group["scores"], strict=True))
+
+
+def _worths(pairs: Sequence[tuple[str | None, float]], best: float) -> dict[str, float]:
+    """The part of the gold answer's worth that the texts of one group earn.
+
+    Args:
+        pairs: text, None for the gold answer, and score.
+        best: of the gold answer; a constant may be its text, and may earn more.
+    """
+    if not pairs:
         return {}
-    pairs = list(zip(map(player.author, group["messages"]), group["scores"], strict=True))
     lowest = min(score for _, score in pairs)
     refusal = next((score for text, score in pairs if text == REFUSAL), lowest)
-    best = max(score for _, score in pairs)  # of the gold answer; a constant may be its text
     span = best - refusal if best > refusal else 1.0
-    return {text: (score - refusal) / span for text, score in pairs if text is not None}
+    return {GOLD if text is None else text: (score - refusal) / span for text, score in pairs}
 
 
 def earns_too_much(path: str, earned: Mapping[str, float], *, luck: float) -> list[str]:
@@ -592,7 +619,7 @@ def earns_too_much(path: str, earned: Mapping[str, float], *, luck: float) -> li
     return [
         f"{text[:80]!r} earns {worth:.2f} of the gold answer, at most {cap + luck:.2f} ({reason})"
         for text, worth in sorted(earned.items(), key=lambda pair: -pair[1])
-        if worth > cap + luck
+        if text != GOLD and worth > cap + luck
     ]
 
 
@@ -612,7 +639,16 @@ async def test_completions_that_solve_nothing_earn_no_more_than_guessing(
     earned = await earned_in(path, tmp_path, num_items=3)
 
     assert len(earned) >= 200
+    assert earned[GOLD] == 1.0
     assert earns_too_much(path, earned, luck=LUCKY / 6) == []
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("path", OF_MANY_TURNS)
+async def test_gold_answers_of_many_turns_are_played_to_the_end(path: str, tmp_path: Path) -> None:
+    earned = await earned_in(path, tmp_path, num_items=1)
+
+    assert earned[GOLD] == 1.0
 
 
 @pytest.mark.long
@@ -624,7 +660,7 @@ async def test_in_all_environments_as_well(path: str, tmp_path: Path) -> None:
 
     earned = await earned_in(path, tmp_path, num_items=6)
 
-    assert earned
+    assert earned[GOLD] >= 0.5  # otherwise the parts of it that others earn say nothing
     assert earns_too_much(path, earned, luck=1 / 6) == []
 
 
