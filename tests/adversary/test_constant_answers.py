@@ -500,13 +500,36 @@ WHOLE += [
 ]
 WHOLE += ["<think>t</think> The best answer is: A, B, C or D", "1: A\n2: B", "south", "pickup"]
 WHOLE += ["<think>t</think> The revenue will be: raised and the magnitude will be: 5%"]
+ECHOES = ["@prompt@", "@question@", "@last line@", "@first number@", "@last number@", "@last word@"]
+"""Stand for parts of what was asked."""
 COMPLETIONS = [*WHOLE, *(form.format(value) for form in VALUE_FORMS for value in VALUES)]
+COPIES = [form.format(echo) for form in [*VALUE_FORMS, "<think>{}</think>"] for echo in ECHOES]
 GOLD = "(the gold answer)"
 REFUSAL = "I do not know."
 """Worth nothing, whatever an environment gives for it."""
 GROUP_SIZE = 60
 FEW_TURNS_COMPLETIONS = 80
 """Completions tried where each is a game."""
+
+
+def fill_in(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Put parts of what was asked where a text has their names."""
+    if "@" not in text:
+        return text
+    asked = [_text_of(message["content"]) for message in messages]
+    lines = [line.strip() for line in asked[-1].split("\n") if line.strip()]
+    numbers = re.findall(r"-?\d+\.?\d*", asked[-1])
+    words = re.findall(r"\w+", asked[-1])
+    parts = ["\n".join(asked), asked[-1], _at(lines, -1), _at(numbers, 0), _at(numbers, -1)]
+    for name, part in zip(ECHOES, [*parts, _at(words, -1)], strict=True):
+        text = text.replace(name, part)
+    return text
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", "") for part in content or [])
 
 
 class Impostor:
@@ -536,12 +559,15 @@ class Impostor:
         if own and all(text in form for text, form in zip(own, forms, strict=False)) and forms:
             return {"content": self.gold[min(len(own), len(self.gold) - 1)]}
         if own and own[-1] in self.known:
-            return {"content": self.known[own[-1]]}
-        text = self.queue.pop(0) if self.queue else REFUSAL
+            text: str | None = self.known[own[-1]]
+        else:
+            text = self.queue.pop(0) if self.queue else REFUSAL
         if text is None:
             return {"content": self.gold[0]}
-        self.known[text.strip()] = self.known[visible_text(text).strip()] = text
-        return {"content": text}
+        written = fill_in(text, body["messages"])
+        self.known.setdefault(written.strip(), text)
+        self.known.setdefault(visible_text(written).strip(), text)
+        return {"content": written}
 
     def author(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """Which of the texts a trajectory consists of; None for the gold one."""
@@ -576,9 +602,11 @@ async def earned_in(path: str, folder: Path, *, num_items: int) -> dict[str, flo
                 pairs = await _scores(env, item, player)
                 best = max([best, *(score for _, score in pairs)])
                 worths |= _worths(pairs, best)
-            if len(turns) > 1:  # one of its turns, over and over, in a group without it
-                player.start([], list(dict.fromkeys(turns))[: GROUP_SIZE - 1])
-                worths |= _worths(await _scores(env, item, player), best)
+            repeated = list(dict.fromkeys(turns)) if len(turns) > 1 else []
+            for others in (repeated[: GROUP_SIZE - 1], COPIES):  # may begin as the gold one does
+                player.start([], others)
+                for text, worth in _worths(await _scores(env, item, player), best).items():
+                    worths[text] = max(worth, worths.get(text, worth))
             for text, worth in worths.items():
                 earned.setdefault(text, []).append(worth)
             if turns and turns[-1] not in texts:
@@ -639,7 +667,7 @@ async def test_completions_that_solve_nothing_earn_no_more_than_guessing(
     earned = await earned_in(path, tmp_path, num_items=3)
 
     assert len(earned) >= 200
-    assert earned[GOLD] == 1.0
+    assert earned[GOLD] > 0.9
     assert earns_too_much(path, earned, luck=LUCKY / 6) == []
 
 
