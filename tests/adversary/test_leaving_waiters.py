@@ -159,6 +159,9 @@ class Crowd:
     async def _collect(self, client: httpx.AsyncClient) -> None:
         while time.monotonic() < self._ends_at or sum(self.collected.values()) < self.num_posted:
             answer = await client.get("/batch", params={"wait": 0.5, "lease": 300})
+            if answer.status_code == 429:  # those who left have as many as may be in flight
+                await asyncio.sleep(float(answer.headers["Retry-After"]))
+                continue
             got = answer.raise_for_status().json()
             if got["batch"] is None:
                 continue
