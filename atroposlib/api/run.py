@@ -124,6 +124,7 @@ class Run:
             await self._log.open()
             self.is_new = self._log.is_new
             self._presence.start(self._clock())
+            self._deliveries.start()
             self._is_open = True
             await self._return_orphans(is_start=True)
 

@@ -66,6 +66,14 @@ class DeliveryDesk:
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
 
+    def start(self) -> None:
+        """Begin the leases of batches that were in flight when the run was opened."""
+        self._leased_since = {
+            handout.token: self._clock()
+            for handout in self._state.delivery.in_flight.values()
+            if handout.lease_s is not None
+        }
+
     def note(self, record: Record) -> None:
         """Learn from an applied record when a lease began.
 

@@ -64,7 +64,6 @@ async def test_lease_lasts_as_long_as_it_says_after_a_start_with_another_time(
     clock.now += 1 + jump_s
 
     again = await open_run(store, clock=clock)
-    await again.tick()
     clock.now += LEASE_S - 1
     await again.tick()
     assert again.state.delivery.in_flight == {0: handout}

@@ -60,6 +60,7 @@ class Group:
 class Batch:
     groups: list[Group]
     attempt: int = 1
+    lease_s: float | None = None
     lease_until: float | None = None
 
 
@@ -284,6 +285,7 @@ class RunMachine(RuleBasedStateMachine):
         serials = [group.serial for group in expected.groups]
         assert [int(payload.content) for payload in payloads] == serials
         assert sum(group.size for group in expected.groups) == BATCH_SIZE
+        expected.lease_s = lease_s
         expected.lease_until = None if lease_s is None else self.clock.now + lease_s
         if batch_id in model.returned:
             del model.returned[batch_id]
@@ -357,6 +359,8 @@ class RunMachine(RuleBasedStateMachine):
         self.run = self.open()
         being_sent = [i for i, b in self.model.in_flight.items() if b.lease_until is None]
         self.model.give_back(being_sent)
+        for batch in self.model.in_flight.values():  # leases begin anew
+            batch.lease_until = self.clock.now + batch.lease_s
 
     @precondition(lambda self: self.model.step > 2)
     @rule()
