@@ -17,7 +17,8 @@ from atroposlib.api.run import Run
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.store.base import StoreFullError
 from atroposlib.api.store.open import open_store
-from atroposlib.errors import ConfigError
+from atroposlib.api.store.sqlite_writer import LOOK_FOR_ROOM_S
+from atroposlib.errors import ConfigError, RunStoreError
 from tests.api.helpers import Service, StoreOfServices, make_group
 from tests.api.run_helpers import decoded, env_request, registration, take
 
@@ -180,6 +181,22 @@ async def test_program_that_takes_every_byte_that_is_given_up_keeps_no_batch(dis
     assert delivered == taken[: len(delivered)]
     assert len(taken) - len(delivered) <= 1
     await run.close()
+
+
+async def test_log_file_deleted_to_free_the_disk_does_not_end_the_writing_thread(disk):
+    leave(disk, 8)
+    run = await started(disk)
+    taken = await fill(run, size=300_000)
+    with pytest.raises(StoreFullError):
+        await run.admit([decoded(2, content=payload(10**6, 6_000_000))])
+    (disk / "run.sqlite3-wal").unlink()
+    await asyncio.sleep(3 * LOOK_FOR_ROOM_S)
+    async with asyncio.timeout(30):
+        with contextlib.suppress(RunStoreError):
+            await run.admit([decoded(2, content=payload(10**6 + 1, 200))])
+    assert len(taken) > 2
+    async with asyncio.timeout(30):
+        await run.close()
 
 
 FILLER = """

@@ -255,7 +255,10 @@ class Writer:
 
     def _log_bytes(self) -> int:
         path = self._lock.path
-        return path.with_name(path.name + "-wal").stat().st_size
+        try:
+            return path.with_name(path.name + "-wal").stat().st_size
+        except FileNotFoundError:  # deleted by someone who needed the room
+            return 0
 
     def _told_place(self) -> str:
         return f"the disk of {self._lock.path}"
@@ -297,7 +300,7 @@ class Writer:
                 self._too_large_bytes = 0
                 self.full_reason = None
                 logger.info("%s has room again: groups are taken", self._told_place())
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:  # of the disk; this thread must go on
             logger.debug("no room yet: %s", error)
 
     def _has_inner_room(self) -> bool:
@@ -367,7 +370,7 @@ class Writer:
                 self._has_garbage = self.make_room(self._delete_slice)
             if self._unsaved_bytes >= self._checkpoint_bytes or not self._reserve.is_whole:
                 self.make_room(self._checkpoint)
-        except (sqlite3.Error, RunStoreError) as error:
+        except (sqlite3.Error, OSError, RunStoreError) as error:
             self._has_garbage = False  # tried again with the next discard, not in a circle
             logger.warning("the run's file could not be tidied up: %s", error)
 
