@@ -316,7 +316,12 @@ def open_writer(path: Path, *, fsync: bool) -> sqlite3.Connection:
 
 
 def damaged_file(path: Path, error: sqlite3.DatabaseError) -> ConfigError:
-    """Return the error of a file that cannot be read as that of a run."""
+    """Return the error of a file that cannot be read as that of a run, or for want of room."""
+    if "disk is full" in str(error):
+        return ConfigError(
+            f"{path} cannot be opened ({error}); free some room, or choose another disk with "
+            "--data-dir"
+        )
     return ConfigError(
         f"{path} cannot be used as the file of a run ({error}); choose another run with --run"
     )
