@@ -40,6 +40,7 @@ PAGE_BYTES = 32_768
 
 _OWNER_ONLY = 0o600
 _LOCKED_BYTE = 2**62
+_NO_SUCH_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 MAX_RESERVE_BYTES = 32 * 2**20
 MIN_RESERVE_BYTES = 2**20
 _RESERVE_STEPS = 16
@@ -183,14 +184,19 @@ def _lock_range(descriptor: int) -> None:
     """Lock a byte far behind those that SQLite locks, and for this descriptor alone.
 
     SQLite's own locks are those of the whole process: the first one opened would let go of them.
+    Elsewhere than on Linux, and on file systems that know no such locks, the name's lock is all
+    there is; a lock of the whole file would keep SQLite itself out.
     """
     if sys.platform != "linux":
-        _lock_file(descriptor)
         return
     import fcntl
 
     wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_LOCKS:
+            raise
 
 
 class SpaceReserve:

@@ -416,7 +416,7 @@ class Writer:
             while self._has_garbage and time.monotonic() < deadline:
                 self._has_garbage = self._delete_slice()
             shrink(self._connection)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             logger.warning("the run's file could not be tidied up: %s", error)
         self._connection.close()
         if self.full_reason is not None:  # the next start needs it, before others take the room

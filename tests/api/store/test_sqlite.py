@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import sqlite3
@@ -133,6 +134,19 @@ async def test_open_by_another_process_under_another_name_is_refused(path: Path)
 
         assert "is in use by another process" in done.stderr
         assert await run.store.append(b"still works")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOLCK])
+async def test_file_system_without_locks_of_ranges_is_served_by_the_lock_of_the_name(
+    path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, command: int, argument: object = 0) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.fcntl", refuse)
+    async with opened(lambda: SqliteRunStore(path)) as run:
+        assert await run.store.append(b"works")
+        assert "is in use by another process" in await open_error(path)
 
 
 async def test_file_made_anew_under_the_name_of_one_in_use_is_refused(path: Path) -> None:
