@@ -70,7 +70,7 @@ class PayloadLedger:
                 self._discardable.append(group.group_id)
 
     def give_up_past(self) -> None:
-        """Give up delivered groups that are kept for inspection; the latest one stays."""
+        """Make delivered groups that are kept for inspection discardable, except the latest."""
         for group_id in self.past.clear():
             if self.latest is not None and group_id == self.latest.group_id:
                 self.latest_is_held = True

@@ -2,8 +2,8 @@
 
 Every replica hears of some environments. What it heard is written down at most every
 `NOTE_INTERVAL_S`, for all of them in one record, so that all replicas agree who has been silent.
-Silence counts from when this process learned of the last sign of life: dates in records come from
-the clocks of other processes, which may be hours ahead or behind.
+Silence is measured by the clock of this process, from when it applied the last record that names an
+environment: times in records come from other processes, whose clocks may be hours off.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Presence:
         self._expiry_s = expiry_s
         self._interval_s = min(NOTE_INTERVAL_S, expiry_s / 4 or NOTE_INTERVAL_S)
         self._heard: dict[int, float] = {}
-        """Who asked here since that was last written down → when."""
+        """Environment id → its last request to this process that is not yet in a record."""
         self._learned: dict[int, float] = {}
-        """Who is named in a record → when this process applied the last such record."""
+        """Environment id → when this process last applied a record that names it."""
         self._epoch = 0
         self._noted_at = 0.0
         self._since = 0.0
@@ -55,7 +55,7 @@ class Presence:
         self._heard[env_id] = now
 
     def note_record(self, record: Record, now: float) -> None:
-        """Remember the signs of life that a record tells of, whichever replica wrote it."""
+        """Note the environments that a record names, whichever replica wrote it."""
         env_ids: Iterable[int | None]
         if isinstance(record, GroupsAdmitted):
             env_ids = [group.env_id for group in record.groups]
@@ -71,7 +71,7 @@ class Presence:
                 self._learned[env_id] = now
 
     def last_heard(self, env_id: int) -> float:
-        """Return when this replica last learned of a sign of life of an environment."""
+        """Return when this process last heard of an environment, directly or by a record."""
         self._forget_former_epoch()
         return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
 

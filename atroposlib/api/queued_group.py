@@ -1,7 +1,7 @@
 """What the queue knows of one group; the store has the rest under its id.
 
-Payloads carry a checksum, xxh3: it reads them at the speed of the memory, ten to twenty times that
-of crc32, which would take a tenth of the time in which a service takes groups in.
+Each payload has an xxh3 checksum. It costs 0.4 ms per 10 MB; crc32 takes ten to twenty times as
+long.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     min_score: float = 0.0
     max_score: float = 0.0
     checksum: int | None = None
-    """Of the stored payload, see `checksum_of`; None for groups that earlier versions stored."""
+    """Checksum of the stored payload (`checksum_of`); None for groups of earlier versions."""
 
     @property
     def known_version(self) -> int | None:
@@ -49,9 +49,9 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return None if self.version == UNKNOWN_VERSION else self.version
 
     def is_payload(self, content: bytes) -> bool:
-        """Whether bytes are the payload of this group as it came in.
+        """Whether `content` is the payload that was posted.
 
-        Without a checksum only what has another length, or is no JSON, is recognized.
+        Without a checksum, only a wrong length or invalid JSON is detected.
         """
         if self.checksum is not None:
             return checksum_of(content) == self.checksum
@@ -67,5 +67,5 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def checksum_of(payload: bytes) -> int:
-    """Return the checksum under which a payload is stored, a number of 64 bits."""
+    """Return the 64-bit checksum of a payload."""
     return xxh3_64_intdigest(payload)

@@ -52,7 +52,8 @@ ReturnReason = Literal["lost", "refused", "expired", "owner_gone"]
 the replica that was sending it is gone."""
 
 PayloadFlaw = Literal["missing", "damaged"]
-"""Why a group cannot leave: the store has no payload under its id, or another than came in."""
+"""Why a group cannot be delivered: its payload is not in the store, or differs from what was
+posted."""
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -199,12 +200,12 @@ class GroupsRemoved(_Record, frozen=True, tag="groups_removed"):
 
 
 class GroupsSetAside(_Record, frozen=True, tag="groups_set_aside"):
-    """Groups of a batch cannot be delivered; its other groups are queued again."""
+    """Some groups of a batch cannot be delivered; its other groups are queued again."""
 
     batch_id: int
     attempt: int
     flaws: list[tuple[int, PayloadFlaw]]
-    """(group_id, what is wrong) of each group that is left out."""
+    """(group_id, flaw) of each group that is removed from the run."""
     at: float
 
 

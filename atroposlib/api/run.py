@@ -130,7 +130,7 @@ class Run:
 
     @property
     def now(self) -> float:
-        """Unix time in seconds, by the clock that dates what happens to the run."""
+        """Unix time in seconds, by the clock of this run."""
         return self._clock()
 
     def stop_waiting(self) -> None:
@@ -149,7 +149,7 @@ class Run:
 
     @property
     def full_reason(self) -> str | None:
-        """Why groups are refused until the store has room; None while they are taken."""
+        """Why the store rejects new groups; None while it accepts them."""
         return self.store.full_reason
 
     async def register_trainer(self, registration: Registration) -> int:
@@ -301,7 +301,7 @@ class Run:
         return await self._deliveries.give_back(handout_token, reason=reason)
 
     async def set_aside(self, handout_token: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
-        """Leave groups of a batch out of the run; see `DeliveryDesk.set_aside`."""
+        """Remove groups of a batch from the run; see `DeliveryDesk.set_aside`."""
         return await self._deliveries.set_aside(handout_token, flaws)
 
     async def set_policy_version(self, version: int) -> None:

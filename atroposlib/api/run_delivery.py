@@ -60,14 +60,14 @@ class DeliveryDesk:
         self._clock = clock
         self._waiters = Waiters()
         self._leased_since: dict[str, float] = {}
-        """Token of a batch → when this process learned that it is leased."""
+        """Token of a leased batch → when its lease started, by the clock of this process."""
         self._owed: dict[BatchToken, bool] = {}
         """What could not be written yet: token → whether the batch arrived."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
 
     def start(self) -> None:
-        """Begin the leases of batches that were in flight when the run was opened."""
+        """Restart the leases of batches that were in flight when the run was opened."""
         self._leased_since = {
             handout.token: self._clock()
             for handout in self._state.delivery.in_flight.values()
@@ -75,10 +75,10 @@ class DeliveryDesk:
         }
 
     def note(self, record: Record) -> None:
-        """Learn from an applied record when a lease began.
+        """Record when the lease of a batch started.
 
-        Its length is measured from here: the clocks of other replicas, and of the process that
-        served the run before, may be hours ahead or behind.
+        The time is taken from this process: the clocks of other replicas and of earlier processes
+        may be hours off.
         """
         if isinstance(record, records.BatchFormed | records.BatchHandedOut):
             handout = self._state.delivery.in_flight.get(record.batch_id)
@@ -173,14 +173,14 @@ class DeliveryDesk:
         return None
 
     async def _read(self, token: BatchToken, groups: Sequence[QueuedGroup]) -> list[bytes] | None:
-        """Return the payloads of a batch; None when some are no good, and were set aside."""
+        """Return the payloads of a batch; None if some were missing or damaged and set aside."""
         try:
             contents = await self._store.fetch([group.group_id for group in groups])
             if all(map(QueuedGroup.is_payload, groups, contents)):
                 return contents
         except (KeyError, DamagedPayloadError):
             pass
-        # Each on its own tells which; what can be read now is good.
+        # Fetched one by one, to find which ones are missing or damaged.
         contents = []
         flaws: dict[int, PayloadFlaw] = {}
         for group in groups:
@@ -199,11 +199,11 @@ class DeliveryDesk:
         return None if flaws else contents
 
     async def set_aside(self, text: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
-        """Leave groups of a batch out of the run, and queue its others again.
+        """Remove groups of a batch from the run and queue its other groups again.
 
         Args:
             text: token of the batch, which must be in flight.
-            flaws: group id → what is wrong with its payload.
+            flaws: group id → flaw of its payload.
         """
         token = parse_token(text)
         return "unknown" if token is None else await self._set_aside(token, flaws)
@@ -218,7 +218,7 @@ class DeliveryDesk:
         if result == "returned":
             for group_id, flaw in flaws.items():
                 logger.error(
-                    "group %d is left out of the run: its payload is %s in the store",
+                    "group %d is removed from the run: its payload is %s in the store",
                     group_id,
                     flaw,
                 )

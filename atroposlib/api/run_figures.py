@@ -36,7 +36,7 @@ class MeteredRun(Protocol):
 
     @property
     def full_reason(self) -> str | None:
-        """Why groups are refused until the store has room; None while they are taken."""
+        """Why the store rejects new groups; None while it accepts them."""
 
     def stalls(self) -> list[Stall]:
         """Name what keeps queued groups from becoming a batch."""
@@ -186,7 +186,7 @@ FIGURES = (
     _gauge("atropos_environments", "Registered environments, by state.", _environments, "state"),
     _gauge(
         "atropos_store_full",
-        "Whether groups are refused until the store has room: 1 or 0.",
+        "1 while the store has no space for new groups, else 0.",
         lambda run: run.full_reason is not None,
     ),
     _counter("atropos_groups_received_total", "Groups stored.", _counted("groups/received")),

@@ -132,7 +132,7 @@ class RunLog:
         """Let the store forget payloads that nobody needs; what fails is tried again later."""
         ledger = self._state.payloads
         if self._store.full_reason is not None:
-            ledger.give_up_past()  # room for what is to come matters more than looking back
+            ledger.give_up_past()  # space for new groups matters more than inspection
         while group_ids := ledger.take_discardable(_DISCARDED_AT_ONCE):
             try:
                 await self._store.discard(group_ids)
@@ -148,7 +148,7 @@ class RunLog:
     async def compact_if_due(self) -> None:
         """Replace a long log by a snapshot, written in slices between which others run."""
         alive = self._state.num_alive_groups
-        is_full = self._store.full_reason is not None  # then a shorter log makes room
+        is_full = self._store.full_reason is not None  # then a shorter log frees space
         least = self._least_when_full if is_full else _MIN_RECORDS_TO_COMPACT
         if self._num_records <= max(least, _RECORDS_PER_GROUP_TO_COMPACT * alive):
             return

@@ -42,7 +42,7 @@ SET_ASIDE = "records/set_aside_"
 """Counters of records that could not be applied, by kind, begin with this."""
 
 GROUPS_SET_ASIDE = "groups/set_aside_"
-"""Counters of groups that could not be delivered, by what is wrong, begin with this."""
+"""Prefix of the counters of groups that could not be delivered; the flaw follows."""
 
 _KEPT_TRAINER_IDS = 256
 _KEPT_FLAWS = 100
@@ -83,7 +83,7 @@ class RunState:
         self.counters: Counter[str] = Counter()
         """Counts over the whole life of the run, resets included."""
         self.set_aside_groups: deque[tuple[int, PayloadFlaw]] = deque(maxlen=_KEPT_FLAWS)
-        """Groups set aside lately, and what is wrong with their payloads."""
+        """(group_id, flaw) of the groups set aside most recently."""
         self.epoch = 0
         """How often the run was reset."""
         self.fence = 0

@@ -1,4 +1,4 @@
-"""Unix time that never jumps, whatever is done to the clock of the machine."""
+"""Unix time that does not jump when the system clock is changed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["steady_clock"]
 def steady_clock(
     *, unix: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
-    """Return a clock that is read from the machine once and runs on by itself from then on.
+    """Return a clock that reads Unix time once and then advances with the monotonic clock.
 
-    Differences of its times are true durations. As dates they are as good as the machine's clock
-    was when this one was made.
+    Differences between its times are durations. Its dates are as accurate as the system clock was
+    when this function was called.
 
     Args:
         unix: Unix time in seconds.
-        monotonic: seconds that only ever grow.
+        monotonic: seconds since any fixed point; never decreases.
     """
-    begun = unix() - monotonic()
-    return lambda: begun + monotonic()
+    offset = unix() - monotonic()
+    return lambda: offset + monotonic()

@@ -108,7 +108,7 @@ class WebPageRefusal(NamedTuple):
 
 @dataclass(frozen=True)
 class WebPageRule:
-    """What one application lets browsers do; pure.
+    """What one application lets browsers do; pure but for a cache.
 
     Example: `WebPageRule(allowed_hosts=frozenset({"runs.example.org"}))` serves programs, its own
     pages under any local name and under that one, and links of other pages to what only shows.
@@ -137,7 +137,7 @@ class WebPageRule:
     _passed: set[tuple[Any, ...]] = field(
         default_factory=set, init=False, repr=False, compare=False
     )
-    """What requests of programs were like that may pass: they all look the same."""
+    """Cache: (method, address, host, content type) of accepted requests from programs."""
 
     def refusal_of(self, scope: Mapping[str, Any]) -> WebPageRefusal | None:
         """Return why an ASGI request is refused; None when it may pass."""

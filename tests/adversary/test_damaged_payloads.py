@@ -262,6 +262,30 @@ async def test_binary_group_of_an_earlier_version_that_cannot_be_converted_is_se
     assert service.status()["set_aside_group_ids"] == [0]
 
 
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_conversion_that_fails_for_want_of_memory_costs_no_group(has_checksums, monkeypatch):
+    service = Service()
+    service.start(batch_size=2)
+    service.push(2, 2)
+    run: Run = service.app.state.run
+    if not has_checksums:
+        groups = [msgspec.structs.replace(group, checksum=None) for group in run.state.queue]
+        run.state.queue.clear()
+        for group in groups:
+            run.state.queue.append(group)
+
+    def fail(*args: object, **options: object) -> bytes:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("atroposlib.api.routes.trainer.convert_payload", fail)
+        answer = service.get("/batch", headers={"Accept": "application/msgpack"})
+
+    assert answer.status_code == 500
+    assert "set_aside_groups" not in service.status()
+    assert [service.take(), service.take()] == [[0.0], [1.0]]
+
+
 def test_what_was_set_aside_is_shown():
     service = Service()
     service.start(batch_size=2)

@@ -56,8 +56,8 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
     What these figures do not contain is named only while there is some: `buffered_sequences`,
     `in_flight_batches` and of them `leased_batches`, `returned_batches` that leave next,
     `expired_envs`, `set_aside_records` that could not be applied, `set_aside_groups` whose payloads
-    are missing or damaged and `set_aside_group_ids` of the last of them, `store_full` (why groups
-    are refused until there is room), `policy_version`, `run`, `consumer` (the `name` of a tool
+    are missing or damaged and `set_aside_group_ids` of the last of them, `store_full` (why new
+    groups are rejected), `policy_version`, `run`, `consumer` (the `name` of a tool
     that stands in for a trainer and `idle_s`, seconds since it asked for a batch), and `stalls`:
     why queued groups make no batch.
     """

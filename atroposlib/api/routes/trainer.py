@@ -126,16 +126,10 @@ async def get_batch(
         }
     try:
         pieces = await _pieces_of(request, payloads, accepted, envelope)
-    except asyncio.CancelledError:
-        await lost()
-        raise
-    except Exception:
-        flaws = await in_threads(request, partial(_flaws_of, found, accepted))
-        if not flaws:
-            await lost()
+    except BaseException as error:
+        if not await _set_aside_unreadable(request, run, found, accepted, error):
             raise
-        # Each time round, the run has fewer groups.
-        await run.set_aside(handout.token, flaws)
+        # Terminates: the run has fewer groups after each call.
         return await get_batch(request, run, lease=lease, wait=wait, consumer=consumer)
     return PiecesResponse(
         pieces,
@@ -194,15 +188,48 @@ def _converted(payloads: list[StoredPayload], accepted: AcceptedLane) -> list[St
     ]
 
 
+async def _set_aside_unreadable(
+    request: Request, run: Run, found: Found, accepted: AcceptedLane, error: BaseException
+) -> bool:
+    """Set aside the damaged groups of a batch that could not be written.
+
+    Returns:
+        True if there were any; otherwise the batch is returned, to be delivered next.
+    """
+    token = found[0].token
+    try:
+        flaws = {}
+        if isinstance(error, Exception) and not isinstance(error, MemoryError):
+            flaws = await in_threads(request, partial(_flaws_of, found, accepted))
+        if flaws and await run.set_aside(token, flaws) == "returned":
+            return True
+    except BaseException:
+        await run.give_back(token)
+        raise
+    await run.give_back(token)
+    return False
+
+
 def _flaws_of(found: Found, accepted: AcceptedLane) -> dict[int, PayloadFlaw]:
-    """Name the groups of a batch that cannot be converted: damaged ones without a checksum."""
+    """Name the groups of a batch whose damaged payloads cannot be converted.
+
+    Only groups stored without a checksum, by an earlier version, can be damaged here: a payload
+    whose checksum holds is intact, whatever made the conversion fail.
+
+    Raises:
+        MemoryError: memory ran out, which says nothing about a payload.
+    """
     handout, payloads = found
     flaws: dict[int, PayloadFlaw] = {}
-    for group_id, payload in zip(handout.group_ids, payloads, strict=True):
+    for group, payload in zip(handout.groups, payloads, strict=True):
+        if group.checksum is not None:
+            continue
         try:
             _converted([payload], accepted)
+        except MemoryError:
+            raise
         except Exception:  # noqa: BLE001 - damaged bytes fail in many ways
-            flaws[group_id] = "damaged"
+            flaws[group.group_id] = "damaged"
     return flaws
 
 

@@ -61,11 +61,11 @@ class Payload(NamedTuple):
 
 
 class DamagedPayloadError(RunStoreError):
-    """The store works and has the payload of a group, but cannot read it."""
+    """The payload of a group is in the store but damaged, and can never be read."""
 
 
 class StoreFullError(RunStoreError):
-    """The store has no room for further groups; what is in it can still leave."""
+    """The store has no space for new groups; stored groups can still be delivered."""
 
 
 class RunStore(Protocol):
@@ -76,7 +76,7 @@ class RunStore(Protocol):
 
     @property
     def full_reason(self) -> str | None:
-        """Why groups are refused until there is room; None while they are taken."""
+        """Why new groups are rejected until there is space; None while they are accepted."""
 
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Load the run: `restore` the snapshot if there is one, then `apply` the records behind it.
@@ -100,9 +100,9 @@ class RunStore(Protocol):
             the fence has moved: nothing was written, and what others wrote has been applied.
 
         Raises:
-            StoreFullError: there is no room for the payloads. Records without payloads get room
-                that is kept for them.
-            RunStoreError: it cannot be written for another reason.
+            StoreFullError: there is no space for the payloads. Records without payloads are
+                written to reserved space.
+            RunStoreError: writing failed for another reason.
         """
 
     async def sync(self) -> None:

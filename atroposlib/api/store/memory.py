@@ -26,7 +26,7 @@ class MemoryRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """None: memory that ends ends the process."""
+        """Always None: a process without memory ends."""
         return None
 
     async def open(self, apply: Apply, restore: Restore) -> None:

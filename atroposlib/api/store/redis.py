@@ -98,7 +98,7 @@ class RedisRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Why Redis takes no more groups now; None while it does."""
+        """Why Redis has no memory for new groups; None while it has."""
         return self._log.full_reason
 
     async def open(self, apply: Apply, restore: Restore) -> None:

@@ -105,7 +105,7 @@ class RedisLog:
         self._failure: RunStoreError | None = None
         self._task: asyncio.Task[None] | None = None
         self._refused: tuple[float, str] | None = None
-        """When Redis had no memory for payloads last, and what it said; None once it had."""
+        """Time and text of the last rejection for lack of memory; None after a success."""
 
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Read the log from its snapshot on, and follow it from then on."""
@@ -115,7 +115,7 @@ class RedisLog:
 
     @property
     def full_reason(self) -> str | None:
-        """Why Redis refused payloads in the last half minute; None if it took some since."""
+        """Why Redis rejected payloads in the last 30 s; None if it has accepted some since."""
         if self._refused is None or time.monotonic() - self._refused[0] > _FULL_COUNTS_S:
             return None
         return self._refused[1]

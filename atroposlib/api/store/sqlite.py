@@ -96,7 +96,7 @@ class SqliteRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Why the disk takes no more groups now; None while it does."""
+        """Why the disk has no space for new groups; None while it has."""
         return None if self._writer is None else self._writer.full_reason
 
     async def append(

@@ -86,9 +86,8 @@ COMMIT;
 class FileLock:
     """Keeps a run from being opened twice; the system drops it when this process dies.
 
-    Two locks: that of a file beside the run's, named after it, holds although the run's file is
-    deleted and made anew; that of the run's file itself holds under every name that it has, by
-    links of either kind.
+    There are two locks. The lock on `NAME.lock` also holds when the run's file is deleted and
+    created again. The lock on the run's file holds under every name that links give to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,12 +126,12 @@ class FileLock:
             raise
 
     def require_in_place(self) -> None:
-        """Refuse to go on writing a file that no longer has its name.
+        """Raise if the path no longer refers to the locked file.
 
         Raises:
-            RunStoreError: the file was deleted, or another took its place.
+            RunStoreError: the file was deleted or replaced.
         """
-        # Before every commit: one call of the system, since what is open stays the same file.
+        # Called before every commit, so it is a single system call.
         try:
             found = os.stat(self._text)  # noqa: PTH116 - a path object takes four times as long
             is_ours = (found.st_dev, found.st_ino) == self._identity
@@ -154,7 +153,7 @@ class FileLock:
             ) from error
 
     def release(self) -> None:
-        """Let go of both locks; every connection to the file must be closed."""
+        """Release both locks; every connection to the file must be closed."""
         if self._file is not None:
             os.close(self._file)
             self._file = self._identity = None
@@ -165,7 +164,7 @@ class FileLock:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one that has a name."""
+    """Whether a path still refers to an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -181,11 +180,12 @@ def _lock_file(descriptor: int) -> None:
 
 
 def _lock_range(descriptor: int) -> None:
-    """Lock a byte far behind those that SQLite locks, and for this descriptor alone.
+    """Lock one byte, far after those that SQLite locks, for this descriptor alone.
 
-    SQLite's own locks are those of the whole process: the first one opened would let go of them.
-    Elsewhere than on Linux, and on file systems that know no such locks, the name's lock is all
-    there is; a lock of the whole file would keep SQLite itself out.
+    It is an open file description lock: an ordinary one belongs to the process, and closing any
+    descriptor of the file would release SQLite's locks too. Without support for such locks (other
+    systems than Linux, some file systems) only the lock on `NAME.lock` is held, since a lock on
+    the whole file would exclude SQLite itself.
     """
     if sys.platform != "linux":
         return
@@ -200,15 +200,16 @@ def _lock_range(descriptor: int) -> None:
 
 
 class SpaceReserve:
-    """Room on the disk that is kept for records, so that batches leave when it is full.
+    """Disk space reserved for records, so that batches can be delivered when the disk is full.
 
-    A file of zeros beside the run's, given up a step at a time and taken back when there is room:
-    what the file system says of its room need not be true, and other programs may take it. The
-    first bytes of the file tell its full size.
+    A file of zeros next to the run's file. It is shortened step by step when records need space,
+    and extended again when the disk has space. A file is used because the free space that a file
+    system reports may be inexact, and other programs can take it. The first bytes hold its full
+    size.
 
     Args:
-        path: the file.
-        whole_bytes: its size; by default as the disk allows.
+        path: Path of the reserve.
+        whole_bytes: Full size; None: a sixteenth of the disk, from 1 MiB to 32 MiB.
     """
 
     def __init__(self, path: Path, *, whole_bytes: int | None = None) -> None:
@@ -216,18 +217,18 @@ class SpaceReserve:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
         self._hindrance: int | None = None
         self.num_bytes = os.fstat(self._descriptor).st_size
-        """What is left of it."""
+        """Current size."""
         self.whole_bytes = self._noted_size() or self._begin(whole_bytes)
-        """What it is when the disk is not full."""
+        """Full size, which it has when the disk is not full."""
 
     def _noted_size(self) -> int | None:
-        """Return the size that an interrupted process noted; None when there is none."""
+        """Return the full size that an earlier process wrote down; None if there is none."""
         note = os.pread(self._descriptor, _NOTE_BYTES, 0)
         size = int.from_bytes(note, "little") if len(note) == _NOTE_BYTES else 0
         return size if MIN_RESERVE_BYTES <= size <= MAX_RESERVE_BYTES else None
 
     def _begin(self, whole_bytes: int | None) -> int:
-        """Take as much as there is room for, down to the least that is of use."""
+        """Create the reserve, smaller on a disk with little space; return its full size."""
         wanted = size = whole_bytes or _usual_reserve(self._path.parent)
         while not self._grow(size) and size > MIN_RESERVE_BYTES:
             size = max(size // 2, MIN_RESERVE_BYTES)
@@ -238,33 +239,36 @@ class SpaceReserve:
 
     @property
     def is_whole(self) -> bool:
-        """Whether none of it is given up."""
+        """Whether it has its full size."""
         return self.num_bytes >= self.whole_bytes
 
     def give_up(self) -> bool:
-        """Leave a step of it to whoever writes next; False when nothing is left."""
+        """Free one step of the reserve; False when it is used up."""
         if self.num_bytes <= _NOTE_BLOCK:
             return False
         self._cut(max(_NOTE_BLOCK, self.num_bytes - self._step_bytes))
         return True
 
     def restore(self) -> bool:
-        """Take back what there is room for; tell whether that is all of it."""
+        """Extend it as far as there is space; return whether it has its full size."""
         while not self.is_whole:
             if not self._grow(min(self.whole_bytes, self.num_bytes + self._step_bytes)):
                 return False
         return True
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the disk has room for so much more, found out by taking it for a moment."""
+        """Whether `num_bytes` more fit on the disk; tried out by allocating them for a moment."""
         size = self.num_bytes
         if self._grow(size + num_bytes):
             self._cut(size)
             return True
-        return self._hindrance not in (errno.ENOSPC, errno.EDQUOT)  # writing will tell
+        return self._hindrance not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+        )  # the cause is another one: let the write itself fail
 
     def close(self, *, keep: bool) -> None:
-        """Let go of it; removes it unless it is to be kept for the next start."""
+        """Close it, and remove it unless it is kept for the next start."""
         os.close(self._descriptor)
         if not keep:
             self._path.unlink(missing_ok=True)
@@ -295,7 +299,7 @@ class SpaceReserve:
 
 
 def _usual_reserve(folder: Path) -> int:
-    """Return a sixteenth of the disk within bounds; the most where the disk does not say."""
+    """Return a sixteenth of the disk, within bounds; the maximum if its size is unknown."""
     if sys.platform == "win32":
         return MAX_RESERVE_BYTES
     disk = os.statvfs(folder)
@@ -322,10 +326,10 @@ def open_writer(path: Path, *, fsync: bool) -> sqlite3.Connection:
 
 
 def damaged_file(path: Path, error: sqlite3.DatabaseError) -> ConfigError:
-    """Return the error of a file that cannot be read as that of a run, or for want of room."""
+    """Return the error for a run file that is damaged, or that a full disk keeps from opening."""
     if "disk is full" in str(error):
         return ConfigError(
-            f"{path} cannot be opened ({error}); free some room, or choose another disk with "
+            f"{path} cannot be opened ({error}); free some space, or choose another disk with "
             "--data-dir"
         )
     return ConfigError(
@@ -342,12 +346,12 @@ def open_reader(path: Path) -> sqlite3.Connection:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error tells of a file that is damaged, rather than busy, full or out of reach."""
+    """Whether an error means that the file is damaged, not that it is busy, full or missing."""
     return type(error) is sqlite3.DatabaseError  # the others have classes of their own
 
 
 def is_full(error: BaseException | None, reserve: SpaceReserve) -> bool:
-    """Whether an error tells that the disk is full; not all that do say so."""
+    """Whether an error was caused by a full disk; some only say "disk I/O error"."""
     if not isinstance(error, sqlite3.OperationalError):
         return False
     text = str(error)
@@ -365,7 +369,7 @@ def read_counters(connection: sqlite3.Connection) -> tuple[int, int]:
 
 
 def shrink(connection: sqlite3.Connection, *, below_bytes: int = SHRINK_BELOW_BYTES) -> bool:
-    """Rewrite a file that is mostly free space, when little is left in it; tell whether."""
+    """Rewrite a file that is mostly free space; return whether it was rewritten."""
     free = free_bytes(connection)
     pages = int(connection.execute("PRAGMA page_count").fetchone()[0])
     used = pages * PAGE_BYTES - free
@@ -376,7 +380,7 @@ def shrink(connection: sqlite3.Connection, *, below_bytes: int = SHRINK_BELOW_BY
 
 
 def free_bytes(connection: sqlite3.Connection) -> int:
-    """Return the room within the file, which what is written next takes first."""
+    """Return the free space inside the file, which is used before the file grows."""
     return int(connection.execute("PRAGMA freelist_count").fetchone()[0]) * PAGE_BYTES
 
 

@@ -48,7 +48,7 @@ _ROOM_ABOVE_BYTES = 8 * PAGE_BYTES
 SLICE_PAYLOADS = 64
 SLICE_RECORDS = 1000
 LOOK_FOR_ROOM_S = 0.5
-"""While the disk is full, how long nothing is asked for until room is looked for again."""
+"""Interval between checks for free space while the disk is full."""
 
 TELL_FULL_S = 60.0
 FORGET_TOO_LARGE_S = 30.0
@@ -63,14 +63,14 @@ T = TypeVar("T")
 class Writer:
     """Owns the writing connection; every method but `submit` and `close` runs in its thread.
 
-    On a full disk records that bring payloads are refused, and what is kept in reserve is given up
-    step by step for all others. Groups are taken again once it is whole, or once there is as much
-    room within the file.
+    When the disk is full, records with payloads are rejected. All other records use the reserved
+    space, one step at a time. Groups are accepted again once the reserve is complete, or once the
+    file itself has as much free space.
 
     Attributes:
-        full_reason: Why payloads are refused now, or those as large as one that did not fit; None
-            while all are taken.
-        refuses_payloads: Whether all are.
+        full_reason: Why groups, or groups above a certain size, are rejected now; None while all
+            are accepted.
+        refuses_payloads: Whether all groups are rejected.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Writer:
         self.full_reason: str | None = None
         self.refuses_payloads = False
         self._too_large_bytes = 0
-        """The largest that did not fit lately, 0 when all did."""
+        """Size of the largest commit that recently did not fit; 0 if there was none."""
         self._too_large_at = 0.0
         self._connection = connection
         self._lock = lock
@@ -99,7 +99,7 @@ class Writer:
         self._position, self._num_guarded = read_counters(connection)
         self._has_garbage = True
         if not reserve.is_whole:
-            self._note_full("what is kept in reserve for it was given up before")
+            self._note_full("part of the reserved space is in use")
         self._thread = threading.Thread(target=self._serve, name="run-store-writer", daemon=True)
         self._thread.start()
 
@@ -122,7 +122,7 @@ class Writer:
         self._has_garbage = True
 
     def make_room(self, write: Callable[[], T]) -> T:
-        """Do what writes and return its result; on a full disk, with room from the reserve."""
+        """Call `write` and return its result; on a full disk, use reserved space for it."""
         while True:
             try:
                 return write()
@@ -137,7 +137,7 @@ class Writer:
         """Let a snapshot stand for the log before a position; its records become garbage.
 
         Raises:
-            StoreFullError: the disk is full, and the snapshot too large for what is in reserve.
+            StoreFullError: the disk is full and the snapshot does not fit the reserved space.
         """
         if self.full_reason is not None and 4 * len(snapshot) > self._reserve.num_bytes:
             raise StoreFullError(self.full_reason)
@@ -216,10 +216,10 @@ class Writer:
         self._deliver(done)
 
     def _commit_in_room(self, appends: list[Append]) -> list[Done]:
-        """Commit appends; those without payloads even on a full disk.
+        """Commit appends. Those without payloads are committed even when the disk is full.
 
         Raises:
-            StoreFullError: there is no room for payloads.
+            StoreFullError: there is no space for the payloads.
         """
         self._lock.require_in_place()
         if not any(append.payloads for append in appends):
@@ -240,7 +240,7 @@ class Writer:
             raise StoreFullError(self.full_reason) from error
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Whether much can be written: once to the log file, and once to the main file."""
+        """Whether `num_bytes` fit on the disk twice: in the log file and in the main file."""
         if not num_bytes:
             return True
         num_bytes += _ROOM_ABOVE_BYTES
@@ -248,7 +248,7 @@ class Writer:
             return True
         self._checkpoint()
         self._return_space()
-        # Both files are written anew from where they are free, before they grow.
+        # Free space inside both files is used before they grow.
         log_bytes = 0 if self._unsaved_bytes else self._log_bytes()
         missing = max(0, num_bytes - free_bytes(self._connection)) + max(0, num_bytes - log_bytes)
         return not missing or self._reserve.has_room(missing)
@@ -257,38 +257,38 @@ class Writer:
         path = self._lock.path
         try:
             return path.with_name(path.name + "-wal").stat().st_size
-        except FileNotFoundError:  # deleted by someone who needed the room
+        except FileNotFoundError:  # deleted to free space
             return 0
 
     def _told_place(self) -> str:
         return f"the disk of {self._lock.path}"
 
     def _note_full(self, error: str) -> None:
-        """Refuse payloads from now on."""
+        """Reject groups from now on."""
         if self.full_reason is None and time.monotonic() - self._told_at > TELL_FULL_S:
             self._told_at = time.monotonic()
             logger.error(
-                "%s is full (%s): groups are refused until there is room, batches still leave",
+                "%s is full (%s): new groups are rejected until space is freed",
                 self._told_place(),
                 error,
             )
         self.refuses_payloads = True
         self.full_reason = (
-            f"{self._told_place()} is full ({error}); groups are taken again when there is room: "
-            "free some, or let the trainer take batches"
+            f"{self._told_place()} is full ({error}); new groups are rejected until space is "
+            "freed: delete files, or let the trainer take batches"
         )
 
     def _note_too_large(self, num_bytes: int) -> None:
-        """Refuse what is as large until there is room; smaller groups are still taken."""
+        """Reject commits of this size until there is space; smaller ones are still accepted."""
         self._too_large_at = time.monotonic()
         self._too_large_bytes = max(num_bytes, self._too_large_bytes)
         self.full_reason = (
-            f"{self._told_place()} is full: it has no room for a group of {num_bytes} bytes; it is "
-            "taken when there is: free some, or let the trainer take batches"
+            f"{self._told_place()} is full: there is no space for a group of {num_bytes} bytes; "
+            "delete files, or let the trainer take batches"
         )
 
     def _seek_room(self) -> None:
-        """Look whether payloads can be taken again; what has left makes room for them."""
+        """Check whether groups can be accepted again."""
         try:
             self.make_room(self._checkpoint)
             self._return_space()
@@ -299,18 +299,20 @@ class Writer:
             if not self.refuses_payloads and self._has_room(self._too_large_bytes):
                 self._too_large_bytes = 0
                 self.full_reason = None
-                logger.info("%s has room again: groups are taken", self._told_place())
-        except (sqlite3.Error, OSError) as error:  # of the disk; this thread must go on
-            logger.debug("no room yet: %s", error)
+                logger.info("%s has free space again: new groups are accepted", self._told_place())
+        except (sqlite3.Error, OSError) as error:  # the writing thread must not end
+            logger.debug("no free space yet: %s", error)
 
     def _has_inner_room(self) -> bool:
-        """Whether the file has the room that the disk has not: no other program can take it."""
+        """Whether the file has enough free space inside, which no other program can take."""
         whole, left = self._reserve.whole_bytes, self._reserve.num_bytes
         return left >= whole // 2 and left + free_bytes(self._connection) >= 2 * whole
 
     def _return_space(self) -> None:
-        """Give free space within the file back to the disk, when little is left in it."""
-        self._connection.execute("PRAGMA temp_store = MEMORY")  # no other disk need have room
+        """Return free space inside the file to the disk when little data is left in it."""
+        self._connection.execute(
+            "PRAGMA temp_store = MEMORY"
+        )  # temporary files would need space on another disk
         below = self._reserve.whole_bytes // 2
         if self.make_room(lambda: shrink(self._connection, below_bytes=below)):
             self.make_room(self._truncate_log)
@@ -391,8 +393,10 @@ class Writer:
                 except sqlite3.DatabaseError as error:
                     if not is_damage(error):
                         raise
-                    # What it takes up stays lost; the garbage behind it can go.
-                    logger.warning("the damaged payload of group %d stays: %s", group_id, error)
+                    # Its space stays occupied; the remaining garbage can still be deleted.
+                    logger.warning(
+                        "the damaged payload of group %d cannot be deleted: %s", group_id, error
+                    )
                 if time.monotonic() > deadline or index == len(group_ids) - 1:
                     execute("DELETE FROM garbage WHERE group_id <= ?", (group_id,))
                     break
@@ -419,7 +423,7 @@ class Writer:
         except (sqlite3.Error, OSError) as error:
             logger.warning("the run's file could not be tidied up: %s", error)
         self._connection.close()
-        if self.full_reason is not None:  # the next start needs it, before others take the room
+        if self.full_reason is not None:  # so that the next start finds it
             self._reserve.restore()
         self._reserve.close(keep=self.full_reason is not None)
 

@@ -40,7 +40,7 @@ class WatchedStore:
         self.observe = observe
         self._clock = clock
         self._failures: dict[tuple[str, bool], tuple[float, str]] = {}
-        """What fails, and whether it brings payloads → when it did last, and why."""
+        """(operation, has payloads) → when it last failed, and why."""
 
     async def problem(self, *, timeout_s: float = 2.0) -> str | None:
         """Return why the store cannot be relied on now, None when it can.
@@ -60,7 +60,7 @@ class WatchedStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Why the store takes no more groups now; None while it does."""
+        """Why the store rejects new groups; None while it accepts them."""
         return self.store.full_reason
 
     async def open(self, apply: Apply, restore: Restore) -> None:
@@ -71,7 +71,7 @@ class WatchedStore:
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
     ) -> bool:
         """Write a record with its payloads."""
-        # That records without payloads can be written does not mean that groups can.
+        # On a full disk only records without payloads can be written: count them apart.
         with self._watch("append", bool(payloads)):
             return await self.store.append(record, payloads, fence=fence)
 

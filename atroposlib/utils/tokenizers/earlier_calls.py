@@ -9,7 +9,7 @@ against the earlier answers, so the tokenizer that an environment is given keeps
     batch_decode([])                one empty text     an empty list
     encode_plus, batch_encode_plus  removed            the mapping of `tokenizer(...)`
 
-And later models hold their chat template in a file that the first releases do not read.
+Releases before 4.47 do not read `chat_template.jinja`, where recent models have their template.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["keep_earlier_calls", "no_template_text", "read_template_file"]
 
 TEMPLATE_FILE = "chat_template.jinja"
 FIRST_TO_READ_TEMPLATE_FILES = (4, 47)
-"""The version of transformers."""
+"""First version of transformers that reads `chat_template.jinja`."""
 
 
 def keep_earlier_calls(tokenizer: Any) -> Any:
