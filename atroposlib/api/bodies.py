@@ -11,9 +11,12 @@ slow has to give it up:
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import deque
 from typing import Any, ClassVar, NamedTuple
+
+from starlette.types import Message, Receive
 
 __all__ = ["Account", "BodyBudget", "Pace"]
 
@@ -129,34 +132,60 @@ class Account:
         self.pace = Pace()
         self.is_evicted = False
         """Whether it has to end: others wait for the room it holds."""
-        self._reading: asyncio.Future[Any] | None = None
+        self._reader: asyncio.Task[Any] | None = None
+        """The task that waits for the next piece; None while nothing is waited for."""
         self._reading_since = 0.0
+        self._is_stopped = False
+        self._watch: asyncio.TimerHandle | None = None
 
-    async def read(self, reading: asyncio.Future[Any], *, timeout_s: float) -> bool:
-        """Wait for the sender's next piece; False when the time ran out, or others need the room.
+    async def read(self, receive: Receive, *, timeout_s: float) -> Message | None:
+        """Wait for the sender's next piece; None when the time ran out, or others need the room.
 
         Args:
-            reading: gives the piece; cancelled when it is not waited for any longer.
-            timeout_s: longest wait.
+            receive: gives the piece; cancelled when it is not waited for any longer.
+            timeout_s: longest wait, the same for all pieces.
         """
-        self._reading, self._reading_since = reading, time.monotonic()
+        self._reader, self._reading_since = asyncio.current_task(), time.monotonic()
+        if self._watch is None:  # one timer for all pieces: most come at once
+            self._watch_for(timeout_s, timeout_s)
         try:
-            await asyncio.wait([reading], timeout=timeout_s)
-            return reading.done() and not reading.cancelled()
+            return await receive()
+        except asyncio.CancelledError:
+            if not self._is_stopped:
+                raise
+            _uncancel(self._reader)
+            return None
         finally:
-            self._reading = None
+            self._reader = None
             self.pace.add(time.monotonic() - self._reading_since, 0)
-            if not reading.done():
-                reading.cancel()
 
     def evict_if_slow(self, patience_s: float, min_bytes_per_s: float) -> None:
         """Stop to read when it is the sender's turn, and was for long with little to show."""
-        if self._reading is None:
+        if self._reader is None:
             return
         turn_s = self.pace.turn_s + time.monotonic() - self._reading_since
         if turn_s > patience_s and self.pace.num_bytes < turn_s * min_bytes_per_s:
             self.is_evicted = True
-            self._reading.cancel()
+            self._stop()
+
+    def _watch_for(self, seconds: float, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._watch = loop.call_later(seconds, self._look, timeout_s)
+
+    def _look(self, timeout_s: float) -> None:
+        """Stop to read when the sender has been silent for too long; else look again."""
+        left_s = timeout_s
+        if self._reader is not None:
+            left_s -= time.monotonic() - self._reading_since
+        if left_s > 0:
+            self._watch_for(left_s, timeout_s)
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._reader is not None and not self._is_stopped:
+            self._is_stopped = True
+            self._reader.cancel()
 
     async def take(self, num_bytes: int) -> None:
         """Wait until this many more bytes may lie in memory."""
@@ -164,7 +193,19 @@ class Account:
 
     def close(self) -> None:
         """Give everything back."""
+        if self._watch is not None:
+            self._watch.cancel()
         self._budget.forget(self)
+
+
+def _uncancel(task: asyncio.Task[Any] | None) -> None:
+    """Take back a cancellation of ours; another one that came meanwhile holds.
+
+    Raises:
+        CancelledError: there was another one (told since Python 3.11).
+    """
+    if sys.version_info >= (3, 11) and task is not None and task.uncancel() > 0:
+        raise asyncio.CancelledError
 
 
 class _Waiting(NamedTuple):

@@ -8,7 +8,6 @@ Large bodies are taken in piece by piece, while the `BodyBudget` has room for th
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import Executor
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -188,8 +187,7 @@ def _paced(receive: Receive, account: Account) -> Receive:
         if is_complete:
             return await receive()
         pace = account.pace
-        reading = asyncio.ensure_future(receive())
-        has_come = await account.read(reading, timeout_s=pace.grace_s)
+        message = await account.read(receive, timeout_s=pace.grace_s)
         if account.is_evicted:
             raise HTTPException(
                 503,
@@ -197,10 +195,10 @@ def _paced(receive: Receive, account: Account) -> Receive:
                 "the memory it takes; send it again, in smaller requests",
                 {"Retry-After": str(_SLOW_RETRY_AFTER_S)},
             )
-        message = reading.result() if has_come else {}
-        pace.add(0.0, len(message.get("body", b"")))
-        is_complete = has_come and not message.get("more_body", False)
-        if not is_complete and (not has_come or pace.is_too_slow):
+        if message is not None:
+            pace.add(0.0, len(message.get("body", b"")))
+            is_complete = not message.get("more_body", False)
+        if message is None or (not is_complete and pace.is_too_slow):
             raise HTTPException(
                 408,
                 f"the body came too slowly: {pace.num_bytes} bytes in {pace.turn_s:.0f} s; "

@@ -7,16 +7,58 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from atroposlib.api.bodies import Pace
 from atroposlib.api.connection import EXTENSION, Connection
 
-__all__ = ["ObservedHttpProtocol"]
+__all__ = ["ObservedHttpProtocol", "WholeAnswers"]
 
 _LOOKS_PER_SILENCE = 4
+_HEAD_BEGINS = b"HTTP/1.1 "
+
+
+class WholeAnswers:
+    """A transport that sends the head of an answer together with the first bytes of its body.
+
+    One system call less per answer, and one packet: the client wakes up once.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the transport's own."""
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes; a head waits for what follows, until the event loop has come round."""
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.writelines((head, data))
+        elif data.startswith(_HEAD_BEGINS):
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        """Bytes that were not given to the kernel yet."""
+        return len(self._head) + self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        """Close once everything is sent."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self._transport.write(self._head)
+        self._head = b""
 
 
 class ObservedHttpProtocol(HttpToolsProtocol):
@@ -39,7 +81,7 @@ class ObservedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to watch for silence."""
-        super().connection_made(transport)
+        super().connection_made(WholeAnswers(transport, self.loop))  # type: ignore[arg-type]
         self._waiting_since = self._looked_at = self.loop.time()
         self._pace = Pace()
         self._look_for_silence()

@@ -58,7 +58,7 @@ class Presence:
         """Note the environments that a record names, whichever replica wrote it."""
         env_ids: Iterable[int | None]
         if isinstance(record, GroupsAdmitted):
-            env_ids = [group.env_id for group in record.groups]
+            env_ids = {group.env_id for group in record.groups}
         elif isinstance(record, EnvsSeen):
             env_ids = record.seen
         elif isinstance(record, EnvRegistered | EnvRevived):

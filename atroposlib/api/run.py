@@ -325,10 +325,10 @@ class Run:
         if group is None:
             return None
         try:
-            (content,) = await self.store.fetch([group_id])
+            (content,) = await self.store.fetch([group_id], [group.is_payload])
         except (KeyError, DamagedPayloadError):
             return None
-        return StoredPayload(group.lane, content) if group.is_payload(content) else None
+        return StoredPayload(group.lane, content)
 
     async def remove_group(self, group_id: int) -> bool:
         """Take a group that is queued or buffered out of the run; False when none is."""

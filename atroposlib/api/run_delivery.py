@@ -175,25 +175,21 @@ class DeliveryDesk:
     async def _read(self, token: BatchToken, groups: Sequence[QueuedGroup]) -> list[bytes] | None:
         """Return the payloads of a batch; None if some were missing or damaged and set aside."""
         try:
-            contents = await self._store.fetch([group.group_id for group in groups])
-            if all(map(QueuedGroup.is_payload, groups, contents)):
-                return contents
+            return await self._store.fetch(
+                [group.group_id for group in groups], [group.is_payload for group in groups]
+            )
         except (KeyError, DamagedPayloadError):
             pass
         # Fetched one by one, to find which ones are missing or damaged.
-        contents = []
+        contents: list[bytes] = []
         flaws: dict[int, PayloadFlaw] = {}
         for group in groups:
             try:
-                (content,) = await self._store.fetch([group.group_id])
+                contents += await self._store.fetch([group.group_id], [group.is_payload])
             except KeyError:
                 flaws[group.group_id] = "missing"
             except DamagedPayloadError:
                 flaws[group.group_id] = "damaged"
-            else:
-                contents.append(content)
-                if not group.is_payload(content):
-                    flaws[group.group_id] = "damaged"
         if flaws:
             await self._set_aside(token, flaws)
         return None if flaws else contents

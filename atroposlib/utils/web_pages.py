@@ -141,10 +141,7 @@ class WebPageRule:
 
     def refusal_of(self, scope: Mapping[str, Any]) -> WebPageRefusal | None:
         """Return why an ASGI request is refused; None when it may pass."""
-        sent: dict[bytes, bytes] = {}
-        for name, value in scope["headers"]:
-            if name in _WATCHED:
-                sent[name] = value
+        sent = {name: value for name, value in scope["headers"] if name in _WATCHED}
         method: str = scope.get("method", "GET")
         origin, site = sent.get(b"origin"), sent.get(b"sec-fetch-site")
         is_browser = (

@@ -7,12 +7,13 @@ checks concern what only a foreign sender can get wrong: the outer shape of opaq
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unicodedata import category
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import GROUP_FIELDS, check_group
+from atroposlib.scored_data import GROUP_FIELDS, MAX_SCORE, check_group
 
 __all__ = ["Lengths", "check_layout", "check_opaque", "is_loose"]
 
@@ -24,6 +25,7 @@ MAX_REWARD_PARTS = 256
 Lengths = Sequence[int | None]
 """[G] entries of each row; None for one that is no row of numbers."""
 
+_ALIGNED_FIELDS = tuple(f for f in GROUP_FIELDS if f.aligned)
 _LOOSE_FIELDS = tuple(f for f in GROUP_FIELDS if f.per_trajectory and not f.required)
 
 
@@ -111,10 +113,25 @@ def check_layout(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> Non
     Raises:
         GroupError: as `check_group`.
     """
+    if _is_right(lengths, scores):  # in a tenth of the time
+        return
     rows: dict[str, Any] = {
         name: [_Row(length or 0) for length in of_field] for name, of_field in lengths.items()
     }
     check_group({**rows, "scores": scores})
+
+
+def _is_right(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> bool:
+    tokens = lengths["tokens"]
+    return (
+        0 < len(tokens) == len(scores)
+        and -MAX_SCORE <= min(scores) <= max(scores) <= MAX_SCORE
+        and math.isfinite(sum(scores))
+        and all(
+            lengths.get(field.name, None if field.required else tokens) == tokens
+            for field in _ALIGNED_FIELDS
+        )
+    )
 
 
 class _Row:

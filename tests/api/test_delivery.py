@@ -171,10 +171,10 @@ class FailingStore(MemoryRunStore):
 
     is_failing = True
 
-    async def fetch(self, group_ids):
+    async def fetch(self, group_ids, checks=()):
         if self.is_failing:
             raise OSError("disk gone")
-        return await super().fetch(group_ids)
+        return await super().fetch(group_ids, checks)
 
 
 async def test_next_batch_that_cannot_be_read_is_not_lost():
@@ -256,9 +256,9 @@ class SlowStore(MemoryRunStore):
         await asyncio.sleep(0)
         return await super().append(record, payloads, fence=fence)
 
-    async def fetch(self, group_ids):
+    async def fetch(self, group_ids, checks=()):
         await asyncio.sleep(0)
-        return await super().fetch(group_ids)
+        return await super().fetch(group_ids, checks)
 
 
 @pytest.mark.parametrize("num_turns", range(8))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.api.gzip_pieces import Deflater
+from atroposlib.api.http_protocol import WholeAnswers
 from atroposlib.api.responses import PiecesResponse
 from tests.api.helpers import serve
 
@@ -117,3 +118,74 @@ def test_compressed_pieces_are_the_body(told, port):
     assert answer.headers["content-encoding"] == "gzip"
     assert answer.content == b"".join(told.pieces)
     assert told.wait(1) == [True]
+
+
+class Slow:
+    """An application that sends the head of its answer, and the body when told to."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        head = {"type": "http.response.start", "status": 200}
+        await send({**head, "headers": [(b"content-length", b"4")]})
+        await asyncio.to_thread(self.may_go_on.wait, 10)
+        await send({"type": "http.response.body", "body": b"body"})
+
+
+def test_head_does_not_wait_for_a_body_that_takes_its_time(free_port):
+    slow = Slow()
+    with serve(slow, free_port), socket.create_connection(("127.0.0.1", free_port), 10) as client:
+        client.sendall(ASK)
+        answer = b""
+        while not answer.endswith(b"\r\n\r\n"):
+            answer += client.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+
+        slow.may_go_on.set()
+        assert client.recv(1000) == b"body"
+
+
+class Recorder:
+    """A transport that keeps what is written to it, one entry per system call."""
+
+    def __init__(self) -> None:
+        self.calls: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.calls.append(data)
+
+    def writelines(self, pieces: Iterable[bytes]) -> None:
+        self.calls.append(b"".join(pieces))
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_head_and_first_bytes_of_an_answer_are_written_together():
+    recorder = Recorder()
+    transport = WholeAnswers(recorder, asyncio.get_running_loop())
+    transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    assert transport.get_write_buffer_size() == 19
+    transport.write(b"some ")
+    transport.write(b"body")
+    await asyncio.sleep(0)
+    assert recorder.calls == [b"HTTP/1.1 200 OK\r\n\r\nsome ", b"body"]
+
+    transport.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+    await asyncio.sleep(0)
+    assert recorder.calls[2:] == [b"HTTP/1.1 204 No Content\r\n\r\n"]
+
+    transport.write(b"HTTP/1.1 304 Not Modified\r\n\r\n")
+    transport.close()
+    assert recorder.calls[3:] == [b"HTTP/1.1 304 Not Modified\r\n\r\n"]
+    assert recorder.is_closed

@@ -253,3 +253,46 @@ async def test_budget_forgets_who_gave_up_waiting():
     oldest.close()
 
     assert budget.held_bytes == 0
+
+
+async def never():
+    await asyncio.Event().wait()
+
+
+async def test_read_ends_with_the_time_and_the_task_goes_on():
+    account = BodyBudget(100).open()
+
+    async def piece():
+        await asyncio.sleep(0)
+        return {"type": "http.request"}
+
+    assert await account.read(piece, timeout_s=0.05) == {"type": "http.request"}
+    assert await account.read(never, timeout_s=0.05) is None
+    await asyncio.sleep(0)  # a cancellation left over would end this
+    assert account.pace.turn_s > 0
+    account.close()
+
+
+async def test_read_that_is_cancelled_from_outside_ends_its_task():
+    account = BodyBudget(100).open()
+    reading = asyncio.ensure_future(account.read(never, timeout_s=60))
+    await asyncio.sleep(0.01)
+
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    account.close()
+
+
+async def test_read_of_a_slow_sender_ends_when_others_need_the_room():
+    account = BodyBudget(100).open()
+    reading = asyncio.ensure_future(account.read(never, timeout_s=60))
+    await asyncio.sleep(0.01)
+    account.evict_if_slow(patience_s=10, min_bytes_per_s=1)
+    await asyncio.sleep(0)
+    assert not reading.done()
+
+    account.evict_if_slow(patience_s=0, min_bytes_per_s=1)
+    assert await reading is None
+    assert account.is_evicted
+    account.close()

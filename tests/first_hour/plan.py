@@ -143,7 +143,7 @@ STEPS: tuple[Step, ...] = (
         "atroposlib/envs/README.md",
         "python addition.py --help",
         before=ENGINE,
-        until=("5 groups", "accuracy", "(?i)waiting for|not available"),
+        until=("5 groups", "accuracy", "trajectory service is not available|waiting for the"),
     ),
     Run("atroposlib/envs/README.md", "atropos-new-env my_env", shows=("my_env.py",)),
     Run("atroposlib/envs/README.md", "python addition.py check", shows=("passed",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -27,6 +28,7 @@ Decode = Callable[..., list[DecodedGroup]]
 _INLINE_BYTES = 128 * 1024
 """Smaller bodies are decoded faster than handed to a thread, and hold up nobody."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_MAP_BEGINS = re.compile(rb"[\x80-\x8f\xde\xdf]").match
 
 
 class PostedGroups(NamedTuple):
@@ -54,12 +56,17 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
     lane: Lane = lane_of(request.headers.get("content-type")) or "json"
     work = partial(decode, body, lane, max_bytes=request.app.state.settings.max_body_bytes)
     try:
-        is_small = len(body) <= _INLINE_BYTES and (lane == "json" or _ZSTD_MAGIC not in body)
+        is_small = len(body) <= _INLINE_BYTES and (lane == "json" or not _may_unfold(body))
         groups = work() if is_small else await in_threads(request, work)
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         raise
     return PostedGroups(groups, key, 0 if key is None else _digest(body))
+
+
+def _may_unfold(body: bytes) -> bool:
+    """Whether a MessagePack body may hold a zstd frame; the map of one group holds none."""
+    return not _MAP_BEGINS(body) and _ZSTD_MAGIC in body
 
 
 async def in_threads(request: Request, work: Callable[[], T]) -> T:

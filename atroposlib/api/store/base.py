@@ -24,10 +24,13 @@ __all__ = [
     "Apply",
     "DamagedPayloadError",
     "Payload",
+    "PayloadCheck",
     "Restore",
     "RunStore",
     "StoreFullError",
     "applied",
+    "check_payloads",
+    "damaged_payload",
 ]
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,9 @@ A store applies the records behind it all the same, should it raise: see `applie
 Restore = Callable[[bytes], None]
 """Takes a snapshot of the whole state: when a run is opened, and again, in place of what there is,
 when a replica fell behind records that another has compacted."""
+
+PayloadCheck = Callable[[bytes], bool]
+"""Whether these bytes are the payload that was stored."""
 
 
 def applied(apply: Apply, position: int, record: bytes) -> None:
@@ -66,6 +72,24 @@ class DamagedPayloadError(RunStoreError):
 
 class StoreFullError(RunStoreError):
     """The store has no space for new groups; stored groups can still be delivered."""
+
+
+def check_payloads(
+    group_ids: Sequence[int], contents: Sequence[bytes], checks: Sequence[PayloadCheck]
+) -> None:
+    """Call the checks of payloads that were read.
+
+    Raises:
+        DamagedPayloadError: a check failed; names the group.
+    """
+    for group_id, content, is_intact in zip(group_ids, contents, checks, strict=False):
+        if not is_intact(content):
+            raise damaged_payload(group_id)
+
+
+def damaged_payload(group_id: int) -> DamagedPayloadError:
+    """Return the error for a payload whose check failed."""
+    return DamagedPayloadError(f"the payload of group {group_id} is not what was stored")
 
 
 class RunStore(Protocol):
@@ -111,12 +135,19 @@ class RunStore(Protocol):
     async def new_group_ids(self, count: int) -> range:
         """Reserve ids that no replica has used or will use."""
 
-    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+    async def fetch(
+        self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
+    ) -> list[bytes]:
         """Return payloads in the order asked for.
+
+        Args:
+            group_ids: the groups.
+            checks: one per group, or none. Each is called as soon as its payload is read, while
+                the processor still has it in its cache; in another thread if the store reads there.
 
         Raises:
             KeyError: one of the groups is not in the store.
-            DamagedPayloadError: one of them cannot be read, and never will be.
+            DamagedPayloadError: one of them cannot be read, and never will be, or its check failed.
         """
 
     async def discard(self, group_ids: Collection[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from atroposlib.api.store.base import Apply, Payload, Restore, applied
+from atroposlib.api.store.base import Apply, Payload, PayloadCheck, Restore, applied, check_payloads
 
 __all__ = ["MemoryRunStore"]
 
@@ -60,9 +60,13 @@ class MemoryRunStore:
         self._next_group_id += count
         return range(first, self._next_group_id)
 
-    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+    async def fetch(
+        self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
+    ) -> list[bytes]:
         """Return payloads in the order asked for; KeyError when one is not there."""
-        return [self._payloads[group_id] for group_id in group_ids]
+        contents = [self._payloads[group_id] for group_id in group_ids]
+        check_payloads(group_ids, contents, checks)
+        return contents
 
     async def discard(self, group_ids: Collection[int]) -> None:
         """Drop payloads; ids that are not there are skipped."""

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Collection, Sequence
 
 from atroposlib.api.store import redis_scripts as scripts
-from atroposlib.api.store.base import Apply, Payload, Restore
+from atroposlib.api.store.base import Apply, Payload, PayloadCheck, Restore, check_payloads
 from atroposlib.api.store.redis_client import connect
 from atroposlib.api.store.redis_link import RedisLink
 from atroposlib.api.store.redis_log import RedisLog
@@ -154,7 +154,9 @@ class RedisRunStore:
             taken, self._ids = self._ids[:count], self._ids[count:]
             return taken
 
-    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+    async def fetch(
+        self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
+    ) -> list[bytes]:
         """Return payloads in the order asked for, a few per call; KeyError: one is not there."""
         contents: list[bytes | None] = []
         for start in range(0, len(group_ids), _FETCH_GROUPS):
@@ -163,6 +165,7 @@ class RedisRunStore:
         found = [content for content in contents if content is not None]
         if len(found) < len(contents):
             raise KeyError(group_ids[contents.index(None)])
+        check_payloads(group_ids, found, checks)
         return found
 
     async def discard(self, group_ids: Collection[int]) -> None:

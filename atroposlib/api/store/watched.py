@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, perf_counter
 
-from atroposlib.api.store.base import Apply, Payload, Restore, RunStore
+from atroposlib.api.store.base import (
+    Apply,
+    DamagedPayloadError,
+    Payload,
+    PayloadCheck,
+    Restore,
+    RunStore,
+)
 
 __all__ = ["Observe", "WatchedStore"]
 
@@ -84,10 +91,12 @@ class WatchedStore:
         with self._noting_failure("reserve ids"):
             return await self.store.new_group_ids(count)
 
-    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+    async def fetch(
+        self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
+    ) -> list[bytes]:
         """Return payloads."""
         with self._watch("fetch"):
-            return await self.store.fetch(group_ids)
+            return await self.store.fetch(group_ids, checks)
 
     async def discard(self, group_ids: Collection[int]) -> None:
         """Forget payloads."""
@@ -117,8 +126,8 @@ class WatchedStore:
         """Remember a failure, and log it when it is the first in a row."""
         try:
             yield
-        except KeyError:
-            raise  # a group that is not there says nothing about the store
+        except (KeyError, DamagedPayloadError):
+            raise  # about one group; the run sets it aside and counts it
         except Exception as error:
             if (operation, has_payloads) not in self._failures:
                 logger.error("the store fails to %s: %s", operation, _told(error))

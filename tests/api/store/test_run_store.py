@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from atroposlib.api.store.base import Payload
+from atroposlib.api.store.base import DamagedPayloadError, Payload
 from tests.api.store.stores import MakeStore, OpenRun, is_stored, opened
 
 
@@ -236,3 +236,19 @@ async def test_sync_without_other_replicas_changes_nothing(make_store: MakeStore
         await run.store.sync()
 
         assert run.records == [b"one"]
+
+
+async def test_fetch_checks_each_payload(make_store: MakeStore) -> None:
+    async with opened(make_store) as run:
+        ids = [await run.group(b"%d" % number) for number in range(40)]
+        seen: list[bytes] = []
+
+        def accept(content: bytes) -> bool:
+            seen.append(content)
+            return True
+
+        assert await run.store.fetch(ids, [accept] * 40) == seen == [b"%d" % n for n in range(40)]
+
+        with pytest.raises(DamagedPayloadError, match=f"group {ids[20]} "):
+            await run.store.fetch(ids, [lambda content: content != b"20"] * 40)
+        assert await run.store.fetch(ids[:1]) == [b"0"]
