@@ -122,7 +122,7 @@ def check_layout(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> Non
 
 
 def _is_right(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> bool:
-    tokens = lengths["tokens"]
+    tokens = lengths.get("tokens", ())
     return (
         0 < len(tokens) == len(scores)
         and -MAX_SCORE <= min(scores) <= max(scores) <= MAX_SCORE

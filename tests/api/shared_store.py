@@ -11,7 +11,7 @@ import random
 from collections.abc import Collection, Sequence
 
 from atroposlib.api.records import decode_record
-from atroposlib.api.store.base import Apply, Payload, Restore
+from atroposlib.api.store.base import Apply, Payload, PayloadCheck, Restore, check_payloads
 
 __all__ = ["SharedLog", "SharedRunStore"]
 
@@ -91,10 +91,14 @@ class SharedRunStore:
         self._log.next_group_id += count
         return range(first, first + count)
 
-    async def fetch(self, group_ids: Sequence[int]) -> list[bytes]:
+    async def fetch(
+        self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
+    ) -> list[bytes]:
         """Read payloads."""
         await self._pause()
-        return [self._log.payloads[group_id] for group_id in group_ids]
+        contents = [self._log.payloads[group_id] for group_id in group_ids]
+        check_payloads(group_ids, contents, checks)
+        return contents
 
     async def discard(self, group_ids: Collection[int]) -> None:
         """Forget payloads."""
