@@ -60,6 +60,7 @@ from atroposlib.api.store.base import RunStore
 from atroposlib.api.store.open import fresh_run_name, open_store
 from atroposlib.api.store.watched import WatchedStore
 from atroposlib.scored_data import GROUP_FIELDS
+from atroposlib.utils.awaiting import end_task
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule
 from atroposlib.wire import BODY_TYPES, decode_group
 
@@ -170,8 +171,7 @@ def _lifespan_of(
         try:
             yield
         finally:
-            ticking.cancel()
-            await asyncio.wait([ticking])
+            await end_task(ticking)
             await run.close()
             threads.shutdown(wait=False)
 

@@ -1,12 +1,14 @@
-"""Waiting for several things at once without leaving any behind."""
+"""Waiting for several tasks, and ending one, without leaving any behind."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["all_results"]
+__all__ = ["all_results", "end_task"]
+
+_CANCEL_AGAIN_S = 0.25
 
 Result = TypeVar("Result")
 
@@ -26,3 +28,16 @@ async def all_results(steps: Iterable[Awaitable[Result]]) -> list[Result]:
             raise outcome
         results.append(outcome)
     return results
+
+
+async def end_task(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait until it has ended; what it raised is dropped.
+
+    A task that goes on is cancelled again. Some libraries (redis) and `asyncio.wait_for` before
+    Python 3.12 lose a cancellation that comes together with a reply, and a loop would then run on.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()  # so that it is not logged as never retrieved

@@ -22,6 +22,7 @@ from atroposlib.api.store.redis_client import connect
 from atroposlib.api.store.redis_link import RedisLink
 from atroposlib.api.store.redis_log import RedisLog
 from atroposlib.errors import ConfigError, RunStoreError
+from atroposlib.utils.awaiting import end_task
 
 __all__ = ["RedisRunStore", "runs_in_redis"]
 
@@ -194,8 +195,7 @@ class RedisRunStore:
         """Send what waits, leave the run, and close the connections."""
         await self._log.close()
         if self._heart is not None:
-            self._heart.cancel()
-            await asyncio.gather(self._heart, return_exceptions=True)
+            await end_task(self._heart)
             keys = (self._keys.alive, self._keys.session)
             with contextlib.suppress(RunStoreError):
                 await self._link.call(scripts.LEAVE, keys, (self.replica,), deadline=0.0)

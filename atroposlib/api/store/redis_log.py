@@ -24,6 +24,7 @@ from atroposlib.api.store import redis_scripts as scripts
 from atroposlib.api.store.base import Apply, Payload, Restore, applied
 from atroposlib.api.store.redis_link import Argument, RedisFullError, RedisLink, RunLostError
 from atroposlib.errors import RunStoreError
+from atroposlib.utils.awaiting import end_task
 
 __all__ = ["RedisLog"]
 
@@ -139,8 +140,7 @@ class RedisLog:
         self._is_wanted.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=_CLOSE_S)
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_task(self._task)
         for item in self._waiting:
             item.fail(RunStoreError("the store is closed"))
 

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from atroposlib.utils.awaiting import end_task
+
 __all__ = ["ServerHealth"]
 
 logger = logging.getLogger(__name__)
@@ -81,8 +83,7 @@ class ServerHealth:
         for task in (self.watcher, self._probing):
             if self._is_running(task):
                 assert task is not None
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await end_task(task)
 
     @staticmethod
     def _is_running(task: asyncio.Task[Any] | None) -> bool:

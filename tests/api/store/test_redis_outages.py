@@ -352,3 +352,12 @@ async def test_close_does_not_wait_for_a_redis_that_is_gone(start_redis: StartRe
         server.close()
         started = time.monotonic()
     assert time.monotonic() - started < 20
+
+
+async def test_close_ends_whatever_a_beat_is_doing(redis_server: RedisServer) -> None:
+    for beats in range(60):
+        async with replicas(redis_server.url, 1, expiry_s=0.003, poll_s=0.001) as (replica,):
+            await asyncio.sleep(beats * 1e-4)
+            closing = asyncio.create_task(replica.store.close())
+            _, late = await asyncio.wait([closing], timeout=60)
+            assert not late, f"still closing after {beats * 1e-4:.4f} s of beats"
