@@ -6,15 +6,61 @@ is an iterator for trainers with a loop of their own. None imports the service.
     client_async ─► client_transport ─┐
                                       ├─► client_rules (retries, errors) ─► client_bodies (lanes)
     client_sync ──► client_sync_base ─┘
+
+The asynchronous client of the trajectory service, for environments.
+
+The synchronous client of the trajectory service, for trainers.
+
+Batches as an iterator, for trainers that have a loop of their own.
+
+    register ─► [ lease ─► the caller trains ─► acknowledge ] ... ─► the run has its steps
+
+A batch is acknowledged when the next one is asked for, or explicitly. The last batch of the run has
+no next one: it is acknowledged when `with` is left, or the program ends, without an error. What is
+not acknowledged goes back to the service when the iterator is closed.
+
+Batches for trainers that run in an event loop.
 """
 
 from __future__ import annotations
 
-from atroposlib.api.client_async import TrajectoryApiClient
-from atroposlib.api.client_batches import BatchIterator, batches
-from atroposlib.api.client_batches_async import AsyncBatches
-from atroposlib.api.client_rules import LeasedBatch, RetryRule
-from atroposlib.api.client_sync import TrainerClient
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from atroposlib.api.client_protocol import (
+    BINARY_LANE_HEADERS,
+    POST_RETRY,
+    Body,
+    Encoder,
+    LeasedBatch,
+    NoServiceError,
+    RetryRule,
+    ack_path,
+    batch_path,
+    delivered_groups,
+    encode_body,
+    is_on_this_machine,
+    leased_batch,
+    plain,
+    says_unregistered,
+    service_address,
+    with_status_defaults,
+)
+from atroposlib.api.client_transport import AsyncTransport, SyncClient
+from atroposlib.errors import ConfigError, TrajectoryApiError
+from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.side_thread import SideThread
+from atroposlib.wire import encode_group, encode_groups
 
 __all__ = [
     "AsyncBatches",
@@ -25,3 +71,663 @@ __all__ = [
     "TrajectoryApiClient",
     "batches",
 ]
+
+
+class TrajectoryApiClient:
+    """Asynchronous client; one per event loop, safe for concurrent use.
+
+    Every method waits for the service and raises `TrajectoryApiError` when it refuses or cannot be
+    reached. Requests that may be repeated are. A posted group carries an `Idempotency-Key`; where
+    the service honours it, repeating is safe in every case, and groups outlast a service that is
+    restarted. Cancelling is safe, but a posted group may have arrived.
+
+    Args:
+        base_url: address of the service, e.g. `http://localhost:8000`.
+        timeout_s: limit on one attempt.
+        retry: when failed requests are repeated.
+        post_retry: the same for posted groups.
+        token: shown to a service that asks for one; never logged.
+
+    Raises:
+        ConfigError: the address or the token cannot be used.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout_s: float = 60.0,
+        retry: RetryRule | None = None,
+        post_retry: RetryRule | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.base_url = service_address(base_url)
+        self._side_thread = SideThread()
+        self._compresses = not is_on_this_machine(self.base_url)
+        self._transport = AsyncTransport(
+            self.base_url,
+            timeout_s=timeout_s,
+            retry=retry or RetryRule(),
+            post_retry=post_retry or POST_RETRY,
+            token=token,
+        )
+
+    async def __aenter__(self) -> TrajectoryApiClient:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def num_outages(self) -> int:
+        """How often the service was not there; a new count says it may have been replaced."""
+        return self._transport.num_outages
+
+    async def close(self) -> None:
+        """Close the connections; the client may be used again and then opens new ones."""
+        self._side_thread.close()
+        await self._transport.close()
+
+    async def register_trainer(self, **registration: Any) -> int:
+        """Register a trainer with the fields of `POST /register`; return its id."""
+        body = plain(registration)
+        return int(
+            (await self._transport.send("POST", "/register", body, is_repeatable=True))["uuid"]
+        )
+
+    async def register_env(
+        self,
+        *,
+        max_token_length: int,
+        desired_name: str,
+        weight: float,
+        group_size: int,
+        min_batch_allocation: float | None = None,
+        earlier: tuple[int, str] | None = None,
+    ) -> dict[str, Any]:
+        """Register an environment; `status` of the answer is `success` or asks to wait.
+
+        `earlier` is the id and the run of an earlier registration: where a trainer has taken that
+        run over, the environment keeps its id.
+        """
+        request = {
+            "max_token_length": max_token_length,
+            "desired_name": desired_name,
+            "weight": weight,
+            "group_size": group_size,
+            "min_batch_allocation": min_batch_allocation,
+        }
+        if earlier is not None:
+            request["env_id"], request["run_id"] = earlier
+        return dict(await self._transport.send("POST", "/register-env", plain(request)))
+
+    async def disconnect_env(self, env_id: int) -> None:
+        """Sign an environment off; raises when the service does not know it."""
+        body = plain({"env_id": env_id})
+        answer = await self._transport.send("POST", "/disconnect-env", body, is_repeatable=True)
+        if answer.get("status") != "success":
+            raise TrajectoryApiError(
+                f"POST {without_secrets(self.base_url)}/disconnect-env: {answer.get('error')}",
+                status=200,
+            )
+
+    async def info(self) -> dict[str, Any]:
+        """Return `batch_size` and `max_token_len`, -1 before a trainer registered."""
+        return dict(await self._get("/info"))
+
+    async def wandb_info(self) -> dict[str, Any]:
+        """Return `group` and `project`, None before a trainer registered."""
+        return dict(await self._get("/wandb_info"))
+
+    async def status(self) -> dict[str, Any]:
+        """Return `current_step` and `queue_size` (groups)."""
+        return dict(await self._get("/status"))
+
+    async def status_env(self, env_id: int) -> dict[str, Any]:
+        """Return the queue as one environment sees it; status 404 asks it to register again."""
+        body = plain({"env_id": env_id})
+        answer = await self._transport.send("GET", "/status-env", body, is_repeatable=True)
+        return with_status_defaults(answer)
+
+    async def batch(self) -> list[dict[str, Any]] | None:
+        """Take the next batch, None when none is ready; raises when no trainer is registered."""
+        answer = await self._transport.send(
+            "GET", "/batch", headers=BINARY_LANE_HEADERS, is_repeatable=True
+        )
+        return delivered_groups(answer, self.base_url)
+
+    async def latest_example(self) -> dict[str, Any]:
+        """Return the group queued last."""
+        return dict(await self._get("/latest_example"))
+
+    async def post_group(
+        self, group: Mapping[str, Any], *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Post one group.
+
+        Args:
+            group: fields of a scored group.
+            key: names this delivery. Posts under one key are stored once by services that honour
+                keys; None makes a new one.
+
+        Raises:
+            GroupError: the group is malformed; nothing was sent.
+            TrajectoryApiError: the service refused it, or stayed away for too long.
+        """
+        return await self._post("/scored_data", encode_group, group, key)
+
+    async def post_groups(
+        self, groups: Sequence[Mapping[str, Any]], *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Post groups together: stored all or none; otherwise like `post_group`."""
+        return await self._post("/scored_data_list", encode_groups, groups, key)
+
+    async def _post(
+        self, path: str, encode: Encoder, value: Any, key: str | None
+    ) -> dict[str, Any]:
+        """Post in the best format the service takes; what it takes is remembered."""
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        refused: list[Body] = []
+        traits = self._transport.traits
+        for form in traits.formats():
+            # In a thread: a long group must not hold up the rollouts that share this event loop.
+            body = await self._side_thread.run(
+                encode_body, encode, value, form, zstd=self._compresses
+            )
+            try:
+                answer = dict(
+                    await self._transport.send("POST", path, body, headers=headers, is_post=True)
+                )
+            except TrajectoryApiError as error:
+                if not traits.may_be_format(error.status, body):
+                    raise
+                refused.append(body)
+                refusal = error
+            else:
+                traits.drop(refused)
+                return answer
+        raise refusal
+
+    async def _get(self, path: str) -> Any:
+        return await self._transport.send("GET", path, is_repeatable=True)
+
+
+_ROUTE_MISSING = (404, 405)
+
+
+class TrainerClient(SyncClient):
+    """Synchronous client for trainers; raises and repeats like `TrajectoryApiClient`."""
+
+    def wait_until_up(
+        self,
+        timeout_s: float,
+        on_wait: Callable[[float], None] | None = None,
+        *,
+        poll_s: float = 0.5,
+    ) -> None:
+        """Wait until the service answers.
+
+        Args:
+            timeout_s: how long to wait in total.
+            on_wait: called with the seconds waited so far before every further attempt.
+            poll_s: pause between attempts.
+
+        Raises:
+            NoServiceError: it did not answer in time, or something else answers at its address;
+                the message has the last reason.
+            TrajectoryApiError: it refuses the token.
+        """
+        started = time.monotonic()
+        while True:
+            try:
+                self._read(self._attempt("GET", "/info"), "GET", "/info")
+                return
+            except NoServiceError:
+                raise
+            except TrajectoryApiError as error:
+                if error.status in (401, 403):
+                    raise
+                waited_s = time.monotonic() - started
+                if waited_s >= timeout_s:
+                    raise NoServiceError(
+                        f"no trajectory service after {waited_s:.0f} s: {error}",
+                        status=error.status,
+                    ) from None
+            if on_wait is not None:
+                on_wait(waited_s)
+            self._sleep(min(poll_s, max(0.0, timeout_s - waited_s)))
+
+    def register(self, **registration: Any) -> int:
+        """Register with the fields of `POST /register`; return the trainer's id."""
+        return int(self._ask("POST", "/register", plain(registration))["uuid"])
+
+    @overload
+    def batch(
+        self, *, lease_s: None = None, wait_s: float | None = None
+    ) -> list[dict[str, Any]] | None: ...
+
+    @overload
+    def batch(self, *, lease_s: float, wait_s: float | None = None) -> LeasedBatch | None: ...
+
+    def batch(
+        self, *, lease_s: float | None = None, wait_s: float | None = None
+    ) -> list[dict[str, Any]] | LeasedBatch | None:
+        """Take the next batch, None when none is ready.
+
+        Args:
+            lease_s: seconds within which the batch is acknowledged, or else it is delivered again;
+                None takes it for good.
+            wait_s: seconds the service may wait for a batch. Services without this answer at once.
+
+        Returns:
+            The groups; with a lease, groups and the id to acknowledge.
+
+        Raises:
+            TrajectoryApiError: no trainer is registered, or the service is away.
+        """
+        path = batch_path(lease_s=lease_s, wait_s=wait_s)
+        answer = self._ask("GET", path, headers=BINARY_LANE_HEADERS, wait_s=wait_s or 0.0)
+        if lease_s is None:
+            return delivered_groups(answer, self.base_url)
+        return leased_batch(answer, self.base_url)
+
+    def ack(self, batch_id: str | None, *, steps_done: int | None = None) -> None:
+        """Acknowledge a leased batch: it will not be delivered again; may be repeated.
+
+        Args:
+            batch_id: of the lease; None, from a service without leases, needs no acknowledgement.
+            steps_done: optimizer steps done, with that of this batch if it was trained on: the
+                step of the run grows by one only where it is smaller; 0 never lets it grow. None,
+                and services that do not know it, count every batch as a step.
+
+        Raises:
+            TrajectoryApiError: the lease has run out: others may have got the batch.
+        """
+        if batch_id is not None:
+            self._ask("POST", ack_path(batch_id, steps_done=steps_done))
+
+    def nack(self, batch_id: str | None) -> None:
+        """Give a leased batch back: it is delivered next; arguments and errors as for `ack`."""
+        if batch_id is not None:
+            self._ask("POST", f"/batch/{batch_id}/nack")
+
+    def set_policy_version(self, version: int) -> bool:
+        """Report which weights the engine serves now.
+
+        Args:
+            version: grows with every update, e.g. optimiser steps done.
+
+        Returns:
+            False when the service is an older one that does not ask for it.
+        """
+        try:
+            self._ask("POST", "/policy", plain({"version": version}))
+        except TrajectoryApiError as error:
+            if error.status in _ROUTE_MISSING:
+                return False
+            raise
+        return True
+
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 5.0
+_SHORTEST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_MOVED_ON = (404, 409)
+_AT_EXIT = RetryRule(attempts=2)
+"""Nobody waits for minutes for a program that has done its work."""
+
+
+class BatchIterator:
+    """The batches of one run; made by `batches`, and for `async for` put into `AsyncBatches`.
+
+    One thread at a time may use it. Each entry is a `LeasedBatch`; `docs/wire.md` says what its
+    `groups` hold.
+
+    Attributes:
+        num_acknowledged: batches acknowledged as trained through this iterator.
+    """
+
+    def __init__(
+        self,
+        client: TrainerClient,
+        registration: dict[str, Any],
+        *,
+        lease_s: float,
+        acknowledge: Literal["next", "explicit"],
+        idle_limit_s: float | None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_acknowledged = 0
+        self._client = client
+        self._registration = registration
+        self._lease_s = lease_s
+        self._acknowledges_at_next = acknowledge == "next"
+        self._idle_limit_s = idle_limit_s
+        self._sleep = sleep
+        self._clock = clock
+        self._is_registered = self._is_registered_at_exit = False
+        self._is_closed = self._is_ending = False
+        self._process_id = os.getpid()
+        self._held: dict[str, LeasedBatch] = {}
+
+    @property
+    def held(self) -> list[LeasedBatch]:
+        """The batches that are neither acknowledged nor given back, oldest first."""
+        return list(self._held.values())
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> LeasedBatch:
+        """Acknowledge the last batch and wait for the next.
+
+        Raises:
+            StopIteration: the run has its steps, this is closed, or nothing came for
+                `idle_limit_s`.
+            TrajectoryApiError: the service refused, or stayed away for too long.
+        """
+        batch = self.next_batch()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
+        """Tell the service that a batch is trained; a second time changes nothing.
+
+        One whose lease had run out is noted in the log: others may have got it too.
+
+        Args:
+            batch: taken from this iterator.
+            is_trained: whether it was an optimizer step; otherwise the batch is done with, and
+                the service delivers another in its place. Older services count it all the same.
+
+        Raises:
+            TrajectoryApiError: the service stayed away for too long.
+        """
+        if batch.batch_id is not None and self._held.pop(batch.batch_id, None) is None:
+            return
+        try:
+            self._client.ack(batch.batch_id, steps_done=None if is_trained else 0)
+        except TrajectoryApiError as error:
+            if error.status not in _MOVED_ON:
+                raise
+            logger.warning("batch %s is done, its lease was over: %s", batch.batch_id, error)
+        else:
+            self.num_acknowledged += is_trained
+
+    def nack(self, batch: LeasedBatch) -> None:
+        """Give a batch back: it is the next to be delivered; to whom, the service decides."""
+        if batch.batch_id is None or self._held.pop(batch.batch_id, None) is None:
+            return
+        try:
+            self._client.nack(batch.batch_id)
+        except TrajectoryApiError as error:
+            if error.status not in _MOVED_ON:
+                raise
+
+    def set_policy_version(self, version: int) -> None:
+        """Tell the service which weights the inference engine serves now."""
+        self._register()
+        self._client.set_policy_version(version)
+
+    def stop_waiting(self) -> None:
+        """Let a wait in another thread end at its next request, without a batch."""
+        self._is_ending = True
+
+    def close(self) -> None:
+        """Give back what is not acknowledged and end; a second call changes nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = self._is_ending = True
+        atexit.unregister(self._leave_at_exit)
+        try:
+            for batch in self.held:
+                self.nack(batch)
+        except TrajectoryApiError as error:
+            logger.warning("a batch comes back when its lease runs out: %s", error)
+        self._client.close()
+
+    def __enter__(self) -> BatchIterator:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.leave(is_failed=exc_type is not None)
+
+    def leave(self, *, is_failed: bool = False) -> None:
+        """End as `with` does: acknowledge the last batch of the run, give any other back.
+
+        Args:
+            is_failed: Whether the batch in hand was not trained to its end; then it is given back
+                even if it is the last.
+        """
+        if not is_failed and self._acknowledges_at_next and not self._is_closed and self._held:
+            try:
+                self._acknowledge_last()
+            except TrajectoryApiError as error:
+                logger.warning("the last batch could not be acknowledged: %s", error)
+        self.close()
+
+    def _acknowledge_last(self) -> None:
+        """Acknowledge what is held if the run has its steps with that."""
+        status = self._client.status()
+        num_leased = max(len(self._held), status.get("leased_batches", 0))
+        if status["current_step"] + num_leased >= self._registration["num_steps"]:
+            for batch in self.held:
+                self.ack(batch)
+
+    def _leave_at_exit(self) -> None:
+        """End where a program without `with` ends; after an uncaught error the batch goes back."""
+        if os.getpid() != self._process_id:
+            return  # a forked process that never had the batch
+        self._client.set_retry(_AT_EXIT)
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        self.leave(is_failed=error is not None)
+
+    def next_batch(self) -> LeasedBatch | None:
+        """Do what `next` does; None at the end."""
+        if self._is_closed:
+            return None
+        self._register()
+        if self._acknowledges_at_next:
+            for batch in self.held:
+                self.ack(batch)
+        if self._is_over():
+            return None
+        return self._wait()
+
+    def _wait(self) -> LeasedBatch | None:
+        pause_s = _SHORTEST_PAUSE_S
+        idle_since = self._clock()
+        while not self._is_ending:
+            asked_at = self._clock()
+            batch = self._take(self._patience_s(asked_at - idle_since))
+            if batch is not None and batch.groups:
+                if batch.batch_id is not None:
+                    self._held[batch.batch_id] = batch
+                return batch
+            now = self._clock()
+            is_late = self._idle_limit_s is not None and now - idle_since >= self._idle_limit_s
+            if is_late or self._is_over():
+                return None
+            if now - asked_at < _SHORTEST_PAUSE_S:  # a service that does not know `wait`
+                self._sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return None
+
+    def _patience_s(self, idle_s: float) -> float:
+        if self._idle_limit_s is None:
+            return _LONGEST_WAIT_S
+        return min(_LONGEST_WAIT_S, max(0.0, self._idle_limit_s - idle_s))
+
+    def _take(self, wait_s: float) -> LeasedBatch | None:
+        try:
+            return self._client.batch(lease_s=self._lease_s, wait_s=wait_s)
+        except TrajectoryApiError as error:
+            if not says_unregistered(error):
+                raise
+            logger.warning("the service does not know this run; registering again")
+            self._is_registered = False
+            self._register()
+            return None
+
+    def _register(self) -> None:
+        if not self._is_registered:
+            step = self._registration["starting_step"] + self.num_acknowledged
+            self._client.register(**{**self._registration, "starting_step": step})
+            if not self._is_registered_at_exit:
+                atexit.register(self._leave_at_exit)
+            self._is_registered = self._is_registered_at_exit = True
+
+    def _is_over(self) -> bool:
+        # Asked, not counted: others may do steps of this run too.
+        return bool(self._client.status()["current_step"] >= self._registration["num_steps"])
+
+
+def batches(
+    base_url: str = "http://localhost:8000",
+    *,
+    batch_size: int,
+    num_steps: int,
+    max_token_len: int = 2048,
+    starting_step: int = 0,
+    lease_s: float = 600.0,
+    acknowledge: Literal["next", "explicit"] = "next",
+    idle_limit_s: float | None = None,
+    service_timeout_s: float = 600.0,
+    token: str | None = None,
+    **registration: Any,
+) -> BatchIterator:
+    """Return the batches of a run as an iterator, registering the trainer when first asked.
+
+    Iteration ends when the service says that the run has done `num_steps`. Several processes that
+    give the same settings share one run: each gets batches of its own.
+
+    Args:
+        base_url: address of the service.
+        batch_size: sequences per batch; a batch has exactly as many.
+        num_steps: batches of the whole run, what `starting_step` counts included.
+        max_token_len: longest sequence environments should send, in tokens.
+        starting_step: batches trained before, when a run is continued.
+        lease_s: seconds within which a batch is acknowledged, or else it is delivered again.
+        acknowledge: `next`: a batch counts as trained when the next one is asked for, the last of
+            the run when `with` is left or the program ends without an error; `explicit`: only
+            `ack` acknowledges, and several batches may be held at a time.
+        idle_limit_s: also end when no batch came for so long; None waits as long as it takes.
+        service_timeout_s: how long a service that is away is waited for; the log says so.
+        token: shown to a service that asks for one; never logged.
+        **registration: further fields of `POST /register`, such as `checkpoint_dir`. `replace=True`
+            replaces the settings of a running run, and sets its step to `starting_step`.
+
+    Raises:
+        ConfigError: a number is out of bounds, or the address or the token cannot be used.
+
+    Example:
+        >>> with batches("http://localhost:8000", batch_size=32, num_steps=100) as stream:
+        ...     for batch in stream:
+        ...         train(batch.groups)
+    """
+    for name, value in (("batch_size", batch_size), ("num_steps", num_steps)):
+        if value < 1:
+            raise ConfigError(f"{name}: {value} is below 1")
+    if acknowledge not in ("next", "explicit"):
+        raise ConfigError(f"acknowledge: {acknowledge!r} is neither 'next' nor 'explicit'")
+    patience = RetryRule(attempts=None, deadline_s=service_timeout_s)
+    fields = {
+        "wandb_group": "",
+        "wandb_project": "",
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": num_steps,
+        **registration,
+        "batch_size": batch_size,
+        "max_token_len": max_token_len,
+        "starting_step": starting_step,
+        "num_steps": num_steps,
+    }
+    return BatchIterator(
+        TrainerClient(base_url, retry=patience, token=token),
+        fields,
+        lease_s=lease_s,
+        acknowledge=acknowledge,
+        idle_limit_s=idle_limit_s,
+    )
+
+
+class AsyncBatches:
+    """The same iterator for `async for`: every request is made beside the event loop.
+
+    Cancelling is safe: a batch that arrives afterwards is the next one, or goes back on leaving.
+
+    Args:
+        batches: what `batches` returned; belongs to this from here on.
+
+    Example:
+        >>> async with AsyncBatches(batches(url, batch_size=32, num_steps=100)) as stream:
+        ...     async for batch in stream:
+        ...         await train(batch.groups)
+    """
+
+    def __init__(self, batches: BatchIterator) -> None:
+        self._batches = batches
+        self._side_thread = SideThread()
+        self._fetching: asyncio.Task[LeasedBatch | None] | None = None
+
+    def __aiter__(self) -> AsyncBatches:
+        return self
+
+    async def __anext__(self) -> LeasedBatch:
+        """Acknowledge the last batch and wait for the next; ends and raises as `for` does."""
+        if self._fetching is None:
+            self._fetching = asyncio.create_task(self._side_thread.run(self._batches.next_batch))
+        fetching = self._fetching
+        try:
+            batch = await asyncio.shield(fetching)
+        finally:
+            if fetching.done():
+                self._fetching = None
+        if batch is None:
+            raise StopAsyncIteration
+        return batch
+
+    async def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
+        """Tell the service that a batch is trained, or not; see `BatchIterator.ack`."""
+        await self._side_thread.run(self._batches.ack, batch, is_trained=is_trained)
+
+    async def nack(self, batch: LeasedBatch) -> None:
+        """Give a batch back; see `BatchIterator.nack`."""
+        await self._side_thread.run(self._batches.nack, batch)
+
+    async def set_policy_version(self, version: int) -> None:
+        """Tell the service which weights the inference engine serves now."""
+        await self._side_thread.run(self._batches.set_policy_version, version)
+
+    async def __aenter__(self) -> AsyncBatches:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End as `BatchIterator.leave`; waits for a request that is under way."""
+        self._batches.stop_waiting()
+        fetching, self._fetching = self._fetching, None
+        is_failed = exc_type is not None
+        if fetching is not None:
+            with contextlib.suppress(Exception):  # whoever left does not ask for it any more
+                is_failed = await fetching is not None or is_failed  # nobody has seen that batch
+        await self._side_thread.run(partial(self._batches.leave, is_failed=is_failed))
+        self._side_thread.close()

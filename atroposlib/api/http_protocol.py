@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from atroposlib.api.bodies import Pace
 from atroposlib.api.connection import EXTENSION, Connection
+from atroposlib.api.middleware import Pace
 
 __all__ = ["ObservedHttpProtocol", "WholeAnswers"]
 

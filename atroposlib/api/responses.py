@@ -12,9 +12,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.bodies import Pace
 from atroposlib.api.connection import Connection
-from atroposlib.api.gzip_pieces import Deflater
+from atroposlib.api.middleware import Deflater, Pace
 
 __all__ = ["PiecesResponse", "json_response", "wait_until_gone"]
 

@@ -10,6 +10,12 @@ batches that leave.
 Nothing here changes the state except through the log. Coroutines wait for the store; cancelling one
 leaves the run whole: what was to be written is written in full or not at all, and a batch handed
 out to a caller that is gone goes back to the front.
+
+The service as one environment sees it: the answer of `/status-env`; pure.
+
+How environments come into a run, make themselves heard, fall silent and leave.
+
+How groups come into a run: repeated requests, room, ids, one record for all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 from uuid import uuid4
 
 from atroposlib.api import records
@@ -28,26 +35,379 @@ from atroposlib.api.admission import (
     OversizedGroupError,
     QueueFullError,
     RunLimits,
+    Waiting,
+    check_room,
+    check_sizes,
+    room_for,
 )
-from atroposlib.api.delivery import AckResult, Handout
-from atroposlib.api.env_registry import EnvRecord
-from atroposlib.api.env_view import EnvView
-from atroposlib.api.presence import Presence
-from atroposlib.api.records import PayloadFlaw, Record, ReturnReason
-from atroposlib.api.run_admission import AdmissionDesk
+from atroposlib.api.allocation import weight_share
+from atroposlib.api.environments import EnvRecord
+from atroposlib.api.journal import RunLog
+from atroposlib.api.leases import AckResult, Handout
+from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.queued_group import UNKNOWN_VERSION, checksum_of
+from atroposlib.api.records import (
+    BatchFormed,
+    EnvDisconnected,
+    EnvRegistered,
+    GroupsAdmitted,
+    PayloadFlaw,
+    Record,
+    ReturnReason,
+)
 from atroposlib.api.run_delivery import DeliveryDesk
-from atroposlib.api.run_envs import EnvDesk
-from atroposlib.api.run_log import RunLog
-from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.stall_watch import StallWatch
-from atroposlib.api.stalls import Stall
-from atroposlib.api.store.base import DamagedPayloadError, RunStore, StoreFullError
+from atroposlib.api.stalls import Presence, Stall, StallWatch
+from atroposlib.api.state import RunState, check_key
+from atroposlib.api.store.base import DamagedPayloadError, Payload, RunStore, StoreFullError
 from atroposlib.errors import ConfigError
 from atroposlib.utils.steady_clock import steady_clock
 from atroposlib.wire import DecodedGroup, StoredPayload
 
-__all__ = ["RegistrationConflictError", "Run"]
+__all__ = [
+    "AdmissionDesk",
+    "EnvDesk",
+    "EnvView",
+    "RegistrationConflictError",
+    "Run",
+    "env_view",
+]
+
+
+class EnvView(NamedTuple):
+    """What one environment needs to decide how much to produce."""
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float
+    self_queue_size: int
+    max_group_size: int
+    env_weight: float
+    groups_to_start: int | None = None
+    """Groups of its size it may have in the making; None when nothing bounds them."""
+
+
+def env_view(state: RunState, env: EnvRecord, limits: RunLimits) -> EnvView:
+    """Return what one environment is told, in units of the largest group it has queued.
+
+    Args:
+        state: the run.
+        env: the asking environment.
+        limits: what bounds the groups it may start.
+    """
+    minimums = state.envs.minimums
+    pack_size = max(1, state.queue.largest_group)
+    group_size = max(env.largest_group, state.queue.largest_group_of(env.env_id))
+    view = state.queue.view_of(
+        env.env_id, group_size=group_size, batch_size=state.batch_size, minimums=minimums
+    )
+    weight = weight_share(env, state.envs.total_weight)
+    return EnvView(
+        current_step=state.step,
+        queue_size=view.queue_groups,
+        unallocated_fraction=state.envs.unallocated_fraction,
+        self_queue_size=view.own_groups,
+        max_group_size=pack_size,
+        env_weight=weight,
+        groups_to_start=_groups_to_start(state, limits, weight=weight, group_size=group_size),
+    )
+
+
+def _groups_to_start(
+    state: RunState, limits: RunLimits, *, weight: float, group_size: int
+) -> int | None:
+    """Share the room among environments; where there is any, each may start at least one group.
+
+    Rounding shares down to nothing would let a run stand still in which many environments share
+    little room.
+    """
+    room = room_for(
+        limits,
+        waiting=state.waiting,
+        pending_sequences=state.delivery.num_sequences,
+        batch_size=state.batch_size,
+    )
+    if room is None:
+        return None
+    return max(1, int(room * min(1.0, weight)) // group_size) if room > 0 else 0
+
+
+class EnvDesk:
+    """Keeps the environments of a run.
+
+    Args:
+        log: takes what is decided here.
+        state: the run.
+        store: asked for what other replicas did.
+        presence: what this replica heard of environments.
+        limits: what the run may hold.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        state: RunState,
+        store: RunStore,
+        presence: Presence,
+        *,
+        limits: RunLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._log = log
+        self._state = state
+        self._store = store
+        self._presence = presence
+        self._limits = limits
+        self._clock = clock
+
+    async def register(self, request: RegisterEnv) -> EnvRecord | None:
+        """Add an environment to the run; None while there is no trainer asking for batches."""
+
+        def decide() -> tuple[Record | None, int | None]:
+            if self._state.registration is None or not self._state.is_started:
+                return None, None
+            if self._has_been_taken_over(request):
+                return None, request.env_id
+            env_id = len(self._state.envs)
+            return EnvRegistered(env_id, request.model_dump(), self._clock()), env_id
+
+        env = self._state.envs.find(await self._log.guarded(decide))
+        if env is not None:
+            logger.info("environment %d registered as %s", env.env_id, env.real_name)
+        return env
+
+    def _has_been_taken_over(self, request: RegisterEnv) -> bool:
+        """Whether it is registered already, in the run that a trainer has taken over."""
+        env = self._state.envs.find(request.env_id)
+        return (
+            env is not None
+            and env.is_connected
+            and env.desired_name == request.desired_name
+            and request.run_id is not None
+            and request.run_id == self._state.taken_over_run_id
+        )
+
+    async def disconnect(self, env_id: int) -> bool:
+        """Note that an environment signed off; False when nobody is registered under the id."""
+        await self._find(env_id)
+
+        def decide() -> tuple[Record | None, bool]:
+            if self._state.envs.find(env_id) is None:
+                return None, False
+            return EnvDisconnected(env_id, False, self._clock()), True
+
+        return await self._log.guarded(decide)
+
+    async def view_for(self, env_id: int) -> EnvView | None:
+        """Return what one environment needs to know; None when nobody has this id.
+
+        Remembers that the environment was heard of, and the largest group it has queued: later
+        answers are in that unit. An environment that had been taken for gone is back.
+        """
+        env = await self.hear(env_id)
+        if env is None:
+            return None
+        largest = self._state.queue.largest_group_of(env_id)
+        env.largest_group = max(env.largest_group, largest)
+        return env_view(self._state, env, self._limits)
+
+    async def hear(self, env_id: int | None) -> EnvRecord | None:
+        """Take note of a sign of life; returns whose, None when nobody has this id."""
+        env = await self._find(env_id)
+        if env is None:
+            return None
+        now = self._clock()
+        self._presence.note(env.env_id, now)
+        if env.is_expired:
+            await self._log.guarded(lambda: (self._presence.revival_of(env.env_id, now), None))
+            logger.info("environment %d (%s) is back", env.env_id, env.real_name)
+        return env
+
+    async def watch(self) -> None:
+        """Write down who was heard of, if that is due, and disconnect who was silent too long."""
+        notes = self._presence.notes_due(self._clock())
+        if notes is not None:
+            await self._log.append(notes)
+
+        def decide() -> tuple[Record | None, int | None]:
+            expired = self._presence.expiry_due(self._clock())
+            return expired, None if expired is None else expired.env_id
+
+        while (env_id := await self._log.guarded(decide)) is not None:
+            logger.warning(
+                "environment %d was silent for %g s and counts as disconnected",
+                env_id,
+                self._limits.env_expiry_s,
+            )
+
+    async def _find(self, env_id: int | None) -> EnvRecord | None:
+        """Look an environment up, with what other replicas did if this one does not know it."""
+        if env_id is not None and self._state.envs.find(env_id) is None:
+            await self._store.sync()
+        return self._state.envs.find(env_id)
+
+
+_MAX_DIGEST = (1 << 64) - 1
+_RETRY_AFTER_BOUNDS_S = (1.0, 30.0)
+_RETRY_AFTER_S = 5.0
+
+
+class AdmissionDesk:
+    """Admits groups to a run.
+
+    Invariant: what is being written counts as waiting, so that requests that come together cannot
+    exceed a limit together.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        state: RunState,
+        store: RunStore,
+        *,
+        limits: RunLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._log = log
+        self._limits = limits
+        self._state = state
+        self._store = store
+        self._clock = clock
+        self._arriving = Waiting(0, 0)
+        self._formed_at = (0.0, 0.0)
+        """When the last batch but one was formed, and the last one."""
+
+    def note(self, record: Record) -> None:
+        """Learn from an applied record how fast batches leave."""
+        if isinstance(record, BatchFormed):
+            self._formed_at = (self._formed_at[1], record.at)
+
+    async def admit(
+        self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
+    ) -> Admission:
+        """Store groups, all or none, then queue or buffer each in order.
+
+        Cancelling before it returns admits all of them or none.
+
+        Args:
+            groups: the groups of one request.
+            key: idempotency key of the request; with a key that was used before, nothing is
+                stored and the answer is the former one.
+            digest: of the body, to tell a repetition from another use of the key; the lowest 64
+                bits count.
+
+        Raises:
+            GroupError: the key is empty or too long.
+            KeyReusedError: the key was used for another body.
+            OversizedGroupError: a group holds more than a batch; nothing is stored.
+            QueueFullError: there is no room; `retry_after_s` says when to ask again.
+        """
+        digest &= _MAX_DIGEST
+        repeated = self._find_repeated(key, digest)
+        if repeated is not None or not groups:
+            return repeated or Admission([])
+        is_exact = self._state.consumer is None  # a consumer takes groups of every size
+        check_sizes(
+            (group.num_sequences for group in groups),
+            batch_size=self._state.batch_size if is_exact else 0,
+        )
+        arriving = Waiting(
+            sum(group.num_sequences for group in groups), sum(len(g.payload) for g in groups)
+        )
+        self._check_room(arriving)
+        self._expect(arriving, 1)
+        try:
+            return await self._admit(groups, key, digest)
+        finally:
+            self._expect(arriving, -1)
+
+    async def _admit(
+        self, groups: Sequence[DecodedGroup], key: str | None, digest: int
+    ) -> Admission:
+        group_ids = await self._store.new_group_ids(len(groups))
+        now = self._clock()
+        record = GroupsAdmitted(
+            epoch=self._state.epoch,
+            groups=[self._describe(i, g, now) for i, g in zip(group_ids, groups, strict=True)],
+            at=now,
+            num_loose=sum(group.is_loose for group in groups),
+            num_from_text=sum(group.is_from_text for group in groups),
+            key=key,
+            digest=digest,
+        )
+        payloads = [Payload(i, g.payload) for i, g in zip(group_ids, groups, strict=True)]
+        admission = await self._log.append_groups(record, payloads)
+        if admission.is_key_reused:
+            raise _key_reused(key)
+        return admission
+
+    def _describe(self, group_id: int, group: DecodedGroup, now: float) -> QueuedGroup:
+        env = self._state.envs.find(group.env_id)
+        version = group.policy_version
+        if version is None:
+            # The batches that a consumer takes are steps of no policy.
+            version = self._state.current_version if self._state.has_trainer else UNKNOWN_VERSION
+        return QueuedGroup(
+            group_id=group_id,
+            env_id=None if env is None else env.env_id,
+            num_sequences=group.num_sequences,
+            num_tokens=group.num_tokens,
+            num_bytes=len(group.payload),
+            lane=group.lane,
+            version=version,
+            received_at=now,
+            min_score=group.min_score,
+            max_score=group.max_score,
+            checksum=checksum_of(group.payload),
+        )
+
+    def _find_repeated(self, key: str | None, digest: int) -> Admission | None:
+        if key is None:
+            return None
+        check_key(key)
+        known = self._state.keys.find(key)
+        if known is None:
+            return None
+        if known.digest != digest:
+            raise _key_reused(key)
+        return Admission(known.placements, is_repeat=True)
+
+    def _check_room(self, arriving: Waiting) -> None:
+        waiting = self._state.waiting
+        check_room(
+            self._limits,
+            waiting=Waiting(
+                waiting.num_sequences + self._arriving.num_sequences,
+                waiting.num_bytes + self._arriving.num_bytes,
+            ),
+            arriving=arriving,
+            retry_after_s=self._retry_after_s(),
+        )
+
+    def _expect(self, arriving: Waiting, sign: int) -> None:
+        """Count groups that are being written: they take room from those that come meanwhile."""
+        held = self._arriving
+        self._arriving = Waiting(
+            held.num_sequences + sign * arriving.num_sequences,
+            held.num_bytes + sign * arriving.num_bytes,
+        )
+
+    def _retry_after_s(self) -> float:
+        """Return about how long it takes until the next batch leaves."""
+        before, last = self._formed_at
+        if not before:
+            return _RETRY_AFTER_S
+        low, high = _RETRY_AFTER_BOUNDS_S
+        return float(min(high, max(low, round(last - before))))
+
+
+def _key_reused(key: str | None) -> KeyReusedError:
+    return KeyReusedError(
+        f"the idempotency key {key!r} was used for another body; a new request needs a new key",
+        status=422,
+    )
+
 
 logger = logging.getLogger(__name__)
 

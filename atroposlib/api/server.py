@@ -3,48 +3,72 @@
 environments ── POST /scored_data ──►┐           ┌── GET /batch ──► trainer
                                      ├─── Run ───┤
 environments ◄─ GET /status-env ─────┘           └── GET /status ─► anybody
+
+What is answered to requests that cannot be served: the status, and a text that helps.
+
+Read-only views of a run under the attribute names that tools look for on `app.state`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import fields
 from typing import Any
 from uuid import uuid4
 
-from fastapi import FastAPI
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import State
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.routing import Route
 
-from atroposlib.api.access import changes_on_get
-from atroposlib.api.admission import RunLimits
+from atroposlib.api.admission import BusyError, KeyReusedError, QueueFullError, RunLimits
 from atroposlib.api.allocation import MIN_ENV_WEIGHT
-from atroposlib.api.auth import BearerAuthMiddleware, read_token_file
-from atroposlib.api.bodies import BodyBudget
-from atroposlib.api.compression import GZipRequestMiddleware, GZipResponseMiddleware
-from atroposlib.api.gzip_pieces import Deflater
+from atroposlib.api.auth import BearerAuthMiddleware, changes_on_get, read_token_file
+from atroposlib.api.inspection import (
+    get_latest_example,
+    get_status,
+    groups_router,
+    info,
+    inspection_router,
+    wandb_info,
+)
 from atroposlib.api.logs import RequestErrorsMiddleware
 from atroposlib.api.metrics import ServiceMetrics
-from atroposlib.api.refusals import REFUSALS
-from atroposlib.api.request_metrics import RequestMetricsMiddleware
-from atroposlib.api.routes import environments, groups, inspection, operations, trainer
-from atroposlib.api.routes.documentation import EVERYWHERE
-from atroposlib.api.routes.environments import (
+from atroposlib.api.middleware import (
+    BodyBudget,
+    Deflater,
+    GZipRequestMiddleware,
+    GZipResponseMiddleware,
+    RequestMetricsMiddleware,
+)
+from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.responses import json_response
+from atroposlib.api.routes import (
+    BUSIEST_ROUTES,
+    EVERYWHERE,
     disconnect_env,
+    environments_router,
+    get_batch,
     get_status_env,
+    operations_router,
+    register,
     register_env_url,
     reply_of,
+    reset_data,
+    root,
     scored_data,
     scored_data_list,
+    trainer_router,
 )
-from atroposlib.api.routes.inspection import get_latest_example, get_status, info, wandb_info
-from atroposlib.api.routes.operations import reset_data, root
-from atroposlib.api.routes.trainer import get_batch, register
 from atroposlib.api.run import Run
 from atroposlib.api.schemas import (
     EnvIdentifier,
@@ -55,23 +79,26 @@ from atroposlib.api.schemas import (
     Status,
 )
 from atroposlib.api.settings import ApiSettings
-from atroposlib.api.state_view import StateView
-from atroposlib.api.store.base import RunStore
+from atroposlib.api.state import RunState
+from atroposlib.api.store.base import RunStore, StoreFullError
 from atroposlib.api.store.open import fresh_run_name, open_store
 from atroposlib.api.store.watched import WatchedStore
+from atroposlib.errors import ConfigError, GroupError, RunStoreError
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.utils.awaiting import end_task
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule
-from atroposlib.wire import BODY_TYPES, decode_group
+from atroposlib.wire import BODY_NOT_TEXT, BODY_TYPES, WireError, decode_group
 
 __all__ = [
     "MIN_ENV_WEIGHT",
+    "REFUSALS",
     "EnvIdentifier",
     "GZipRequestMiddleware",
     "Info",
     "RegisterEnv",
     "Registration",
     "ScoredData",
+    "StateView",
     "Status",
     "app",
     "create_app",
@@ -82,6 +109,7 @@ __all__ = [
     "get_status_env",
     "info",
     "logger",
+    "refusal_of",
     "register",
     "register_env_url",
     "reset_data",
@@ -90,6 +118,199 @@ __all__ = [
     "scored_data_list",
     "wandb_info",
 ]
+
+_MAX_ECHO_BYTES = 200
+_STORE_RETRY_AFTER_S = 5
+_QUEUE_RETRY_AFTER_S = 5.0
+
+
+def refusal_of(error: WireError) -> Response:
+    """Answer a body that is not a well-formed group, in the framework's shape."""
+    if error.kind == "not_text":
+        return json_response({"detail": BODY_NOT_TEXT}, 400)
+    if error.kind == "too_large":
+        return json_response({"detail": str(error)}, 413)
+    return _detail([{"type": error.kind, "loc": ("body", *error.path), "msg": str(error)}])
+
+
+async def _refuse_invalid(request: Request, error: Exception) -> Response:
+    """Answer a failed validation like the framework does, but never fail at echoing the input."""
+    assert isinstance(error, RequestValidationError)  # registered for this class only
+    return _detail(error.errors())
+
+
+async def _refuse_group(request: Request, error: Exception) -> Response:
+    if isinstance(error, WireError):
+        return refusal_of(error)
+    return json_response({"detail": str(error)}, 422)
+
+
+async def _refuse_reused_key(request: Request, error: Exception) -> Response:
+    return json_response({"detail": str(error)}, 422)
+
+
+async def _refuse_for_now(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QueueFullError | BusyError)  # registered for these classes only
+    wait_s = math.ceil(error.retry_after_s or _QUEUE_RETRY_AFTER_S)
+    headers = {"Retry-After": str(wait_s)}
+    return json_response({"detail": str(error)}, error.status or 503, headers)
+
+
+async def _refuse_without_store(request: Request, error: Exception) -> Response:
+    # The store says when it begins to fail; a line per request would bury that one.
+    logger.debug("%s %s was not served: %s", request.method, request.url.path, error)
+    text = f"the store of the run does not work: {error}; nothing was acknowledged"
+    return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
+
+
+async def _refuse_without_room(request: Request, error: Exception) -> Response:
+    text = f"{error}; nothing was stored"
+    return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
+
+
+REFUSALS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    RequestValidationError: _refuse_invalid,
+    GroupError: _refuse_group,
+    KeyReusedError: _refuse_reused_key,
+    QueueFullError: _refuse_for_now,
+    BusyError: _refuse_for_now,
+    StoreFullError: _refuse_without_room,
+    RunStoreError: _refuse_without_store,
+    OSError: _refuse_without_store,
+    ConfigError: _refuse_without_store,
+}
+"""The answer to each kind of error that a route lets out."""
+
+
+def _detail(errors: Sequence[Any]) -> Response:
+    return json_response(
+        {
+            "detail": [
+                {
+                    "type": error["type"],
+                    "loc": error["loc"],
+                    "msg": error["msg"],
+                    "input": _echo(error.get("input")),
+                }
+                for error in errors
+            ]
+        },
+        422,
+    )
+
+
+def _echo(value: Any) -> Any:
+    """Return the value when it can be sent back and is short, else the start of its `repr`."""
+    try:
+        if len(msgspec.json.encode(value)) <= _MAX_ECHO_BYTES:
+            return value
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        pass
+    return ascii(value)[:_MAX_ECHO_BYTES]
+
+
+class StateView(State):
+    """What `app.state` is: the run under `run`, and figures derived from it.
+
+    Groups are listed by their descriptions; their payloads are in the store.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__({"run": run})
+
+    @property
+    def _run(self) -> RunState:
+        run: Run = self._state["run"]
+        return run.state
+
+    @property
+    def queue(self) -> list[QueuedGroup]:
+        """Groups that wait for a batch, oldest first."""
+        return list(self._run.queue)
+
+    @property
+    def buffer(self) -> dict[int, list[QueuedGroup]]:
+        """Groups that wait for others to add up to their environment's group size."""
+        return {env.env_id: list(env.buffer) for env in self._run.envs if env.buffer}
+
+    @property
+    def curr_batch(self) -> list[list[QueuedGroup]]:
+        """Always empty: batches are formed when they are asked for."""
+        return []
+
+    @property
+    def started(self) -> bool:
+        """Whether the trainer has asked for a batch."""
+        return self._run.is_started
+
+    @property
+    def envs(self) -> list[dict[str, object]]:
+        """Registered environments."""
+        return [
+            {
+                "max_context_len": env.max_token_length,
+                "weight": env.weight,
+                "desired_name": env.desired_name,
+                "real_name": env.real_name,
+                "registered_id": env.env_id,
+                "last_update": env.last_update,
+                "connected": env.is_connected,
+                "min_batch_allocation": env.min_batch_allocation,
+                "group_size": env.largest_group,
+            }
+            for env in self._run.envs
+        ]
+
+    @property
+    def requesters(self) -> list[int]:
+        """Ids given to trainers."""
+        return list(self._run.trainer_ids)
+
+    @property
+    def latest(self) -> QueuedGroup | None:
+        """Description of the group queued last."""
+        return self._run.latest
+
+    @property
+    def group(self) -> str | None:
+        """Run group of the trainer."""
+        return self._run.registration.wandb_group if self._run.registration else None
+
+    @property
+    def project(self) -> str | None:
+        """Project of the trainer."""
+        return self._run.registration.wandb_project if self._run.registration else None
+
+    @property
+    def batchsize(self) -> int:
+        """Sequences per batch, -1 before registration."""
+        return self._run.registration.batch_size if self._run.registration else -1
+
+    @property
+    def max_token_len(self) -> int:
+        """Length limit of trajectories, -1 before registration."""
+        return self._run.registration.max_token_len if self._run.registration else -1
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """Shared directory for checkpoints, empty before registration."""
+        return self._run.registration.checkpoint_dir if self._run.registration else ""
+
+    @property
+    def save_checkpoint_interval(self) -> int:
+        """Steps between environment checkpoints, -1 before registration."""
+        return self._run.registration.save_checkpoint_interval if self._run.registration else -1
+
+    @property
+    def num_steps(self) -> int:
+        """Planned steps, -1 before registration."""
+        return self._run.registration.num_steps if self._run.registration else -1
+
+    @property
+    def status_dict(self) -> dict[str, int]:
+        """The step counter."""
+        return {"step": self._run.step}
+
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +350,15 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     application.state.metrics = metrics
     application.state.watched_store = store
     # Routes are tried in this order: what is asked most comes first.
-    for module in (environments, operations, trainer, inspection, groups):
-        application.include_router(module.router)
-    _serve_directly(application, environments.BUSIEST_ROUTES)
+    for router in (
+        environments_router,
+        operations_router,
+        trainer_router,
+        inspection_router,
+        groups_router,
+    ):
+        application.include_router(router)
+    _serve_directly(application, BUSIEST_ROUTES)
     for kind, refuse in REFUSALS.items():
         application.add_exception_handler(kind, refuse)
     _add_middleware(application, settings, threads)

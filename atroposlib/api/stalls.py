@@ -2,17 +2,43 @@
 
 Nothing here walks the queue: it reads counters, and asks the queue for a plan. The cost is that of
 one plan and O(environments), so it is for `/status` and metrics, not for every request.
+
+Which environments are there: signs of life, noted now and then, and silence that lasts; pure.
+
+Every replica hears of some environments. What it heard is written down at most every
+`NOTE_INTERVAL_S`, for all of them in one record, so that all replicas agree who has been silent.
+Silence is measured by the clock of this process, from when it applied the last record that names an
+environment: times in records come from other processes, whose clocks may be hours off.
+
+Names what keeps a run from forming batches: to whoever asks, and to the log once per reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from atroposlib.api.env_registry import EnvRecord, EnvRegistry
+from atroposlib.api.environments import EnvRecord, EnvRegistry
 from atroposlib.api.queue import GroupQueue
+from atroposlib.api.records import (
+    EnvDisconnected,
+    EnvRegistered,
+    EnvRevived,
+    EnvsSeen,
+    GroupsAdmitted,
+    Record,
+)
+from atroposlib.api.state import RunState
 
-__all__ = ["Patience", "Stall", "find_stalls"]
+__all__ = [
+    "NOTE_INTERVAL_S",
+    "Patience",
+    "Presence",
+    "Stall",
+    "StallWatch",
+    "find_stalls",
+]
 
 _MAX_NAMED = 5
 
@@ -153,3 +179,140 @@ def _named(envs: list[EnvRecord], detail: Callable[[EnvRecord], str]) -> str:
     names = [f"{env.env_id} ({env.real_name}, {detail(env)})" for env in envs[:_MAX_NAMED]]
     more = f" and {len(envs) - _MAX_NAMED} more" if len(envs) > _MAX_NAMED else ""
     return f"environment{'s' if len(envs) > 1 else ''} {', '.join(names)}{more}"
+
+
+NOTE_INTERVAL_S = 30.0
+
+
+class Presence:
+    """What this replica heard of the environments of a run.
+
+    Args:
+        state: the run.
+        expiry_s: seconds of silence after which an environment counts as gone; 0: never.
+    """
+
+    def __init__(self, state: RunState, *, expiry_s: float) -> None:
+        self._state = state
+        self._expiry_s = expiry_s
+        self._interval_s = min(NOTE_INTERVAL_S, expiry_s / 4 or NOTE_INTERVAL_S)
+        self._heard: dict[int, float] = {}
+        """Environment id → its last request to this process that is not yet in a record."""
+        self._learned: dict[int, float] = {}
+        """Environment id → when this process last applied a record that names it."""
+        self._epoch = 0
+        self._noted_at = 0.0
+        self._since = 0.0
+
+    def start(self, now: float) -> None:
+        """Begin to listen: silence counts from here at the earliest."""
+        self._since = self._noted_at = now
+
+    def note(self, env_id: int, now: float) -> None:
+        """Remember a sign of life."""
+        self._forget_former_epoch()
+        self._heard[env_id] = now
+
+    def note_record(self, record: Record, now: float) -> None:
+        """Note the environments that a record names, whichever replica wrote it."""
+        env_ids: Iterable[int | None]
+        if isinstance(record, GroupsAdmitted):
+            env_ids = {group.env_id for group in record.groups}
+        elif isinstance(record, EnvsSeen):
+            env_ids = record.seen
+        elif isinstance(record, EnvRegistered | EnvRevived):
+            env_ids = [record.env_id]
+        else:
+            return
+        self._forget_former_epoch()
+        for env_id in env_ids:
+            if env_id is not None and self._state.envs.find(env_id) is not None:
+                self._learned[env_id] = now
+
+    def last_heard(self, env_id: int) -> float:
+        """Return when this process last heard of an environment, directly or by a record."""
+        self._forget_former_epoch()
+        return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
+
+    def notes_due(self, now: float) -> EnvsSeen | None:
+        """Return what is to be written down now; None when there is nothing or it is too early."""
+        if now - self._noted_at < self._interval_s:
+            return None
+        self._noted_at = now
+        self._forget_former_epoch()
+        seen = {
+            env_id: heard
+            for env_id, heard in self._heard.items()
+            if heard > self._learned.get(env_id, 0.0) and self._state.envs.find(env_id) is not None
+        }
+        self._heard.clear()
+        return EnvsSeen(self._state.epoch, seen) if seen else None
+
+    def expiry_due(self, now: float) -> EnvDisconnected | None:
+        """Return the disconnection of one environment that has been silent for too long."""
+        if not self._expiry_s:
+            return None
+        for env in self._state.envs:
+            if env.is_connected and now - self.last_heard(env.env_id) > self._expiry_s:
+                return EnvDisconnected(env.env_id, True, now)
+        return None
+
+    def revival_of(self, env_id: int, now: float) -> EnvRevived | None:
+        """Return the comeback of an environment that had been taken for gone."""
+        env = self._state.envs.find(env_id)
+        return EnvRevived(env_id, now) if env is not None and env.is_expired else None
+
+    def _forget_former_epoch(self) -> None:
+        if self._epoch != self._state.epoch:
+            self._heard.clear()
+            self._learned.clear()
+            self._epoch = self._state.epoch
+
+
+logger = logging.getLogger(__name__)
+
+_REPORT_INTERVAL_S = 1.0
+
+
+class StallWatch:
+    """Looks at a run for stalls.
+
+    Args:
+        state: the run.
+        presence: when environments were last heard of.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(self, state: RunState, presence: Presence, *, clock: Callable[[], float]) -> None:
+        self._state = state
+        self._presence = presence
+        self._clock = clock
+        self._last_text = ""
+        self._reported_at = 0.0
+
+    def find(self, *, patience: Patience | None = None) -> list[Stall]:
+        """Name what keeps queued groups from becoming a batch.
+
+        Args:
+            patience: what counts as long; None leaves out what depends on time.
+        """
+        state = self._state
+        return find_stalls(state.queue, state.envs, batch_size=state.batch_size, patience=patience)
+
+    def find_all(self) -> list[Stall]:
+        """Name also who has been silent, and what has waited in a buffer, for long."""
+        return self.find(patience=Patience(self._clock(), self._presence.last_heard))
+
+    def report(self) -> None:
+        """Log why enough data makes no batch, once per reason; looks at it now and then only."""
+        state, now = self._state, self._clock()
+        if abs(now - self._reported_at) < _REPORT_INTERVAL_S:
+            return
+        self._reported_at = now
+        text = ""
+        if state.queue.num_sequences >= state.batch_size:
+            text = "; ".join(stall.message for stall in self.find())
+            text = text or "the sizes of the queued groups do not add up"
+        if text and text != self._last_text:
+            logger.warning("no batch of %d sequences: %s", state.batch_size, text)
+        self._last_text = text

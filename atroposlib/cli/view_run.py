@@ -164,8 +164,8 @@ def _reading_problem(viewer: Viewer) -> str | None:
 
 def _service_problem(api_url: str) -> str | None:
     """Return why a service cannot be looked at; None when it answers."""
-    from atroposlib.api.client_inspection import InspectionClient
-    from atroposlib.api.client_rules import RetryRule
+    from atroposlib.api.client_consumer import InspectionClient
+    from atroposlib.api.client_protocol import RetryRule
     from atroposlib.errors import TrajectoryApiError
 
     token = os.environ.get(TOKEN_VARIABLE)
@@ -203,7 +203,7 @@ def _source(prog: str, args: argparse.Namespace) -> GroupSource:
 
         return StoredRunSource(_run_path(args.run, Path(args.data_dir)))
     from atroposlib.api.client_consumer import Consumer, consumer_registration
-    from atroposlib.api.client_rules import RetryRule
+    from atroposlib.api.client_protocol import RetryRule
     from atroposlib.viewer.sources.live import LiveSource
 
     token = os.environ.get(TOKEN_VARIABLE)

@@ -182,8 +182,7 @@ def _open_service(
     request: SourceRequest, ending: ExitStack, tell: Callable[[str], None]
 ) -> Iterator[RawGroup]:
     """Look at a running service, standing in for a trainer while there is none."""
-    from atroposlib.api.client_consumer import Consumer
-    from atroposlib.api.client_inspection import InspectionClient
+    from atroposlib.api.client_consumer import Consumer, InspectionClient
     from atroposlib.exporting.sources.live import check_inspectable, watch_groups
 
     client = ending.enter_context(InspectionClient(request.api_url, token=request.token))

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from atroposlib.api import records
 from atroposlib.api.records import Record, encode_record, kind_of
-from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import MAX_BATCH_SIZE, MAX_GROUP_SIZE, RegisterEnv, Registration
+from atroposlib.api.state import RunState
 from tests.api.helpers import REGISTRATION
 
 __all__ = ["Forger"]

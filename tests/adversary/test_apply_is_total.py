@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from atroposlib.api.admission import RunLimits
+from atroposlib.api.journal import RunLog, restore, snapshot
 from atroposlib.api.records import Record
-from atroposlib.api.run_log import RunLog
-from atroposlib.api.run_snapshot import restore, snapshot
-from atroposlib.api.run_state import RunState
 from atroposlib.api.stalls import find_stalls
+from atroposlib.api.state import RunState
 from atroposlib.api.store.memory import MemoryRunStore
 from tests.adversary.forged_records import Forger
 

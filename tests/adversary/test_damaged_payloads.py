@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from atroposlib.api.admission import RunLimits
+from atroposlib.api.journal import snapshot
 from atroposlib.api.run import Run
-from atroposlib.api.run_snapshot import snapshot
 from atroposlib.api.store.base import RunStore
 from atroposlib.api.store.memory import MemoryRunStore
 from atroposlib.api.store.open import open_store, run_file
@@ -278,7 +278,7 @@ def test_conversion_that_fails_for_want_of_memory_costs_no_group(has_checksums, 
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("atroposlib.api.routes.trainer.convert_payload", fail)
+        patched.setattr("atroposlib.api.routes.convert_payload", fail)
         answer = service.get("/batch", headers={"Accept": "application/msgpack"})
 
     assert answer.status_code == 500

@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from atroposlib.api.run import Run
+from atroposlib.api.run_delivery import Waiters
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.store.base import RunStore
 from atroposlib.api.store.open import open_store
-from atroposlib.api.waiting import Waiters
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.run_helpers import decoded, registration
 from tests.api.soak.service_process import Replica

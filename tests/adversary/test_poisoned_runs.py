@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from atroposlib.api import records
+from atroposlib.api.journal import restore, snapshot
 from atroposlib.api.packing import oldest_combination
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.records import encode_record
 from atroposlib.api.run import Run
-from atroposlib.api.run_snapshot import restore, snapshot
-from atroposlib.api.run_state import RunState
 from atroposlib.api.schemas import MAX_BATCH_SIZE, MAX_GROUP_SIZE
+from atroposlib.api.state import RunState
 from atroposlib.api.store.base import Payload, RunStore
 from atroposlib.api.store.open import open_store
 from tests.api.helpers import REGISTRATION, Service, make_group

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from atroposlib.api import run_log
+from atroposlib.api import journal as run_log
 from atroposlib.api.admission import (
     BusyError,
     KeyReusedError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.api.access import Role, rule_for
-from atroposlib.api.run_snapshot import snapshot
+from atroposlib.api.auth import Role, rule_for
+from atroposlib.api.journal import snapshot
 from atroposlib.api.schemas import MAX_BATCH_SIZE
 from tests.api.helpers import Service, make_group
 from tests.api.run_helpers import decoded, env_request, open_run, registration, started_run, take

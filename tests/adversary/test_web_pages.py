@@ -20,7 +20,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atroposlib.api.access import Role
+from atroposlib.api.auth import Role
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.utils.web_pages import WebPageRule

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from httpx import Response
 from starlette.types import ASGIApp
 
-from atroposlib.api.access import Role
+from atroposlib.api.auth import Role
 from atroposlib.api.http_protocol import ObservedHttpProtocol
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings

@@ -10,8 +10,16 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from atroposlib.api.access import UNKNOWN_ROUTE, Role, path_of, rule_for
-from atroposlib.api.auth import BearerAuthMiddleware, Holder, TokenTable, read_token_file
+from atroposlib.api.auth import (
+    UNKNOWN_ROUTE,
+    BearerAuthMiddleware,
+    Holder,
+    Role,
+    TokenTable,
+    path_of,
+    read_token_file,
+    rule_for,
+)
 from atroposlib.errors import ConfigError
 from tests.api.helpers import TOKENS
 

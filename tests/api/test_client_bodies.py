@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.client_bodies import (
+from atroposlib.api.client_protocol import (
     Body,
     Format,
     ServiceTraits,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.api.client_address import service_address
-from atroposlib.api.client_rules import (
+from atroposlib.api.client_protocol import (
     LeasedBatch,
     NoServiceError,
     NotReachedError,
     RetryRule,
+    WaitNotes,
     auth_headers,
     batch_path,
     delivered_groups,
     leased_batch,
     read_answer,
+    service_address,
 )
-from atroposlib.api.client_wait_notes import WaitNotes
 from atroposlib.errors import ConfigError, TrajectoryApiError
 
 LOST = TrajectoryApiError("no answer")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.client_rules import leased_batch
-from atroposlib.api.group_listing import GroupFilter, GroupState, list_groups
+from atroposlib.api.client_protocol import leased_batch
+from atroposlib.api.inspection import GroupFilter, GroupState, list_groups
+from atroposlib.api.journal import restore, snapshot
 from atroposlib.api.run import RegistrationConflictError, Run
-from atroposlib.api.run_snapshot import restore, snapshot
-from atroposlib.api.run_state import RunState
+from atroposlib.api.state import RunState
 from tests.api.helpers import REGISTRATION, Service, make_group
 from tests.api.run_helpers import Clock, decoded, env_request, open_run, registration, take
 

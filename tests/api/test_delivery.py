@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from atroposlib.api.delivery import BatchToken, Delivery, Handout, parse_token
+from atroposlib.api.leases import BatchToken, Delivery, Handout, parse_token
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.server import create_app
 from atroposlib.api.store.memory import MemoryRunStore

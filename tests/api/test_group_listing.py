@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atroposlib.api import records
-from atroposlib.api.group_listing import (
-    GroupFilter,
-    GroupPage,
-    GroupState,
-    find_group,
-    list_groups,
-)
+from atroposlib.api.inspection import GroupFilter, GroupPage, GroupState, find_group, list_groups
 from tests.api.fake_run import FakeRun
 
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.gzip_pieces import Deflater
 from atroposlib.api.http_protocol import WholeAnswers
+from atroposlib.api.middleware import Deflater
 from atroposlib.api.responses import PiecesResponse
 from tests.api.helpers import serve
 

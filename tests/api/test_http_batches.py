@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from atroposlib.api.bodies import Pace
-from atroposlib.api.client_rules import leased_batch
+from atroposlib.api.client_protocol import leased_batch
+from atroposlib.api.middleware import Pace
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.wire import decode_batch, encode_group

@@ -11,7 +11,7 @@ import socket
 import httpx
 import pytest
 
-from atroposlib.api.bodies import BodyBudget
+from atroposlib.api.middleware import BodyBudget
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.store.memory import MemoryRunStore

@@ -11,8 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from atroposlib.api import records
-from atroposlib.api.metrics import ServiceMetrics
-from atroposlib.api.run_figures import FIGURES
+from atroposlib.api.metrics import FIGURES, ServiceMetrics
 from tests.api.fake_run import FakeRun
 
 

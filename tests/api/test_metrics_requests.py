@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
-from atroposlib.api.request_metrics import RequestMetrics, RequestMetricsMiddleware
+from atroposlib.api.middleware import RequestMetrics, RequestMetricsMiddleware
 
 
 @pytest.fixture

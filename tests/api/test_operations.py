@@ -9,7 +9,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Mount, WebSocketRoute
 
-from atroposlib.api.access import UNKNOWN_ROUTE, Role, rule_for
+from atroposlib.api.auth import UNKNOWN_ROUTE, Role, rule_for
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from tests.api.helpers import TOKENS, Service, make_group

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from atroposlib.api.admission import KeyReusedError, Placement, QueueFullError
+from atroposlib.api.journal import snapshot
 from atroposlib.api.run import RegistrationConflictError
-from atroposlib.api.run_snapshot import snapshot
 from atroposlib.api.store.memory import MemoryRunStore
 from atroposlib.errors import ConfigError, GroupError
 from tests.api.run_helpers import (

@@ -12,9 +12,8 @@ from atroposlib.api.admission import (
     check_room,
     room_for,
 )
-from atroposlib.api.idempotency import KeyBook
-from atroposlib.api.past import PastGroups
 from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.state import KeyBook, PastGroups
 from atroposlib.errors import RunStoreError
 from tests.api.run_helpers import decoded, env_request, started_run
 from tests.api.shared_store import SharedLog, SharedRunStore

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from atroposlib.api.admission import RunLimits
+from atroposlib.api.journal import freeze
 from atroposlib.api.records import decode_record
 from atroposlib.api.run import Run
-from atroposlib.api.run_snapshot import freeze
-from atroposlib.api.run_state import RunState
+from atroposlib.api.state import RunState
 from atroposlib.api.store.memory import MemoryRunStore
 from atroposlib.errors import RunStoreError
 from atroposlib.wire import decode_group, encode_group

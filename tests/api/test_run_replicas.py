@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from atroposlib.api.journal import snapshot
 from atroposlib.api.records import (
     BatchAcknowledged,
     BatchFormed,
@@ -14,7 +15,6 @@ from atroposlib.api.records import (
     decode_record,
 )
 from atroposlib.api.run import Run
-from atroposlib.api.run_snapshot import snapshot
 from tests.api.run_helpers import Clock, decoded, open_run, registration, take
 from tests.api.shared_store import SharedLog, SharedRunStore
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from atroposlib.api import records
 from atroposlib.api.admission import RunLimits
+from atroposlib.api.journal import freeze, restore, snapshot
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.records import Record, decode_record, encode_record
-from atroposlib.api.run_snapshot import freeze, restore, snapshot
-from atroposlib.api.run_state import RunState
+from atroposlib.api.state import RunState
 from atroposlib.errors import ConfigError
 from tests.api.run_helpers import env_request, registration
 

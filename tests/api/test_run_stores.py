@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from atroposlib.api.journal import snapshot
 from atroposlib.api.run import Run
-from atroposlib.api.run_snapshot import snapshot
 from atroposlib.api.store.sqlite import SqliteRunStore
 from tests.api.run_helpers import decoded, env_request, open_run, registration, take
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.api import stalls
-from atroposlib.api.access import Role, rule_for
-from atroposlib.api.auth import read_token_file
+from atroposlib.api.auth import Role, read_token_file, rule_for
 from atroposlib.api.metrics import ServiceMetrics
 from tests.api.fake_run import FakeRun
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from atroposlib.api.env_registry import EnvRegistry
+from atroposlib.api.environments import EnvRegistry
 from atroposlib.api.queue import GroupQueue, QueuedGroup
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.api.stalls import Patience, Stall, find_stalls

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api.client_inspection import InspectionClient
+from atroposlib.api.client_consumer import InspectionClient
 from atroposlib.cli import dpo, sft
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import full_group

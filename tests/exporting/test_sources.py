@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.client_inspection import InspectionClient
+from atroposlib.api.client_consumer import InspectionClient
 from atroposlib.api.store.sqlite_file import open_writer
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import export_group

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.api.client_rules import auth_headers
+from atroposlib.api.client_protocol import auth_headers
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.exporting.groups import RawGroup
 from atroposlib.utils.inert_text import inert_block

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from atroposlib.api.client_consumer import Consumer
-from atroposlib.api.client_inspection import InspectionClient
+from atroposlib.api.client_consumer import Consumer, InspectionClient
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.exporting.groups import RawGroup
 from atroposlib.utils.secret_masking import without_secrets

@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from atroposlib.api.client_consumer import Consumer
-from atroposlib.api.client_inspection import GROUP_STATES, InspectionClient
-from atroposlib.api.client_rules import RetryRule
+from atroposlib.api.client_consumer import GROUP_STATES, Consumer, InspectionClient
+from atroposlib.api.client_protocol import RetryRule
 from atroposlib.errors import GroupError, TrajectoryApiError
 from atroposlib.utils.secret_masking import without_secrets
 from atroposlib.viewer.group_index import GroupIndex

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from atroposlib.api.journal import restore
 from atroposlib.api.queued_group import QueuedGroup
 from atroposlib.api.records import GroupsAdmitted, decode_record
-from atroposlib.api.run_snapshot import restore
-from atroposlib.api.run_state import RunState
+from atroposlib.api.state import RunState
 from atroposlib.api.store.sqlite_file import open_reader
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.viewer.group_index import GroupIndex

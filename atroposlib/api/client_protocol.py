@@ -1,33 +1,193 @@
-"""What all clients agree on: retries, defaults, and errors that say what to do; pure."""
+"""What all clients agree on: retries, defaults, and errors that say what to do; pure.
+
+What clients put on the wire and read from it, by what they have learned of the service; pure.
+
+a service that says `Accept-Post: ... application/msgpack`    binary lane, keys honoured
+any other                                                     JSON, gzip where it pays
+one that refused gzip but took the same content plain         plain JSON
+
+What an address of the trajectory service looks like; pure.
+
+When those who wait for the service say so in the log: at first, then ever more rarely; pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import gzip
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
-from atroposlib.api.client_bodies import answer_lane, decode_answer
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.io import retry_after_s
 from atroposlib.utils.secret_masking import hide_secrets, without_secrets
+from atroposlib.wire import MEDIA_TYPES, Lane, decode_batch
 
 __all__ = [
+    "BINARY_LANE_HEADERS",
     "POST_RETRY",
+    "Body",
+    "Format",
     "LeasedBatch",
     "NoServiceError",
     "NotReachedError",
     "RetryRule",
+    "ServiceTraits",
+    "WaitNotes",
     "ack_path",
+    "answer_lane",
     "auth_headers",
     "batch_path",
+    "decode_answer",
     "delivered_groups",
+    "encode_body",
+    "is_on_this_machine",
     "leased_batch",
+    "plain",
     "read_answer",
     "says_unregistered",
+    "service_address",
     "unreachable",
     "with_status_defaults",
 ]
+
+_MIN_GZIP_BYTES = 1024
+_ADVERTISING_PATHS = frozenset({"/info", "/wandb_info", "/register", "/register-env"})
+_FORMAT_REFUSALS = (400, 415, 422)
+
+BINARY_LANE_HEADERS = {"Accept": f"{MEDIA_TYPES['msgpack']}; zstd=1, {MEDIA_TYPES['json']};q=0.5"}
+"""Ask for groups in the binary lane; services without it answer JSON."""
+
+
+class Encoder(Protocol):
+    """`wire.encode_group` or `wire.encode_groups`."""
+
+    def __call__(self, value: Any, /, lane: Lane, *, zstd: bool) -> bytes:
+        """Encode a group or groups; compressed in the binary lane only."""
+
+
+class Format(NamedTuple):
+    """How a body is written."""
+
+    lane: Lane
+    is_gzip_wanted: bool = False
+
+
+_BINARY = Format("msgpack")
+_GZIP = Format("json", is_gzip_wanted=True)
+_PLAIN = Format("json")
+
+
+class Body(NamedTuple):
+    """A request body and the headers that describe it."""
+
+    content: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the content is gzip."""
+        return "Content-Encoding" in self.headers
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every service there ever was can read it."""
+        return not self.is_compressed and self.headers["Content-Type"] == MEDIA_TYPES["json"]
+
+
+class ServiceTraits:
+    """What a client has learned of the service it talks to; the latest word counts.
+
+    Attributes:
+        honours_keys: whether a repeated `Idempotency-Key` stores nothing twice. The services
+            that have the binary lane are those that do.
+    """
+
+    def __init__(self) -> None:
+        self.honours_keys = False
+        self._takes_binary = False
+        self._takes_gzip = True
+
+    def learn(self, path: str, headers: Mapping[str, str]) -> None:
+        """Take note of a good answer's `Accept-Post`.
+
+        Where a service with the binary lane always sends it, its absence says that an older
+        service has taken over.
+        """
+        offer = headers.get("Accept-Post", "")
+        if offer or path in _ADVERTISING_PATHS:
+            self._takes_binary = self.honours_keys = MEDIA_TYPES["msgpack"] in offer.lower()
+
+    def formats(self) -> list[Format]:
+        """Return the formats to try, best first."""
+        formats = [_BINARY] if self._takes_binary else []
+        if self._takes_gzip:
+            formats.append(_GZIP)
+        return [*formats, _PLAIN]
+
+    def may_be_format(self, status: int | None, body: Body) -> bool:
+        """Tell whether the refusal of a body may be about its format, not its content."""
+        return status in _FORMAT_REFUSALS and not body.is_plain
+
+    def drop(self, refused: Iterable[Body]) -> None:
+        """Give up formats that were refused, now that the same content was taken in another."""
+        for body in refused:
+            if body.is_compressed:
+                self._takes_gzip = False
+            else:
+                self._takes_binary = self.honours_keys = False
+
+
+def is_on_this_machine(url: str) -> bool:
+    """Tell whether bytes to an address stay on this machine, where compressing costs only time."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def encode_body(encode: Encoder, value: Any, form: Format, *, zstd: bool = False) -> Body:
+    """Encode a group or groups.
+
+    Args:
+        encode: writes `value` in a lane.
+        value: what is posted.
+        form: how.
+        zstd: whether groups are compressed in the binary lane.
+
+    Raises:
+        GroupError: a group is malformed.
+    """
+    content = encode(value, form.lane, zstd=zstd)
+    if form.is_gzip_wanted and len(content) >= _MIN_GZIP_BYTES:
+        # Level 1: token ids shrink well already, and higher levels cost more than they save.
+        packed = gzip.compress(content, compresslevel=1)
+        if len(packed) < len(content):
+            headers = {"Content-Type": MEDIA_TYPES["json"], "Content-Encoding": "gzip"}
+            return Body(packed, headers)
+    return Body(content, {"Content-Type": MEDIA_TYPES[form.lane]})
+
+
+def plain(request: Mapping[str, Any]) -> Body:
+    """Encode a small request."""
+    return Body(msgspec.json.encode(request), {"Content-Type": MEDIA_TYPES["json"]})
+
+
+def answer_lane(headers: Mapping[str, str]) -> Lane:
+    """Return the lane an answer came in."""
+    media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    return "msgpack" if media_type == MEDIA_TYPES["msgpack"] else "json"
+
+
+def decode_answer(content: bytes, headers: Mapping[str, str]) -> Any:
+    """Decode an answer in the lane it came in.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    if answer_lane(headers) == "msgpack":
+        return decode_batch(content, "msgpack")
+    return msgspec.json.decode(content)
+
 
 _MAX_QUOTED_CHARS = 500
 _BUSY_STATUSES = (429, 503)
@@ -282,3 +442,66 @@ def leased_batch(answer: Mapping[str, Any], url: str) -> LeasedBatch | None:
             if version is not None and group.get("policy_version") is None:
                 group["policy_version"] = version
     return LeasedBatch(groups, None if batch_id is None else str(batch_id))
+
+
+def service_address(text: str) -> str:
+    """Return an address without slashes at its end, ready for paths to be put behind it.
+
+    Raises:
+        ConfigError: it does not begin with http:// or https://, or names no host or no valid port.
+    """
+    address = text.rstrip("/")
+    if not _is_http(address):
+        raise ConfigError(
+            f"the address of the trajectory service is {text!r}; expected an address such as "
+            "http://localhost:8000"
+        )
+    return address
+
+
+def _is_http(address: str) -> bool:
+    if not address.lower().startswith(("http://", "https://")):
+        return False
+    try:
+        parts = urlsplit(address)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 host that is none
+        return False
+
+
+_FIRST_REPEAT_S = 30.0
+
+
+class WaitNotes:
+    """The notes of one wait: at its first failure, after 30 s, and whenever that time has doubled.
+
+    Every kind of failure is told by itself. Threads may not share one.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._first_at: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}
+
+    def due(self, error: TrajectoryApiError) -> str | None:
+        """Return the words for a failure, None when it has been told lately."""
+        kind = type(error).__name__ if error.status is None else f"status {error.status}"
+        now = self._clock()
+        waited_s = now - self._first_at.setdefault(kind, now)
+        due_s = self._due_s.get(kind, 0.0)
+        if waited_s < due_s:
+            return None
+        while due_s <= waited_s:
+            due_s = max(2 * due_s, _FIRST_REPEAT_S)
+        self._due_s[kind] = due_s
+        return f"{error} (for {waited_s:.0f} s now)" if waited_s else str(error)
+
+    def end(self) -> bool:
+        """Take note of an answer: the next failure is a first one; tell whether any was told."""
+        was_told = bool(self._due_s)
+        self._first_at.clear()
+        self._due_s.clear()
+        return was_told

@@ -11,7 +11,10 @@ from atroposlib.api.packing import oldest_combination
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.schemas import MAX_GROUP_SIZE, RegisterEnv
 
-__all__ = ["EnvRecord", "EnvRegistry"]
+__all__ = [
+    "EnvRecord",
+    "EnvRegistry",
+]
 
 _UNREADABLE_NAME = "unreadable"
 

@@ -12,12 +12,21 @@ Invariants:
 - A consumer holds a place for a trainer: any registration replaces it, or it leaves; what it had
   leased is queued again.
 - `fence` is the number of guarded records applied.
+
+Which payloads are kept for inspection, and which nobody needs any more; pure.
+
+Invariant: a payload is given up at most once, and never while its group is among `past` or is the
+latest one.
+
+The groups that were delivered last, kept for inspection; pure.
+
+Which requests were stored already: idempotency keys and what was answered to them; pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,18 +34,224 @@ import msgspec
 
 from atroposlib.api import records
 from atroposlib.api.admission import Admission, Placement, RunLimits, Waiting
-from atroposlib.api.delivery import BatchToken, Delivery
-from atroposlib.api.env_registry import EnvRegistry
-from atroposlib.api.idempotency import KeyBook
-from atroposlib.api.past import PastGroups
-from atroposlib.api.payload_ledger import PayloadLedger
+from atroposlib.api.environments import EnvRegistry
+from atroposlib.api.leases import BatchToken, Delivery
 from atroposlib.api.queue import GroupQueue, QueuedGroup
 from atroposlib.api.queued_group import UNKNOWN_VERSION
 from atroposlib.api.records import PayloadFlaw, RecordType, kind_of
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.errors import GroupError
 
-__all__ = ["GROUPS_SET_ASIDE", "SET_ASIDE", "RunState"]
+__all__ = [
+    "GROUPS_SET_ASIDE",
+    "MAX_KEY_CHARACTERS",
+    "SET_ASIDE",
+    "KeyBook",
+    "KeyEntry",
+    "PastGroups",
+    "PayloadLedger",
+    "RunState",
+    "check_key",
+]
+
+
+class PastGroups:
+    """Delivered groups, oldest first, bounded in number and in payload bytes."""
+
+    def __init__(self, *, max_groups: int, max_bytes: int) -> None:
+        self._max_groups = max_groups
+        self._max_bytes = max_bytes
+        self._groups: dict[int, QueuedGroup] = {}
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[QueuedGroup]:
+        return iter(self._groups.values())
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._groups
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of all kept groups."""
+        return self._num_bytes
+
+    def get(self, group_id: int) -> QueuedGroup | None:
+        """Return a kept group, None when it is not kept."""
+        return self._groups.get(group_id)
+
+    def add(self, groups: Iterable[QueuedGroup]) -> list[int]:
+        """Keep delivered groups; return the ids of those that fell out to make room."""
+        for group in groups:
+            known = self._groups.pop(group.group_id, None)
+            self._num_bytes -= known.num_bytes if known else 0
+            self._groups[group.group_id] = group
+            self._num_bytes += group.num_bytes
+        fallen = []
+        while len(self._groups) > self._max_groups or self._num_bytes > self._max_bytes:
+            oldest = self._groups.pop(next(iter(self._groups)))
+            self._num_bytes -= oldest.num_bytes
+            fallen.append(oldest.group_id)
+        return fallen
+
+    def clear(self) -> list[int]:
+        """Forget every group; return their ids."""
+        forgotten = list(self._groups)
+        self._groups.clear()
+        self._num_bytes = 0
+        return forgotten
+
+
+class PayloadLedger:
+    """Follows payloads from the queue through the past to where they may be discarded."""
+
+    def __init__(self, *, max_past_groups: int, max_past_bytes: int) -> None:
+        self.past = PastGroups(max_groups=max_past_groups, max_bytes=max_past_bytes)
+        """Delivered groups whose payloads can still be looked at."""
+        self.latest: QueuedGroup | None = None
+        """The group queued last; its payload is kept until another one is."""
+        self.latest_is_held = False
+        """Whether the latest group is kept for nothing but being the latest."""
+        self._discardable: deque[int] = deque()
+
+    @property
+    def discardable(self) -> list[int]:
+        """Ids of groups whose payloads nobody needs any more."""
+        return list(self._discardable)
+
+    def take_discardable(self, limit: int | None = None) -> list[int]:
+        """Return, and forget, ids of groups whose payloads nobody needs any more.
+
+        Args:
+            limit: the most to return; None for all.
+        """
+        held = self._discardable
+        count = len(held) if limit is None else min(limit, len(held))
+        return [held.popleft() for _ in range(count)]
+
+    def give_up(self, group_ids: Iterable[int]) -> None:
+        """Note payloads that nobody needs any more."""
+        self._discardable.extend(group_ids)
+
+    def note_queued(self, group: QueuedGroup) -> None:
+        """Note the group queued last; the one before it is kept for its own sake only."""
+        if self.latest_is_held and self.latest is not None:
+            self._discardable.append(self.latest.group_id)
+        self.latest = group
+        self.latest_is_held = False
+
+    def note_delivered(self, groups: Sequence[QueuedGroup]) -> None:
+        """Keep delivered groups for inspection; older ones make room for them."""
+        for group_id in self.past.add(groups):
+            if self.latest is not None and group_id == self.latest.group_id:
+                self.latest_is_held = True
+            else:
+                self._discardable.append(group_id)
+
+    def note_removed(self, groups: Iterable[QueuedGroup]) -> None:
+        """Give up groups that were taken out of the run; the latest is kept for its own sake."""
+        for group in groups:
+            if self.latest is not None and group.group_id == self.latest.group_id:
+                self.latest_is_held = True
+            else:
+                self._discardable.append(group.group_id)
+
+    def give_up_past(self) -> None:
+        """Make delivered groups that are kept for inspection discardable, except the latest."""
+        for group_id in self.past.clear():
+            if self.latest is not None and group_id == self.latest.group_id:
+                self.latest_is_held = True
+            else:
+                self._discardable.append(group_id)
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """Give up everything: what is elsewhere in the run, by its ids, the past, the latest."""
+        self.give_up(group_ids)
+        self.give_up(self.past.clear())
+        if self.latest_is_held and self.latest is not None:
+            self._discardable.append(self.latest.group_id)
+        self.latest = None
+        self.latest_is_held = False
+
+
+MAX_KEY_CHARACTERS = 255
+
+_MAX_KEYS = 65_536
+_MAX_BYTES = 32 * 1024 * 1024
+_ENTRY_BYTES = 256  # about what an entry takes besides its key and its placements
+
+
+class KeyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One request that was stored."""
+
+    digest: int
+    """Digest of its body."""
+    buffered: tuple[int | None, ...]
+    """`Placement.buffered_sequences` of each of its groups."""
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Where its groups went, as they were told when it was stored."""
+        return [Placement(size) for size in self.buffered]
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that is not worth remembering.
+
+    Raises:
+        GroupError: the key is empty or longer than `MAX_KEY_CHARACTERS`.
+    """
+    if not 0 < len(key) <= MAX_KEY_CHARACTERS:
+        raise GroupError(
+            f"the idempotency key has {len(key)} characters, expected 1 to {MAX_KEY_CHARACTERS}; "
+            "a random UUID per request does"
+        )
+
+
+class KeyBook:
+    """Remembers the newest keys, bounded in number and in bytes."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, KeyEntry] = {}
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: str) -> KeyEntry | None:
+        """Return what is remembered under a key."""
+        return self._entries.get(key)
+
+    def items(self) -> Iterable[tuple[str, KeyEntry]]:
+        """Every key with its entry, oldest first."""
+        return self._entries.items()
+
+    def remember(self, key: str, digest: int, placements: Sequence[Placement]) -> None:
+        """Note a request under a key that is not known; the oldest keys make room for it."""
+        self.restore([(key, KeyEntry(digest, tuple(p.buffered_sequences for p in placements)))])
+
+    def restore(self, items: Iterable[tuple[str, KeyEntry]]) -> None:
+        """Add entries, oldest first."""
+        for key, entry in items:
+            known = self._entries.pop(key, None)
+            self._num_bytes -= _size_of(key, known) if known else 0
+            self._entries[key] = entry
+            self._num_bytes += _size_of(key, entry)
+        while len(self._entries) > _MAX_KEYS or self._num_bytes > _MAX_BYTES:
+            oldest = next(iter(self._entries))
+            self._num_bytes -= _size_of(oldest, self._entries.pop(oldest))
+
+    def clear(self) -> None:
+        """Forget every key."""
+        self._entries.clear()
+        self._num_bytes = 0
+
+
+def _size_of(key: str, entry: KeyEntry) -> int:
+    return _ENTRY_BYTES + len(key) + 8 * len(entry.buffered)
+
 
 SET_ASIDE = "records/set_aside_"
 """Counters of records that could not be applied, by kind, begin with this."""

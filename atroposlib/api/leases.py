@@ -19,7 +19,13 @@ import msgspec
 
 from atroposlib.api.queue import QueuedGroup
 
-__all__ = ["AckResult", "BatchToken", "Delivery", "Handout", "parse_token"]
+__all__ = [
+    "AckResult",
+    "BatchToken",
+    "Delivery",
+    "Handout",
+    "parse_token",
+]
 
 _KEPT_ACKNOWLEDGEMENTS = 4096
 

@@ -1,0 +1,407 @@
+"""What anybody may ask about the run; nothing here changes it.
+
+Looking at groups and environments, for people and tools; removing a group that is stuck.
+
+Looking at the groups of a run without taking any; pure.
+
+A look costs a bounded number of groups however long the queue is: `list_groups` stops after
+`_MAX_SCANNED` and says where to go on. Positions move as batches leave, so a listing that is
+continued may miss or repeat groups at its seams.
+
+The environments of a run as `/envs` lists them; pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from itertools import islice
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, HTTPException, Path, Query, Request
+from starlette.responses import Response
+
+from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.responses import PiecesResponse, json_response
+from atroposlib.api.routes import IN_EITHER_LANE, RunOfApp, advertises_lanes, refused
+from atroposlib.api.settings import ApiSettings
+from atroposlib.api.state import RunState
+from atroposlib.wire import MEDIA_TYPES, convert_payload, lane_of_accept
+
+__all__ = [
+    "GroupFilter",
+    "GroupPage",
+    "GroupState",
+    "describe_envs",
+    "describe_group",
+    "find_group",
+    "get_group",
+    "get_group_payload",
+    "get_groups",
+    "get_latest_example",
+    "get_status",
+    "groups_router",
+    "info",
+    "inspection_router",
+    "list_envs",
+    "list_groups",
+    "remove_group",
+    "wandb_info",
+]
+
+inspection_router = APIRouter(tags=["inspection"])
+
+_NO_EXAMPLE_KEYS = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "generation_params",
+    "inference_logprobs",
+    "messages",
+    "images",
+)
+
+
+@inspection_router.get("/wandb_info", dependencies=[advertises_lanes])
+async def wandb_info(run: RunOfApp) -> dict[str, Any]:
+    """Return the trainer's run group and project, null before it registered."""
+    registration = run.state.registration
+    if registration is None:
+        return {"group": None, "project": None}
+    return {"group": registration.wandb_group, "project": registration.wandb_project}
+
+
+@inspection_router.get("/info", dependencies=[advertises_lanes])
+async def info(run: RunOfApp) -> dict[str, Any]:
+    """Return the batch size and the length limit, -1 before the trainer registered."""
+    registration = run.state.registration
+    if registration is None:
+        return {"batch_size": -1, "max_token_len": -1}
+    return {"batch_size": registration.batch_size, "max_token_len": registration.max_token_len}
+
+
+@inspection_router.get("/status")
+async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
+    """Return the step and the number of queued groups.
+
+    What these figures do not contain is named only while there is some: `buffered_sequences`,
+    `in_flight_batches` and of them `leased_batches`, `returned_batches` that leave next,
+    `expired_envs`, `set_aside_records` that could not be applied, `set_aside_groups` whose payloads
+    are missing or damaged and `set_aside_group_ids` of the last of them, `store_full` (why new
+    groups are rejected), `policy_version`, `run`, `consumer` (the `name` of a tool
+    that stands in for a trainer and `idle_s`, seconds since it asked for a batch), and `stalls`:
+    why queued groups make no batch.
+    """
+    state, delivery = run.state, run.state.delivery
+    leased = sum(handout.lease_until is not None for handout in delivery.in_flight.values())
+    settings: ApiSettings = request.app.state.settings
+    counts = {
+        "buffered_sequences": state.envs.buffered_sequences,
+        "in_flight_batches": len(delivery.in_flight),
+        "leased_batches": leased,
+        "returned_batches": len(delivery.returned),
+        "expired_envs": sum(env.is_expired for env in state.envs),
+        "set_aside_records": state.num_set_aside,
+        "set_aside_groups": state.num_set_aside_groups,
+    }
+    answer: dict[str, Any] = {"current_step": state.step, "queue_size": len(state.queue)}
+    answer |= {name: count for name, count in counts.items() if count}
+    consumer = {"name": state.consumer, "idle_s": run.consumer_idle_s}
+    named = {
+        "policy_version": state.policy_version,
+        "run": settings.run_name,
+        "store_full": run.full_reason,
+        "consumer": consumer if state.consumer is not None else None,
+        "set_aside_group_ids": [group_id for group_id, _ in state.set_aside_groups] or None,
+    }
+    answer |= {name: value for name, value in named.items() if value is not None}
+    stalls = [stall._asdict() for stall in run.stalls()]
+    return answer | {"stalls": stalls} if stalls else answer
+
+
+@inspection_router.get("/latest_example", response_model=None)
+async def get_latest_example(run: RunOfApp) -> Response | dict[str, Any]:
+    """Return the group queued last; empty lists when there is none."""
+    latest = run.state.latest_group_id
+    payload = None if latest is None else await run.payload(latest)
+    if payload is not None:
+        with contextlib.suppress(Exception):  # a damaged one, from before there were checksums
+            # Converting is work for a core; other requests are served meanwhile.
+            return PiecesResponse([await asyncio.to_thread(convert_payload, payload, "json")])
+    return {key: [] for key in _NO_EXAMPLE_KEYS}
+
+
+_MAX_SCANNED = 10_000
+
+
+class GroupState(str, Enum):
+    """Where a group is."""
+
+    QUEUED = "queued"
+    """Waits for a batch; position 0 came first."""
+    BUFFERED = "buffered"
+    """Waits for others to add up to its environment's group size."""
+    IN_FLIGHT = "in_flight"
+    """Part of a batch that is formed and not acknowledged."""
+    PAST = "past"
+    """Was delivered lately; position 0 left last."""
+
+
+class GroupFilter(NamedTuple):
+    """Which groups to show; None lets all pass."""
+
+    env_id: int | None = None
+    min_score: float | None = None
+    """Groups with at least one score this high or higher."""
+    max_score: float | None = None
+    """Groups with at least one score this low or lower."""
+
+    def accepts(self, group: QueuedGroup) -> bool:
+        """Whether a group is wanted."""
+        return (
+            (self.env_id is None or group.env_id == self.env_id)
+            and (self.min_score is None or group.max_score >= self.min_score)
+            and (self.max_score is None or group.min_score <= self.max_score)
+        )
+
+
+class GroupPage(NamedTuple):
+    """A stretch of a listing."""
+
+    groups: list[dict[str, Any]]
+    total: int | None
+    """All groups in this state; None when a filter makes counting them a walk."""
+    next_offset: int | None
+    """Where to go on; None at the end."""
+
+
+def list_groups(
+    state: RunState,
+    where: GroupState,
+    wanted: GroupFilter,
+    *,
+    offset: int,
+    limit: int,
+    now: float,
+) -> GroupPage:
+    """Describe up to `limit` groups from a position on, in order.
+
+    Args:
+        state: the run.
+        where: which groups to look at.
+        wanted: which of them to describe.
+        offset: position of the first one to look at.
+        limit: the most to describe.
+        now: Unix time, for their ages.
+    """
+    is_filtered = wanted != GroupFilter()
+    total = _count(state, where)
+    seen = _window(state, where, offset, _MAX_SCANNED if is_filtered else limit)
+    found: list[dict[str, Any]] = []
+    position = offset
+    for position, group in enumerate(seen, start=offset):
+        if wanted.accepts(group):
+            found.append({"position": position, **describe_group(state, group, where, now=now)})
+            if len(found) == limit:
+                break
+    following = position + 1 if seen else offset
+    return GroupPage(
+        groups=found,
+        total=None if is_filtered else total,
+        next_offset=following if following < total else None,
+    )
+
+
+def find_group(state: RunState, group_id: int) -> tuple[QueuedGroup, GroupState] | None:
+    """Return a group with where it is; None when it is nowhere."""
+    queued, past = state.queue.get(group_id), state.past.get(group_id)
+    if queued is not None:
+        return queued, GroupState.QUEUED
+    if past is not None:
+        return past, GroupState.PAST
+    for where in (GroupState.IN_FLIGHT, GroupState.BUFFERED):
+        for group in _walk(state, where):
+            if group.group_id == group_id:
+                return group, where
+    return None
+
+
+def describe_group(
+    state: RunState, group: QueuedGroup, where: GroupState, *, now: float
+) -> dict[str, Any]:
+    """Return what is known of a group besides its tokens."""
+    env = state.envs.find(group.env_id)
+    return {
+        "id": group.group_id,
+        "state": where.value,
+        "env_id": group.env_id,
+        "env_name": None if env is None else env.real_name,
+        "num_sequences": group.num_sequences,
+        "num_tokens": group.num_tokens,
+        "num_bytes": group.num_bytes,
+        "lane": group.lane,
+        "policy_version": group.known_version,
+        "staleness": state.staleness_of(group),
+        "received_at": group.received_at,
+        "age_s": max(0.0, now - group.received_at),
+        "min_score": group.min_score,
+        "max_score": group.max_score,
+    }
+
+
+def _window(state: RunState, where: GroupState, offset: int, length: int) -> Sequence[QueuedGroup]:
+    if where is GroupState.QUEUED:
+        return state.queue.window(offset, length)
+    return list(islice(_walk(state, where), offset, offset + length))
+
+
+def _walk(state: RunState, where: GroupState) -> Iterable[QueuedGroup]:
+    if where is GroupState.BUFFERED:
+        return (group for env in state.envs for group in env.buffer)
+    if where is GroupState.IN_FLIGHT:
+        return (group for handout in state.delivery.pending() for group in handout.groups)
+    return reversed(list(state.past))
+
+
+def _count(state: RunState, where: GroupState) -> int:
+    if where is GroupState.QUEUED:
+        return len(state.queue)
+    if where is GroupState.BUFFERED:
+        return sum(len(env.buffer) for env in state.envs)
+    if where is GroupState.IN_FLIGHT:
+        return sum(len(handout.groups) for handout in state.delivery.pending())
+    return len(state.past)
+
+
+def describe_envs(state: RunState, *, offset: int, limit: int, now: float) -> dict[str, Any]:
+    """Describe up to `limit` environments from a position on, in order of registration.
+
+    Args:
+        state: the run.
+        offset: id of the first environment.
+        limit: the most to describe.
+        now: Unix time, for how long they have been silent.
+    """
+    described = [
+        {
+            "env_id": env.env_id,
+            "name": env.real_name,
+            "is_connected": env.is_connected,
+            "is_expired": env.is_expired,
+            "registered_at": env.last_update,
+            "last_seen": env.last_seen,
+            "silent_s": max(0.0, now - env.last_seen),
+            "queued_sequences": state.queue.sequences_by_env.get(env.env_id, 0),
+            "buffered_sequences": state.envs.buffered_sequences_of(env.env_id),
+            "weight": env.weight,
+            "group_size": env.group_size,
+            "min_batch_allocation": env.min_batch_allocation,
+            "max_token_length": env.max_token_length,
+        }
+        for env in islice(state.envs, offset, offset + limit)
+    ]
+    following = offset + len(described)
+    next_offset = following if described and following < len(state.envs) else None
+    return {"envs": described, "total": len(state.envs), "next_offset": next_offset}
+
+
+groups_router = APIRouter(tags=["inspection"])
+
+_INT64_MAX = 2**63 - 1
+_MAX_OFFSET = 2**53
+GroupId = Annotated[int, Path(ge=0, le=_INT64_MAX)]
+Offset = Annotated[int, Query(ge=0, le=_MAX_OFFSET, description="Position to start at.")]
+Limit = Annotated[int, Query(ge=1, le=1000, description="The most to list.")]
+Score = Annotated[float | None, Query(allow_inf_nan=False)]
+
+
+@groups_router.get("/groups", response_model=None)
+async def get_groups(
+    run: RunOfApp,
+    state: GroupState = GroupState.QUEUED,
+    env_id: Annotated[int | None, Query(ge=0, le=_INT64_MAX)] = None,
+    min_score: Score = None,
+    max_score: Score = None,
+    offset: Offset = 0,
+    limit: Limit = 100,
+) -> Response:
+    """List groups that are queued, buffered, in flight or past, without taking any.
+
+    `min_score` and `max_score` choose groups with a score in that range. With filters at most ten
+    thousand groups are looked at; `next_offset` says where to go on, null at the end.
+    """
+    wanted = GroupFilter(env_id, min_score, max_score)
+    page = list_groups(run.state, state, wanted, offset=offset, limit=limit, now=run.now)
+    return json_response(page._asdict())
+
+
+@groups_router.get("/groups/{group_id}", responses=refused(404, 410))
+async def get_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
+    """Describe one group; 410 when it is not kept any more, 404 when there never was one."""
+    found = find_group(run.state, group_id)
+    if found is None:
+        raise _missing(group_id, run)
+    return describe_group(run.state, *found, now=run.now)
+
+
+@groups_router.delete("/groups/{group_id}", responses=refused(404, 409, 410))
+async def remove_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
+    """Take a group that is queued or buffered out of the run, for one that can never leave.
+
+    409 when it has left the queue, 410 when it is not kept any more, 404 when there never was one.
+    """
+    if await run.remove_group(group_id):
+        return {"status": "removed", "group_id": group_id}
+    found = find_group(run.state, group_id)
+    if found is None:
+        raise _missing(group_id, run)
+    raise HTTPException(409, f"group {group_id} has left the queue ({found[1].value})")
+
+
+@groups_router.get(
+    "/groups/{group_id}/payload",
+    response_model=None,
+    responses={**refused(404, 410), **IN_EITHER_LANE},
+)
+async def get_group_payload(group_id: GroupId, run: RunOfApp, request: Request) -> Response:
+    """Return one group as it was posted, as JSON or, where `Accept` says so, MessagePack."""
+    payload = await run.payload(group_id)
+    if payload is None:
+        raise (
+            _without_payload(group_id)
+            if find_group(run.state, group_id)
+            else _missing(group_id, run)
+        )
+    wanted = lane_of_accept(request.headers.get("accept"))
+    # Converting is work for a core; other requests are served meanwhile.
+    try:
+        content = await asyncio.to_thread(
+            convert_payload, payload, wanted.lane, accepts_zstd=wanted.accepts_zstd
+        )
+    except Exception as error:
+        raise _without_payload(group_id) from error
+    return PiecesResponse([content], media_type=MEDIA_TYPES[wanted.lane])
+
+
+def _without_payload(group_id: int) -> HTTPException:
+    return HTTPException(410, f"the payload of group {group_id} is missing or damaged in the store")
+
+
+def _missing(group_id: int, run: RunOfApp) -> HTTPException:
+    latest = run.state.latest_group_id
+    if latest is None or group_id > latest:
+        return HTTPException(404, f"there is no group {group_id}")
+    kept = run.limits.keep_past_groups
+    return HTTPException(
+        410, f"group {group_id} is gone: the last {kept} delivered groups are kept at most"
+    )
+
+
+@groups_router.get("/envs", response_model=None)
+async def list_envs(run: RunOfApp, offset: Offset = 0, limit: Limit = 100) -> Response:
+    """List environments in order of registration, the ones that left or fell silent included."""
+    return json_response(describe_envs(run.state, offset=offset, limit=limit, now=run.now))

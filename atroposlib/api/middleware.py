@@ -1,0 +1,744 @@
+"""Compression and size of bodies, as ASGI middleware.
+
+    request  ── GZipRequestMiddleware: budget, cap, gunzip ──► application
+    response ◄─ GZipResponseMiddleware: gzip ────────────────  application
+
+Large bodies are taken in piece by piece, while the `BodyBudget` has room for them.
+
+gzip piece by piece, in threads: zlib lets other threads run while it works.
+
+No call handles more than a piece, so a bomb is noticed at the cap and a client that left is noticed
+within milliseconds.
+
+How many bytes of request bodies may lie in memory at once, and how slowly they may come.
+
+Large bodies are read only while there is room for them. While others wait for it, a sender that is
+slow has to give it up:
+
+    body ─ piece by piece ─► Account.take ─► kept until the request is answered ─► Account.close
+                                  │
+                                  └ no room: the next piece is not read, the sender waits
+
+Counts and times of requests, per route; a few microseconds each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from time import perf_counter
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atroposlib.api.auth import path_of, rule_for
+from atroposlib.wire import MEDIA_TYPES
+
+__all__ = [
+    "Account",
+    "BodyBudget",
+    "BodyTooLargeError",
+    "Deflater",
+    "GZipRequestMiddleware",
+    "GZipResponseMiddleware",
+    "GzipError",
+    "Inflater",
+    "Pace",
+    "RequestMetrics",
+    "RequestMetricsMiddleware",
+    "accepts_gzip",
+]
+
+_T = TypeVar("_T")
+
+_GZIP_WINDOW = 16 + zlib.MAX_WBITS
+_INLINE_BYTES = 32 * 1024
+"""Shorter pieces cost less than the way to a thread and back."""
+_INFLATED_PIECE_BYTES = 1024 * 1024
+
+
+class GzipError(Exception):
+    """The body is not one or more complete gzip members."""
+
+
+class BodyTooLargeError(Exception):
+    """The body exceeds the cap."""
+
+
+class Inflater:
+    """Inflates one gzip stream of any number of members up to a cap.
+
+    Args:
+        max_bytes: cap on what comes out.
+        threads: where pieces are inflated; None: the threads of the event loop.
+    """
+
+    def __init__(self, max_bytes: int, threads: Executor | None = None) -> None:
+        self._member = zlib.decompressobj(_GZIP_WINDOW)
+        self._is_member_open = False
+        self._unread = b""
+        self._room = max_bytes
+        self._threads = threads
+
+    async def inflate(self, data: bytes) -> list[bytes]:
+        """Return the next pieces that come out of `data`, no more than about 1 MiB together.
+
+        Must be called again with `b""` until nothing comes out before there is more data.
+
+        Raises:
+            GzipError: the data is not gzip.
+            BodyTooLargeError: more than the cap came out.
+        """
+        self._unread += data
+        if not self._unread:
+            return []
+        return await _in_thread(self._threads, len(self._unread), self._step)
+
+    def _step(self) -> list[bytes]:
+        pieces: list[bytes] = []
+        wanted = min(self._room + 1, _INFLATED_PIECE_BYTES)
+        while self._unread and wanted > 0:
+            self._is_member_open = True
+            try:
+                piece = self._member.decompress(self._unread, wanted)
+            except zlib.error as error:
+                raise GzipError from error
+            self._unread = self._member.unconsumed_tail
+            if self._member.eof:
+                # Members may be padded with zeros.
+                self._unread = self._member.unused_data.lstrip(b"\0")
+                self._member = zlib.decompressobj(_GZIP_WINDOW)
+                self._is_member_open = False
+            if not piece:
+                continue
+            pieces.append(piece)
+            wanted -= len(piece)
+            self._room -= len(piece)
+            if self._room < 0:
+                raise BodyTooLargeError
+        return pieces
+
+    def finish(self) -> None:
+        """Check that the stream is complete.
+
+        Raises:
+            GzipError: it is cut short.
+        """
+        if self._is_member_open:
+            raise GzipError
+
+
+class Deflater:
+    """Compresses the bodies of responses.
+
+    Args:
+        min_bytes: shorter bodies are not worth it.
+        level: 1 (fastest) to 9.
+        threads: where pieces are compressed; None: the threads of the event loop.
+    """
+
+    def __init__(self, *, min_bytes: int, level: int, threads: Executor | None = None) -> None:
+        self._min_bytes = min_bytes
+        self._level = level
+        self._threads = threads
+
+    def applies_to(self, request_headers: Headers, num_bytes: int) -> bool:
+        """Whether a body of this length is compressed for the sender of these headers."""
+        return num_bytes >= self._min_bytes and accepts_gzip(request_headers)
+
+    def start(self) -> DeflaterStream:
+        """Begin a body."""
+        return DeflaterStream(zlib.compressobj(self._level, zlib.DEFLATED, _GZIP_WINDOW), self)
+
+    async def deflate(self, pieces: Iterable[bytes], is_gone: Callable[[], bool]) -> list[bytes]:
+        """Compress a body; what is returned is incomplete if the client left meanwhile."""
+        stream = self.start()
+        compressed: list[bytes] = []
+        for piece in pieces:
+            if is_gone():
+                break
+            compressed.append(await stream.feed(piece))
+        compressed.append(await stream.feed(b"", is_last=True))
+        return compressed
+
+    async def run(self, num_bytes: int, work: Callable[[], bytes]) -> bytes:
+        """Call `work` where a piece of this length is best compressed."""
+        return await _in_thread(self._threads, num_bytes, work)
+
+
+class DeflaterStream:
+    """One body that is being compressed."""
+
+    def __init__(self, stream: zlib._Compress, deflater: Deflater) -> None:
+        self._stream = stream
+        self._deflater = deflater
+
+    async def feed(self, piece: bytes, *, is_last: bool = False) -> bytes:
+        """Compress a piece; returns what is ready to be sent, everything after the last one."""
+
+        def work() -> bytes:
+            ready = self._stream.compress(piece)
+            return ready + self._stream.flush() if is_last else ready
+
+        return await self._deflater.run(len(piece), work)
+
+
+def accepts_gzip(headers: Headers) -> bool:
+    """Whether the sender of these headers reads gzip."""
+    for choice in headers.get("accept-encoding", "").lower().split(","):
+        name, _, quality = choice.partition(";")
+        if name.strip() == "gzip":
+            return quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return False
+
+
+async def _in_thread(threads: Executor | None, num_bytes: int, work: Callable[[], _T]) -> _T:
+    if num_bytes <= _INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+class Pace:
+    """Whether bytes come, or go, fast enough; pure.
+
+    Only the time that it was the other side's turn counts.
+    """
+
+    grace_s: ClassVar[float] = 60.0
+    """Time for which nothing is asked; also the longest time without any byte."""
+    min_bytes_per_s: ClassVar[float] = 16 * 1024
+    """Rate after that, on average."""
+
+    def __init__(self) -> None:
+        self.turn_s = 0.0
+        self.num_bytes = 0
+        self._silent_s = 0.0
+
+    def add(self, seconds: float, num_bytes: int) -> None:
+        """Count what came in so many seconds of the other side's turn."""
+        self.turn_s += seconds
+        self.num_bytes += num_bytes
+        self._silent_s = 0.0 if num_bytes else self._silent_s + seconds
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether nothing came for too long, or too little altogether."""
+        allowed_s = self.grace_s + self.num_bytes / self.min_bytes_per_s
+        return self._silent_s >= self.grace_s or self.turn_s >= allowed_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Average rate."""
+        return self.num_bytes / max(self.turn_s, 1e-9)
+
+
+class BodyBudget:
+    """Shares the memory for request bodies among the requests of one service.
+
+    The oldest request is always given what it asks for, so that there is always one that can
+    finish: at most `max_bytes` and one body lie in memory. Whoever waits for room for `patience_s`
+    has those evicted who send more slowly than `min_bytes_per_s`.
+    """
+
+    patience_s: ClassVar[float] = 5.0
+    min_bytes_per_s: ClassVar[float] = 256 * 1024
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+        self._accounts: dict[int, Account] = {}
+        self._waiting: deque[_Waiting] = deque()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes taken and not yet given back."""
+        return self._held_bytes
+
+    def open(self) -> Account:
+        """Start to count for one request; the caller closes the account."""
+        account = Account(self)
+        self._accounts[id(account)] = account
+        return account
+
+    async def grant(self, account: Account, num_bytes: int) -> None:
+        """Wait until `num_bytes` more may lie in memory for this account."""
+        if self._has_room(account, num_bytes):
+            self._give(account, num_bytes)
+            return
+        waiting = _Waiting(account, num_bytes, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        try:
+            while not waiting.granted.done():
+                await asyncio.wait([waiting.granted], timeout=self.patience_s)
+                if not waiting.granted.done():
+                    self._evict_slow()
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    def forget(self, account: Account) -> None:
+        """Make room: what the account held is gone."""
+        self._held_bytes -= account.held_bytes
+        del self._accounts[id(account)]
+        for waiting in list(self._waiting):
+            if self._has_room(waiting.account, waiting.num_bytes):
+                self._waiting.remove(waiting)
+                self._give(waiting.account, waiting.num_bytes)
+                if not waiting.granted.done():
+                    waiting.granted.set_result(None)
+
+    def _evict_slow(self) -> None:
+        for account in list(self._accounts.values()):
+            account.evict_if_slow(self.patience_s, self.min_bytes_per_s)
+
+    def _has_room(self, account: Account, num_bytes: int) -> bool:
+        is_oldest = next(iter(self._accounts.values())) is account
+        return is_oldest or self._held_bytes + num_bytes <= self._max_bytes
+
+    def _give(self, account: Account, num_bytes: int) -> None:
+        account.held_bytes += num_bytes
+        self._held_bytes += num_bytes
+
+
+class Account:
+    """The bytes one request has in memory."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.held_bytes = 0
+        self.pace = Pace()
+        self.is_evicted = False
+        """Whether it has to end: others wait for the room it holds."""
+        self._reader: asyncio.Task[Any] | None = None
+        """The task that waits for the next piece; None while nothing is waited for."""
+        self._reading_since = 0.0
+        self._is_stopped = False
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def read(self, receive: Receive, *, timeout_s: float) -> Message | None:
+        """Wait for the sender's next piece; None when the time ran out, or others need the room.
+
+        Args:
+            receive: gives the piece; cancelled when it is not waited for any longer.
+            timeout_s: longest wait, the same for all pieces.
+        """
+        self._reader, self._reading_since = asyncio.current_task(), time.monotonic()
+        if self._watch is None:  # one timer for all pieces: most come at once
+            self._watch_for(timeout_s, timeout_s)
+        try:
+            return await receive()
+        except asyncio.CancelledError:
+            if not self._is_stopped:
+                raise
+            _uncancel(self._reader)
+            return None
+        finally:
+            self._reader = None
+            self.pace.add(time.monotonic() - self._reading_since, 0)
+
+    def evict_if_slow(self, patience_s: float, min_bytes_per_s: float) -> None:
+        """Stop to read when it is the sender's turn, and was for long with little to show."""
+        if self._reader is None:
+            return
+        turn_s = self.pace.turn_s + time.monotonic() - self._reading_since
+        if turn_s > patience_s and self.pace.num_bytes < turn_s * min_bytes_per_s:
+            self.is_evicted = True
+            self._stop()
+
+    def _watch_for(self, seconds: float, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._watch = loop.call_later(seconds, self._look, timeout_s)
+
+    def _look(self, timeout_s: float) -> None:
+        """Stop to read when the sender has been silent for too long; else look again."""
+        left_s = timeout_s
+        if self._reader is not None:
+            left_s -= time.monotonic() - self._reading_since
+        if left_s > 0:
+            self._watch_for(left_s, timeout_s)
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._reader is not None and not self._is_stopped:
+            self._is_stopped = True
+            self._reader.cancel()
+
+    async def take(self, num_bytes: int) -> None:
+        """Wait until this many more bytes may lie in memory."""
+        await self._budget.grant(self, num_bytes)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self._budget.forget(self)
+
+
+def _uncancel(task: asyncio.Task[Any] | None) -> None:
+    """Take back a cancellation of ours; another one that came meanwhile holds.
+
+    Raises:
+        CancelledError: there was another one (told since Python 3.11).
+    """
+    if sys.version_info >= (3, 11) and task is not None and task.uncancel() > 0:
+        raise asyncio.CancelledError
+
+
+class _Waiting(NamedTuple):
+    account: Account
+    num_bytes: int
+    granted: asyncio.Future[None]
+
+
+_MIB = 1024 * 1024
+_SMALL_BYTES = 64 * 1024
+"""Bodies that the connection has buffered anyway before anybody asks for them."""
+_SLOW_RETRY_AFTER_S = 10
+_INFLATED_AT_ONCE = 64 * 1024
+"""Compressed bytes looked at in one go; bounds what a bomb can make of them."""
+_PLAIN_ENCODINGS = ("", "identity", "utf-8", "utf8")
+"""`Content-Encoding` of bodies that are not compressed; some senders name a charset there."""
+
+_DENSE_TYPES = (MEDIA_TYPES["msgpack"],)
+"""What is compressed already, or deliberately not."""
+
+
+class GZipRequestMiddleware:
+    """Gunzips request bodies that say they are gzip; refuses bodies above the cap with 413.
+
+    Args:
+        app: the application behind.
+        max_body_bytes: cap on the body as the application reads it.
+        budget: shares the memory for bodies with other requests; None: one for this middleware.
+        threads: where bodies are inflated; None: the threads of the event loop.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int = 128 * _MIB,
+        budget: BodyBudget | None = None,
+        threads: Executor | None = None,
+    ) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self._budget = budget or BodyBudget(4 * max_body_bytes)
+        self._threads = threads
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        length, encoding = _announced(scope)
+        if length is not None and length > self.max_body_bytes:
+            await self._too_large()(scope, receive, send)
+        elif encoding in _PLAIN_ENCODINGS and length is not None and length <= _SMALL_BYTES:
+            await self.app(scope, receive, send)
+        elif encoding not in _PLAIN_ENCODINGS and "gzip" not in encoding:
+            await _unknown_encoding(encoding)(scope, receive, send)
+        else:
+            account = self._budget.open()
+            try:
+                await self._serve_large(scope, receive, send, account)
+            finally:
+                account.close()
+
+    async def _serve_large(
+        self, scope: Scope, receive: Receive, send: Send, account: Account
+    ) -> None:
+        paced = _paced(receive, account)
+        if "gzip" not in _announced(scope)[1]:
+            await self.app(scope, _capped(paced, self.max_body_bytes, account), send)
+            return
+        try:
+            pieces = await self._gunzip_body(paced, account)
+        except GzipError:
+            await PlainTextResponse("Invalid gzip payload", 400)(scope, receive, send)
+        except BodyTooLargeError:
+            await self._too_large()(scope, receive, send)
+        except HTTPException as error:
+            await _refusal(error)(scope, receive, send)
+        else:
+            if pieces is not None:
+                await self.app(_plain_scope(scope, pieces), _replay(pieces, receive), send)
+
+    async def _gunzip_body(self, receive: Receive, account: Account) -> list[bytes] | None:
+        """Return the decompressed body; None when the client left before it was complete."""
+        inflater = Inflater(self.max_body_bytes, self._threads)
+        pieces: list[bytes] = []
+        more_body = True
+        while more_body:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            more_body = message.get("more_body", False)
+            compressed = message.get("body", b"")
+            for start in range(0, len(compressed), _INFLATED_AT_ONCE):
+                data = compressed[start : start + _INFLATED_AT_ONCE]
+                while inflated := await inflater.inflate(data):
+                    await account.take(sum(map(len, inflated)))
+                    pieces += inflated
+                    data = b""
+        inflater.finish()
+        return pieces
+
+    def _too_large(self) -> JSONResponse:
+        return JSONResponse({"detail": _too_large_message(self.max_body_bytes)}, 413)
+
+
+def _announced(scope: Scope) -> tuple[int | None, str]:
+    """Return the length a request announces, 0 without a body, None unknown; and its encoding."""
+    length: int | None = 0
+    encoding = ""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            length = int(value) if value.isdigit() else None
+        elif name == b"transfer-encoding":
+            length = None
+        elif name == b"content-encoding":
+            encoding = value.decode("latin-1").strip().lower()
+    return length, encoding
+
+
+def _too_large_message(max_body_bytes: int) -> str:
+    return f"request body larger than {max_body_bytes} bytes; post fewer groups at a time"
+
+
+def _unknown_encoding(encoding: str) -> JSONResponse:
+    text = f"Content-Encoding {encoding!r} is not understood; send gzip or an uncompressed body"
+    return JSONResponse({"detail": text}, 415, {"Accept-Encoding": "gzip"})
+
+
+def _refusal(error: HTTPException) -> JSONResponse:
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+def _plain_scope(scope: Scope, pieces: list[bytes]) -> Scope:
+    headers = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name not in (b"content-encoding", b"content-length", b"transfer-encoding")
+    ]
+    length = str(sum(map(len, pieces))).encode()
+    return {**scope, "headers": [*headers, (b"content-length", length)]}
+
+
+def _replay(pieces: list[bytes], receive: Receive) -> Receive:
+    """Hand out the pieces of a body, then what the connection has to say."""
+    unread = iter([*pieces, b""])
+
+    async def replay() -> Message:
+        for piece in unread:
+            return {"type": "http.request", "body": piece, "more_body": bool(piece)}
+        return await receive()
+
+    return replay
+
+
+def _paced(receive: Receive, account: Account) -> Receive:
+    """Pass messages on; refuse a sender that falls silent or dawdles within its body with 408.
+
+    One that others wait for gets a 503: it may try again when there is more room.
+    """
+    is_complete = False
+
+    async def paced() -> Message:
+        nonlocal is_complete
+        if is_complete:
+            return await receive()
+        pace = account.pace
+        message = await account.read(receive, timeout_s=pace.grace_s)
+        if account.is_evicted:
+            raise HTTPException(
+                503,
+                f"the body came too slowly ({pace.bytes_per_s:.0f} bytes/s) while others wait for "
+                "the memory it takes; send it again, in smaller requests",
+                {"Retry-After": str(_SLOW_RETRY_AFTER_S)},
+            )
+        if message is not None:
+            pace.add(0.0, len(message.get("body", b"")))
+            is_complete = not message.get("more_body", False)
+        if message is None or (not is_complete and pace.is_too_slow):
+            raise HTTPException(
+                408,
+                f"the body came too slowly: {pace.num_bytes} bytes in {pace.turn_s:.0f} s; "
+                f"expected {pace.min_bytes_per_s:g} bytes/s, and no silence of {pace.grace_s:g} s",
+            )
+        return message
+
+    return paced
+
+
+def _capped(receive: Receive, max_body_bytes: int, account: Account) -> Receive:
+    """Pass messages on while there is room for them; a body above the cap is refused with 413."""
+    room = max_body_bytes
+
+    async def capped() -> Message:
+        nonlocal room
+        message = await receive()
+        num_bytes = len(message.get("body", b""))
+        room -= num_bytes
+        if room < 0:
+            raise HTTPException(413, _too_large_message(max_body_bytes))
+        if num_bytes:
+            await account.take(num_bytes)
+        return message
+
+    return capped
+
+
+class GZipResponseMiddleware:
+    """Compresses responses for clients that accept gzip, when they are long enough.
+
+    Only responses that announce their length are touched, so small ones never are.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, min_bytes: int, level: int, threads: Executor | None = None
+    ) -> None:
+        self.app = app
+        self.deflater = Deflater(min_bytes=min_bytes, level=level, threads=threads)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and accepts_gzip(Headers(scope=scope)):
+            send = _GzipSender(send, self.deflater, Headers(scope=scope))
+        await self.app(scope, receive, send)
+
+
+class _GzipSender:
+    """The `send` of one response, compressing when the start of the response allows it."""
+
+    def __init__(self, send: Send, deflater: Deflater, request_headers: Headers) -> None:
+        self._send = send
+        self._deflater = deflater
+        self._request_headers = request_headers
+        self._stream: DeflaterStream | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = self._start(message)
+        elif message["type"] == "http.response.body" and self._stream is not None:
+            body, more_body = message.get("body", b""), message.get("more_body", False)
+            if body or not more_body:
+                body = await self._stream.feed(body, is_last=not more_body)
+            message = {**message, "body": body}
+        await self._send(message)
+
+    def _start(self, message: Message) -> Message:
+        headers = MutableHeaders(raw=list(message["headers"]))
+        length = int(headers.get("content-length", "0"))
+        headers.add_vary_header("Accept-Encoding")
+        is_ready = "content-encoding" in headers or headers.get("content-type") in _DENSE_TYPES
+        if not is_ready and self._deflater.applies_to(self._request_headers, length):
+            self._stream = self._deflater.start()
+            headers["Content-Encoding"] = "gzip"
+            del headers["Content-Length"]
+        return {**message, "headers": headers.raw}
+
+
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_CLIENT_LEFT = 499
+
+
+class _Series(NamedTuple):
+    """The series of one method and route."""
+
+    durations: Histogram
+    in_flight: Gauge
+
+
+class RequestMetrics:
+    """The request metrics of one application, in its own registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["method", "route"]
+        self._durations = Histogram(
+            "atropos_http_request_duration_seconds",
+            "Time from the first byte of a request to the last of its answer; "
+            "that of /batch contains its wait.",
+            labels,
+            registry=registry,
+            buckets=_BUCKETS_S,
+        )
+        self._in_flight = Gauge(
+            "atropos_http_requests_in_flight",
+            "Requests that are being served now.",
+            labels,
+            registry=registry,
+        )
+        self._answers = Counter(
+            "atropos_http_requests_total",
+            "Requests by status of the answer; 499: the client left before there was one.",
+            [*labels, "status"],
+            registry=registry,
+        )
+        # Finding a series by its labels costs as much as using it.
+        self._series: dict[tuple[str, str], _Series] = {}
+        self._counters: dict[tuple[str, str, int], Counter] = {}
+
+    def series(self, method: str, route: str) -> _Series:
+        """Return the series that a request belongs to."""
+        series = self._series.get((method, route))
+        if series is None:
+            labels = (method, route)
+            series = _Series(self._durations.labels(*labels), self._in_flight.labels(*labels))
+            self._series[method, route] = series
+        return series
+
+    def count(self, method: str, route: str, status: int) -> None:
+        """Count an answer."""
+        counter = self._counters.get((method, route, status))
+        if counter is None:
+            counter = self._answers.labels(method, route, str(status))
+            self._counters[method, route, status] = counter
+        counter.inc()
+
+
+class RequestMetricsMiddleware:
+    """Times every request and counts it by the status of its answer."""
+
+    def __init__(self, app: ASGIApp, *, metrics: RequestMetrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        route = rule_for(path_of(scope)).route
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        series = self._metrics.series(method, route)
+        status = _CLIENT_LEFT
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        series.in_flight.inc()
+        started = perf_counter()
+        try:
+            await self.app(scope, receive, note_status)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            series.durations.observe(perf_counter() - started)
+            series.in_flight.dec()
+            self._metrics.count(method, route, status)

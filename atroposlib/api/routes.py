@@ -1,0 +1,743 @@
+"""What a trainer calls: register, fetch batches, acknowledge them, report its policy.
+
+What an environment calls: register, post groups, ask how much to produce.
+
+How routes read what they are sent, small bodies at once and large ones in a thread.
+
+What an operator calls: greeting, health, metrics, reset.
+
+What routes share: how they reach their run, and how they advertise the lanes they read.
+
+What the OpenAPI document says of refusals: their statuses, and the shape of their bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from atroposlib.api.admission import Admission, OversizedGroupError, Placement
+from atroposlib.api.leases import AckResult, Handout
+from atroposlib.api.metrics import ServiceMetrics
+from atroposlib.api.records import PayloadFlaw
+from atroposlib.api.responses import PiecesResponse, json_response, wait_until_gone
+from atroposlib.api.run import RegistrationConflictError, Run
+from atroposlib.api.schemas import EnvIdentifier, Policy, RegisterEnv, Registration, ScoredData
+from atroposlib.api.state import MAX_KEY_CHARACTERS
+from atroposlib.api.store.watched import WatchedStore
+from atroposlib.errors import AtroposError
+from atroposlib.wire import (
+    BODY_NOT_TEXT,
+    MEDIA_TYPES,
+    AcceptedLane,
+    DecodedGroup,
+    Lane,
+    StoredPayload,
+    WireError,
+    batch_pieces,
+    convert_payload,
+    decode_group,
+    decode_groups,
+    is_spliceable,
+    lane_of,
+    lane_of_accept,
+)
+
+__all__ = [
+    "BUSIEST_ROUTES",
+    "EVERYWHERE",
+    "IN_EITHER_LANE",
+    "PostedGroups",
+    "RunOfApp",
+    "acknowledge_batch",
+    "advertises_lanes",
+    "disconnect_env",
+    "environments_router",
+    "get_batch",
+    "get_metrics",
+    "get_status_env",
+    "in_threads",
+    "is_live",
+    "is_ready",
+    "operations_router",
+    "read_env_id",
+    "read_groups",
+    "refused",
+    "register",
+    "register_env_url",
+    "release_consumer",
+    "reply_of",
+    "reset_data",
+    "return_batch",
+    "root",
+    "run_of",
+    "scored_data",
+    "scored_data_list",
+    "set_policy",
+    "trainer_router",
+]
+
+T = TypeVar("T")
+Decode = Callable[..., list[DecodedGroup]]
+
+_INLINE_BYTES = 128 * 1024
+"""Smaller bodies are decoded faster than handed to a thread, and hold up nobody."""
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_MAP_BEGINS = re.compile(rb"[\x80-\x8f\xde\xdf]").match
+
+
+class PostedGroups(NamedTuple):
+    """The groups of one request, and how a repetition of it is recognised."""
+
+    groups: list[DecodedGroup]
+    key: str | None
+    digest: int
+
+
+async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroups:
+    """Read the body of a request that brings groups.
+
+    Args:
+        request: brings them in either lane; a body of an unknown type is taken for JSON.
+        run: counts what is refused.
+        decode: takes body, lane and `max_bytes`, the limit on what compressed groups unfold to.
+
+    Raises:
+        WireError: the body is not in its lane, or a group in it is malformed.
+        HTTPException: 422, the idempotency key cannot be used.
+    """
+    key = _key_of(request)
+    body = await request.body()
+    lane: Lane = lane_of(request.headers.get("content-type")) or "json"
+    work = partial(decode, body, lane, max_bytes=request.app.state.settings.max_body_bytes)
+    try:
+        is_small = len(body) <= _INLINE_BYTES and (lane == "json" or not _may_unfold(body))
+        groups = work() if is_small else await in_threads(request, work)
+    except WireError as error:
+        run.counters[f"groups/refused_{error.kind}"] += 1
+        raise
+    return PostedGroups(groups, key, 0 if key is None else _digest(body))
+
+
+def _may_unfold(body: bytes) -> bool:
+    """Whether a MessagePack body may hold a zstd frame; the map of one group holds none."""
+    return not _MAP_BEGINS(body) and _ZSTD_MAGIC in body
+
+
+async def in_threads(request: Request, work: Callable[[], T]) -> T:
+    """Do work on large bodies beside the event loop."""
+    threads: Executor = request.app.state.threads
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def _key_of(request: Request) -> str | None:
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 0 < len(key) <= MAX_KEY_CHARACTERS or not all("!" <= char <= "~" for char in key):
+        text = f"Idempotency-Key: expected 1 to {MAX_KEY_CHARACTERS} visible ASCII characters"
+        raise HTTPException(422, f"{text}, such as a random UUID per request")
+    return key
+
+
+def _digest(body: bytes) -> int:
+    return zlib.crc32(body) << 32 | len(body) & 0xFFFFFFFF
+
+
+class _EnvIdentifier(msgspec.Struct):
+    env_id: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+_env_id_decoder = msgspec.json.Decoder(_EnvIdentifier)
+
+
+async def read_env_id(request: Request) -> int:
+    """Return the id of the asking environment, from the body or else from the query.
+
+    Raises:
+        RequestValidationError: there is no id, or it is no integer.
+        HTTPException: 400, the body is not text.
+    """
+    body = await request.body()
+    try:
+        return _env_id_decoder.decode(body).env_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _read_env_id_laxly(request, body)
+
+
+def _read_env_id_laxly(request: Request, body: bytes) -> int:
+    """Read an id like the framework reads models: numeric strings, integral floats and all."""
+    where = "body"
+    try:
+        if body.strip() not in (b"", b"null"):
+            body.decode()
+            return EnvIdentifier.model_validate_json(body).env_id
+        where = "query"
+        if "env_id" in request.query_params:
+            return EnvIdentifier.model_validate(dict(request.query_params)).env_id
+    except UnicodeDecodeError as error:
+        raise HTTPException(400, BODY_NOT_TEXT) from error
+    except ValidationError as error:
+        details = [{**detail, "loc": (where, *detail["loc"])} for detail in error.errors()]
+        raise RequestValidationError(details) from error
+    raise RequestValidationError(
+        [{"type": "missing", "loc": ("body", "env_id"), "msg": "Field required"}]
+    )
+
+
+_LANES = ", ".join(MEDIA_TYPES.values())
+
+
+async def run_of(request: Request) -> Run:
+    """Return the run of the application; loads it if nobody has."""
+    run: Run = request.app.state.run
+    await run.open()  # an application whose lifespan nobody runs is opened by its first request
+    return run
+
+
+async def _advertise_lanes(response: Response) -> None:
+    response.headers["Accept-Post"] = _LANES
+
+
+RunOfApp = Annotated[Run, Depends(run_of)]
+
+advertises_lanes = Depends(_advertise_lanes)
+"""Tells clients with their first answers which media types groups may be posted in."""
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+_PLACE = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+_PROBLEM = {
+    "type": "object",
+    "required": ["type", "loc", "msg"],
+    "properties": {
+        "type": {"type": "string"},
+        "loc": {"type": "array", "items": _PLACE, "description": "Where in the request."},
+        "msg": {"type": "string", "description": "What is wrong, and what was expected."},
+        "input": {"description": "What was sent there, or the beginning of it."},
+    },
+}
+_REFUSAL = {
+    "type": "object",
+    "required": ["detail"],
+    "properties": {
+        "detail": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PROBLEM}]},
+    },
+}
+_RETRY_AFTER = {
+    "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds until another try."}
+}
+_MEANINGS = {
+    400: "The body is not text, or not the gzip it says it is.",
+    403: "A web page may not send this, or the token has another role.",
+    404: "Nothing has this id.",
+    408: "The body stopped coming.",
+    409: "The run, or the batch, is in a state that does not allow this.",
+    410: "The group was delivered, and is not kept any more.",
+    413: "The body is too large.",
+    415: "The encoding of the body is unknown.",
+    422: "The request is malformed; says where.",
+    429: "Too many batches are with trainers.",
+    503: "The queue is full, too many wait, or the store does not work; nothing was stored.",
+}
+_IN_TEXT = (400,)
+
+
+def refused(*statuses: int) -> Responses:
+    """Return the `responses` of routes that may answer with these statuses."""
+    return {status: _document(status) for status in statuses}
+
+
+def _document(status: int) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": _REFUSAL}}
+    if status in _IN_TEXT:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    document = {"description": _MEANINGS[status], "content": content}
+    return document | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
+
+
+EVERYWHERE = refused(400, 403, 408, 413, 415, 422, 503)
+"""What any request may be answered."""
+
+IN_EITHER_LANE: Responses = {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}
+"""Groups, in the lane that was asked for."""
+
+
+trainer_router = APIRouter(tags=["trainer"])
+
+_INT64_MAX = 2**63 - 1
+Found = tuple[Handout, list[StoredPayload]]
+
+
+@trainer_router.post("/register", dependencies=[advertises_lanes], responses=refused(409))
+async def register(registration: Registration, run: RunOfApp) -> dict[str, Any]:
+    """Start a run, or join it with the same settings (`starting_step` aside); 409 otherwise.
+
+    A trainer takes the place of a `consumer` whatever the settings. A consumer gets 409 while a
+    trainer is registered, or another consumer is at work.
+    """
+    try:
+        answer: dict[str, Any] = {"uuid": await run.register_trainer(registration)}
+    except RegistrationConflictError as error:
+        raise HTTPException(409, str(error)) from error
+    if registration.consumer is not None:
+        answer["consumer"] = registration.consumer  # older services do not know it
+    return answer
+
+
+@trainer_router.delete("/register", responses=refused(404))
+async def release_consumer(
+    run: RunOfApp,
+    consumer: Annotated[str, Query(max_length=64, description="The `uuid` of a consumer.")],
+) -> dict[str, Any]:
+    """Free the place of a consumer that ends; groups and environments stay for who registers next.
+
+    404 when it does not hold the place any more.
+    """
+    if not await run.release_consumer(consumer):
+        raise HTTPException(404, "no consumer is registered under this id")
+    return {"status": "success"}
+
+
+@trainer_router.get(
+    "/batch", response_model=None, responses={**IN_EITHER_LANE, **refused(409, 429)}
+)
+async def get_batch(
+    request: Request,
+    run: RunOfApp,
+    lease: Annotated[
+        float | None,
+        Query(ge=1, le=86400, description="Seconds the batch is yours before it goes back."),
+    ] = None,
+    wait: Annotated[
+        float, Query(ge=0, le=300, description="Seconds to wait for a batch if there is none.")
+    ] = 0.0,
+    consumer: Annotated[
+        str | None,
+        Query(max_length=64, description="The `uuid` of a consumer: only while it is registered."),
+    ] = None,
+) -> Response:
+    """Return the oldest batch of exactly `batch_size` sequences, or null.
+
+    This GET changes the state: the batch leaves the queue. Without a lease the step grows once the
+    body was sent in full; with one, once `batch_id` is acknowledged. A batch that did not arrive
+    is the next to leave. The first call lets environments register.
+    """
+    accepted = lane_of_accept(request.headers.get("accept"))
+    if run.state.registration is None:
+        message = "Trainer not registered. Call /register first."
+        return _small({"status": "error", "message": message, "batch": []}, accepted)
+    if consumer is not None:
+        _require_consumer(run, consumer)
+    found = await _next_batch(request, run, lease_s=lease, wait_s=wait)
+    if found is None:
+        return _small({"batch": None}, accepted)
+    handout, payloads = found
+    lost = partial(run.give_back, handout.token)
+    if consumer is not None:  # a trainer may have come while this waited
+        try:
+            _require_consumer(run, consumer)
+        except BaseException:
+            await lost()
+            raise
+    envelope: dict[str, Any] = {}
+    if lease is not None:
+        envelope = {
+            "batch_id": handout.token,
+            "lease_expires_in_s": lease,
+            "policy_versions": [
+                # A group in the binary format carries its own.
+                group.known_version if group.lane == "json" else None
+                for group in handout.groups
+            ],
+        }
+    try:
+        pieces = await _pieces_of(request, payloads, accepted, envelope)
+    except BaseException as error:
+        if not await _set_aside_unreadable(request, run, found, accepted, error):
+            raise
+        # Terminates: the run has fewer groups after each call.
+        return await get_batch(request, run, lease=lease, wait=wait, consumer=consumer)
+    return PiecesResponse(
+        pieces,
+        media_type=MEDIA_TYPES[accepted.lane],
+        headers={"Vary": "Accept"},
+        # Groups in the binary lane are compressed, or not, by who sent them.
+        deflater=request.app.state.deflater if accepted.lane == "json" else None,
+        on_arrived=partial(run.acknowledge, handout.token) if lease is None else None,
+        on_lost=lost,
+    )
+
+
+def _require_consumer(run: Run, consumer: str) -> None:
+    """Refuse a consumer whose place was taken; it must not take the trainer's batches."""
+    if not run.state.is_consumer(consumer):
+        by = run.state.consumer or "a trainer"
+        raise HTTPException(409, f"{by} has registered in place of this consumer")
+    run.hear_consumer()
+
+
+async def _next_batch(
+    request: Request, run: Run, *, lease_s: float | None, wait_s: float
+) -> Found | None:
+    """Wait for a batch, at most as long as the client does."""
+    if not wait_s:
+        return await run.next_batch(lease_s=lease_s)
+    finding = asyncio.ensure_future(run.next_batch(lease_s=lease_s, wait_s=wait_s))
+    leaving = asyncio.ensure_future(wait_until_gone(request.receive))
+    try:
+        await asyncio.wait((finding, leaving), return_when=asyncio.FIRST_COMPLETED)
+        # A client that left at the moment its batch was found: sending tells.
+        return await finding if finding.done() else None
+    finally:
+        leaving.cancel()
+        finding.cancel()
+
+
+async def _pieces_of(
+    request: Request,
+    payloads: list[StoredPayload],
+    accepted: AcceptedLane,
+    envelope: dict[str, Any],
+) -> list[bytes]:
+    """Write a batch; groups of the other lane are converted beside the event loop."""
+    lane, accepts_zstd = accepted
+    if not all(is_spliceable(p, lane, accepts_zstd=accepts_zstd) for p in payloads):
+        payloads = await in_threads(request, partial(_converted, payloads, accepted))
+    return batch_pieces(payloads, lane, envelope=envelope, accepts_zstd=True)
+
+
+def _converted(payloads: list[StoredPayload], accepted: AcceptedLane) -> list[StoredPayload]:
+    lane, accepts_zstd = accepted
+    return [
+        StoredPayload(lane, convert_payload(payload, lane, accepts_zstd=accepts_zstd))
+        for payload in payloads
+    ]
+
+
+async def _set_aside_unreadable(
+    request: Request, run: Run, found: Found, accepted: AcceptedLane, error: BaseException
+) -> bool:
+    """Set aside the damaged groups of a batch that could not be written.
+
+    Returns:
+        True if there were any; otherwise the batch is returned, to be delivered next.
+    """
+    token = found[0].token
+    try:
+        flaws = {}
+        if isinstance(error, Exception) and not isinstance(error, MemoryError):
+            flaws = await in_threads(request, partial(_flaws_of, found, accepted))
+        if flaws and await run.set_aside(token, flaws) == "returned":
+            return True
+    except BaseException:
+        await run.give_back(token)
+        raise
+    await run.give_back(token)
+    return False
+
+
+def _flaws_of(found: Found, accepted: AcceptedLane) -> dict[int, PayloadFlaw]:
+    """Name the groups of a batch whose damaged payloads cannot be converted.
+
+    Only groups stored without a checksum, by an earlier version, can be damaged here: a payload
+    whose checksum holds is intact, whatever made the conversion fail.
+
+    Raises:
+        MemoryError: memory ran out, which says nothing about a payload.
+    """
+    handout, payloads = found
+    flaws: dict[int, PayloadFlaw] = {}
+    for group, payload in zip(handout.groups, payloads, strict=True):
+        if group.checksum is not None:
+            continue
+        try:
+            _converted([payload], accepted)
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - damaged bytes fail in many ways
+            flaws[group.group_id] = "damaged"
+    return flaws
+
+
+def _small(content: dict[str, Any], accepted: AcceptedLane) -> Response:
+    if accepted.lane == "json":
+        return json_response(content)
+    return Response(msgspec.msgpack.encode(content), media_type=MEDIA_TYPES["msgpack"])
+
+
+@trainer_router.post("/batch/{batch_id}/ack", responses=refused(404, 409))
+async def acknowledge_batch(
+    batch_id: str,
+    run: RunOfApp,
+    steps_done: Annotated[
+        int | None,
+        Query(
+            ge=0,
+            le=_INT64_MAX,
+            description="Optimizer steps the trainer has done, with that of this batch if it was "
+            "trained on. The step grows by one only where it is smaller; by default it always "
+            "does. 0: the batch was not trained on.",
+        ),
+    ] = None,
+) -> dict[str, Any]:
+    """Count a leased batch as delivered; may be repeated.
+
+    The step grows by one, or stays, as `steps_done` says. 409 when the batch went to somebody else
+    meanwhile, 404 when there is no such batch.
+    """
+    result = await run.acknowledge(batch_id, steps_done=steps_done)
+    _refuse_stale(batch_id, result)
+    done = {"acked": "acknowledged", "repeated": "already acknowledged"}
+    return {"status": done[result], "current_step": run.state.step}
+
+
+@trainer_router.post("/batch/{batch_id}/nack", responses=refused(404, 409))
+async def return_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
+    """Give a leased batch back: it is the next to leave; may be repeated.
+
+    409 when it went to somebody else meanwhile or was acknowledged, 404 when there is none.
+    """
+    result = await run.give_back(batch_id, reason="refused")
+    _refuse_stale(batch_id, result)
+    done = {"returned": "returned", "repeated": "already returned"}
+    return {"status": done[result], "current_step": run.state.step}
+
+
+def _refuse_stale(batch_id: str, result: AckResult) -> None:
+    if result == "unknown":
+        raise HTTPException(404, f"there is no batch {batch_id[:100]!r}; was the run reset?")
+    if result == "expired":
+        raise HTTPException(
+            409,
+            f"batch {batch_id} has moved on: its lease expired and it was handed out again, "
+            "or it was acknowledged",
+        )
+
+
+@trainer_router.post("/policy")
+async def set_policy(policy: Policy, run: RunOfApp) -> dict[str, Any]:
+    """Note which version of the policy the trainer serves now."""
+    await run.set_policy_version(policy.version)
+    return {"status": "success", "policy_version": run.state.policy_version}
+
+
+environments_router = APIRouter(tags=["environments"])
+
+# The busiest routes take the request as it is: reading it here costs half of what the framework
+# takes for it. These describe to its readers what the framework cannot see then.
+_KEY_PARAMETER = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "maxLength": 255},
+    "description": "Makes a repetition safe: it is answered as before and stored once.",
+}
+_ENV_ID_PARAMETER = {
+    "name": "env_id",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "integer"},
+    "description": "In place of a body.",
+}
+
+
+def _documented(
+    schema: dict[str, Any], parameter: dict[str, Any], *, is_binary: bool
+) -> dict[str, Any]:
+    content: dict[str, Any] = {MEDIA_TYPES["json"]: {"schema": schema}}
+    if is_binary:
+        content[MEDIA_TYPES["msgpack"]] = {"schema": {"type": "string", "format": "binary"}}
+    body = {"required": is_binary, "content": content}
+    return {"requestBody": body, "parameters": [parameter]}
+
+
+_GROUP_SCHEMA = ScoredData.model_json_schema()
+_GROUP_DOCUMENTATION = _documented(_GROUP_SCHEMA, _KEY_PARAMETER, is_binary=True)
+_GROUPS_DOCUMENTATION = _documented(
+    {"type": "array", "items": _GROUP_SCHEMA}, _KEY_PARAMETER, is_binary=True
+)
+_ENV_ID_DOCUMENTATION = _documented(
+    EnvIdentifier.model_json_schema(), _ENV_ID_PARAMETER, is_binary=False
+)
+
+
+@environments_router.get(
+    "/status-env",
+    response_model=None,
+    openapi_extra=_ENV_ID_DOCUMENTATION,
+    responses=refused(404),
+)
+@environments_router.post(
+    "/status-env",
+    response_model=None,
+    openapi_extra=_ENV_ID_DOCUMENTATION,
+    operation_id="post_status_env",
+    responses=refused(404),
+)
+async def get_status_env(request: Request) -> Response:
+    """Tell one environment the step, its weight and how full the queue is in its own groups.
+
+    `groups_to_start` is how many it may have in the making, null when nothing bounds that. The id
+    comes in the body (also of a GET) or as a query parameter; an unknown one is 404. This GET
+    remembers the largest group the environment has queued. `run_id` names the run the id is of;
+    it is another one after a trainer has replaced the settings, which `/register-env` tells.
+    """
+    run = await run_of(request)
+    asked = await read_env_id(request)
+    view = await run.view_for(asked)
+    if view is None:
+        raise HTTPException(
+            404, f"no environment is registered under id {asked}; register the environment again"
+        )
+    state = run.state
+    answer = {**view._asdict(), "policy_version": state.policy_version, "run_id": state.run_id}
+    return json_response(answer)
+
+
+@environments_router.post("/scored_data", response_model=None, openapi_extra=_GROUP_DOCUMENTATION)
+async def scored_data(request: Request) -> Response:
+    """Store one group: `received`, or `buffered` until smaller groups add up."""
+    run = await run_of(request)
+    posted = await read_groups(request, run, _decode_one)
+    admission = await _admit(run, posted, is_list=False)
+    return _answer(reply_of(admission.placements[0]), admission)
+
+
+def _decode_one(body: bytes, lane: Lane, *, max_bytes: int) -> list[DecodedGroup]:
+    return [decode_group(body, lane, max_bytes=max_bytes)]
+
+
+async def _admit(run: Run, posted: PostedGroups, *, is_list: bool) -> Admission:
+    try:
+        return await run.admit(posted.groups, key=posted.key, digest=posted.digest)
+    except OversizedGroupError as error:
+        path = (error.index, "tokens") if is_list else ("tokens",)
+        raise WireError(str(error), kind="value_error", path=path) from error
+
+
+def reply_of(placement: Placement) -> dict[str, Any]:
+    """Tell the sender of one group where it went."""
+    if placement.buffered_sequences is None:
+        return {"status": "received"}
+    return {"status": "buffered", "buffer_size": placement.buffered_sequences}
+
+
+def _answer(content: dict[str, Any], admission: Admission) -> Response:
+    headers = {"Idempotent-Replayed": "true"} if admission.is_repeat else None
+    return json_response(content, headers=headers)
+
+
+@environments_router.post(
+    "/scored_data_list", response_model=None, openapi_extra=_GROUPS_DOCUMENTATION
+)
+async def scored_data_list(request: Request) -> Response:
+    """Store an array of groups, in order, all or none."""
+    run = await run_of(request)
+    posted = await read_groups(request, run, decode_groups)
+    admission = await _admit(run, posted, is_list=True)
+    answer: dict[str, Any] = {"status": "received", "groups_processed": len(posted.groups)}
+    placements = admission.placements
+    sizes = [p.buffered_sequences for p in placements if p.buffered_sequences is not None]
+    if sizes:
+        answer |= {"buffered": len(sizes), "last_buffer_size": sizes[-1]}
+    return _answer(answer, admission)
+
+
+@environments_router.post("/register-env", dependencies=[advertises_lanes])
+async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any]:
+    """Join the run and get an id; until the trainer asks for batches the answer is to wait."""
+    env = await run.register_env(request)
+    registration = run.state.registration
+    if env is None or registration is None:
+        return {"status": "wait for trainer to start"}
+    return {
+        "status": "success",
+        "env_id": env.env_id,
+        "wandb_name": env.real_name,
+        "checkpoint_dir": registration.checkpoint_dir,
+        "starting_step": run.state.step,
+        "checkpoint_interval": registration.save_checkpoint_interval,
+        "num_steps": registration.num_steps,
+        "run_id": run.state.run_id,
+    }
+
+
+@environments_router.post("/disconnect-env")
+async def disconnect_env(request: EnvIdentifier, run: RunOfApp) -> dict[str, Any]:
+    """Sign off: the environment no longer counts for weights and minimum shares."""
+    if not await run.disconnect_env(request.env_id):
+        error = f"no environment is registered under id {request.env_id}"
+        return {"status": "failure", "error": error}
+    return {"status": "success"}
+
+
+BUSIEST_ROUTES = (
+    Route("/scored_data", scored_data, methods=["POST"], include_in_schema=False),
+    Route("/status-env", get_status_env, methods=["GET", "POST"], include_in_schema=False),
+    Route("/scored_data_list", scored_data_list, methods=["POST"], include_in_schema=False),
+)
+"""Routes above that need nothing of the framework; see `server.create_app`."""
+
+
+operations_router = APIRouter(tags=["operations"])
+
+
+@operations_router.get("/")
+async def root() -> dict[str, Any]:
+    """Say who answers."""
+    return {"message": "AtroposLib API"}
+
+
+@operations_router.get("/health/live")
+async def is_live() -> dict[str, Any]:
+    """Answer as long as the process serves requests."""
+    return {"status": "live"}
+
+
+@operations_router.get("/health/ready", response_model=None)
+async def is_ready(request: Request) -> Response | dict[str, Any]:
+    """Answer 200 when groups and batches can be served, with counts; else 503 with the reason."""
+    run: Run = request.app.state.run
+    store: WatchedStore = request.app.state.watched_store
+    try:
+        await run.open()
+        problem = None if run.failure is None else str(run.failure)
+    except AtroposError as error:
+        problem = str(error)
+    problem = problem or await store.problem()
+    if problem is not None:
+        return JSONResponse({"status": "not ready", "reason": problem}, 503)
+    return {"status": "ready", "counters": dict(run.state.counters + run.counters)}
+
+
+@operations_router.get("/metrics", response_class=PlainTextResponse)
+async def get_metrics(run: RunOfApp, request: Request) -> Response:
+    """Return the metrics in Prometheus' text format or, where `Accept` says so, OpenMetrics."""
+    metrics: ServiceMetrics = request.app.state.metrics
+    content, media_type = metrics.render(request.headers.get("accept", ""))
+    return Response(content, headers={"Content-Type": media_type})
+
+
+@operations_router.get("/reset_data", response_class=PlainTextResponse)
+async def reset_data(run: RunOfApp) -> PlainTextResponse:
+    """Forget the run and everything in it.
+
+    This GET destroys data; the contract has it so. Environments that go on are answered 404 and
+    register again.
+    """
+    await run.reset()
+    return PlainTextResponse("Reset successful")

@@ -1,1 +1,0 @@
-"""Routes by who calls them; HTTP in, HTTP out, no arithmetic."""
