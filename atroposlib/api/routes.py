@@ -36,7 +36,7 @@ from atroposlib.api.responses import PiecesResponse, json_response, wait_until_g
 from atroposlib.api.run import RegistrationConflictError, Run
 from atroposlib.api.schemas import EnvIdentifier, Policy, RegisterEnv, Registration, ScoredData
 from atroposlib.api.state import MAX_KEY_CHARACTERS
-from atroposlib.api.store.watched import WatchedStore
+from atroposlib.api.store.base import WatchedStore
 from atroposlib.errors import AtroposError
 from atroposlib.wire import (
     BODY_NOT_TEXT,

@@ -80,9 +80,8 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.state import RunState
-from atroposlib.api.store.base import RunStore, StoreFullError
+from atroposlib.api.store.base import RunStore, StoreFullError, WatchedStore
 from atroposlib.api.store.open import fresh_run_name, open_store
-from atroposlib.api.store.watched import WatchedStore
 from atroposlib.errors import ConfigError, GroupError, RunStoreError
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.utils.awaiting import end_task

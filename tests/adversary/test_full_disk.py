@@ -17,7 +17,7 @@ from atroposlib.api.run import Run
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.store.base import StoreFullError
 from atroposlib.api.store.open import open_store
-from atroposlib.api.store.sqlite_writer import LOOK_FOR_ROOM_S
+from atroposlib.api.store.sqlite import LOOK_FOR_ROOM_S
 from atroposlib.errors import ConfigError, RunStoreError
 from tests.api.helpers import Service, StoreOfServices, make_group
 from tests.api.run_helpers import decoded, env_request, registration, take

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.api.store.base import WatchedStore
 from atroposlib.api.store.open import open_store
-from atroposlib.api.store.watched import WatchedStore
 from tests.api.store.stores import MakeStore
 
 

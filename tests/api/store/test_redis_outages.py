@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from atroposlib.api.store.redis import RedisRunStore
-from atroposlib.api.store.redis_link import RedisFullError, RunLostError
+from atroposlib.api.store.redis import RedisFullError, RedisRunStore, RunLostError
 from atroposlib.errors import ConfigError, RunStoreError
 from tests.api.store.redis_replicas import Replica, replicas
 from tests.redis_server import FaultyWire, RedisServer

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from atroposlib.api.store.base import Payload
+from atroposlib.api.store.base import Payload, WatchedStore
 from atroposlib.api.store.memory import MemoryRunStore
-from atroposlib.api.store.watched import WatchedStore
 
 
 class FragileStore(MemoryRunStore):
