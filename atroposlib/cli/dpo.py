@@ -7,16 +7,16 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from atroposlib.cli import export_calls
-from atroposlib.cli.export_calls import (
+from atroposlib.cli import export_command as export_calls
+from atroposlib.cli.export_command import (
     STEPS_PER_SEQUENCE,
+    add_shared_flags,
     check_for_batch,
     consume_records,
     find_common_prefix,
     grab_group,
+    run_command,
 )
-from atroposlib.cli.export_command import run_command
-from atroposlib.cli.export_flags import add_shared_flags
 from atroposlib.exporting.dpo_formats import DPO_FORMATS
 from atroposlib.exporting.pairing import STRATEGIES, PairRule
 from atroposlib.exporting.recipes import DpoRecipe

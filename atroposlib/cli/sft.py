@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from atroposlib.cli.export_calls import (
+from atroposlib.cli.export_command import (
     STEPS_PER_SEQUENCE,
+    add_shared_flags,
     check_for_batch,
     consume_records,
     find_common_prefix,
     grab_group,
     register_to_api,
+    run_command,
 )
-from atroposlib.cli.export_command import run_command
-from atroposlib.cli.export_flags import add_shared_flags
 from atroposlib.exporting.recipes import SftRecipe
 from atroposlib.exporting.selection import SelectionRule
 from atroposlib.exporting.sft_formats import SFT_FORMATS
