@@ -42,9 +42,9 @@ from atroposlib.envs.checks.stage import (  # noqa: E402
     seeded,
     staged_settings,
 )
-from atroposlib.envs.command_factory import check_command  # noqa: E402
-from atroposlib.envs.env_hooks import settle  # noqa: E402
-from atroposlib.envs.foreground import favour_event_loop  # noqa: E402
+from atroposlib.envs.commands import check_command  # noqa: E402
+from atroposlib.envs.hooks import settle  # noqa: E402
+from atroposlib.envs.running import favour_event_loop  # noqa: E402
 from atroposlib.sandbox import SandboxUnavailableError, open_sandbox, run_python  # noqa: E402
 from atroposlib.sandbox.programs import PYTHON  # noqa: E402
 from environments.card_table import find_cards  # noqa: E402

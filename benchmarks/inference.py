@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from atroposlib.envs.foreground import favour_event_loop
+from atroposlib.envs.running import favour_event_loop
 from inference_parts.pass_watch import PassWatch
 from inference_parts.paths import NUM_IN_FLIGHT, PROMPT_WORDS, Paths, load_tokenizer
 

@@ -20,8 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.single_turn import Trajectory
-from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
+from atroposlib.envs.single_turn_env import SingleTurnEnvConfig, Trajectory
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
 from atroposlib.tasks.single_turn_parts import (

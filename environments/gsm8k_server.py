@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
-from atroposlib.envs.single_turn import (
+from atroposlib.envs.single_turn_env import (
     Trajectory,
     ask,
     build_group,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ScoredDataGroup
-from atroposlib.envs.single_turn import (
+from atroposlib.envs.single_turn_env import (
     Trajectory,
     build_group,
     completion_budget,

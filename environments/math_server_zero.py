@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ScoredDataGroup
-from atroposlib.envs.single_turn import Trajectory, build_group, complete
+from atroposlib.envs.single_turn_env import Trajectory, build_group, complete
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.math_problems import (
     ZERO_SETS,

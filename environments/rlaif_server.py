@@ -23,8 +23,13 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.conversation import visible_text
-from atroposlib.envs.single_turn import Trajectory, build_group, sample_trajectories
-from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.envs.single_turn_env import (
+    SingleTurnEnv,
+    SingleTurnEnvConfig,
+    Trajectory,
+    build_group,
+    sample_trajectories,
+)
 from atroposlib.errors import NoDataError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig, hub_dataset

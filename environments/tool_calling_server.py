@@ -19,8 +19,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.conversation import visible_text
-from atroposlib.envs.single_turn import Trajectory
-from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
+from atroposlib.envs.single_turn_env import SingleTurnEnvConfig, Trajectory
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig

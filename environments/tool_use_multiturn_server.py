@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
-from atroposlib.envs.multi_turn import Rollout
+from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.tool_dialogues import (
     MODEL,

@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, Item, ScoredDataGroup
-from atroposlib.envs.multi_turn import Rollout
-from atroposlib.envs.turn_rewards import token_advantages
+from atroposlib.envs.multi_turn_env import Rollout, token_advantages
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.tool_dialogues import (
     MODEL,

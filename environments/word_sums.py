@@ -18,8 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Turn
-from atroposlib.envs.tool_conversation import ToolConversation
-from atroposlib.envs.tools import ToolResult
+from atroposlib.envs.tools import ToolConversation, ToolResult
 from atroposlib.tasks.card import EnvironmentCard
 
 __all__ = ["Problem", "SumConversation", "WordSumsEnv", "WordSumsEnvConfig"]

@@ -52,9 +52,8 @@ def main() -> None:
 
 
 def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
-    from atroposlib.envs.command_classes import load_yaml
-    from atroposlib.envs.command_factory import process_command
-    from atroposlib.envs.flags import flags_of, read_flags
+    from atroposlib.envs.commands import load_yaml, process_command
+    from atroposlib.envs.settings import flags_of, read_flags
     from atroposlib.exporting.replay import rescoring
 
     if args.save is not None:

@@ -27,15 +27,13 @@ from pydantic import BaseModel, Field
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
-from atroposlib.envs.engine_watch import EngineWatch
-from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.env_offline import OfflineEnv
-from atroposlib.envs.evaluation_runner import EvaluationRunner
-from atroposlib.envs.group_writer import GroupWriter
-from atroposlib.envs.recent_errors import RepeatedErrors
+from atroposlib.envs.delivery import GroupWriter
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.live_view import RepeatedErrors
+from atroposlib.envs.offline import OfflineEnv
+from atroposlib.envs.reporting import RunFigures
 from atroposlib.envs.reward_parts import PartSums
-from atroposlib.envs.rollout_scheduler import RolloutScheduler
-from atroposlib.envs.run_figures import RunFigures
+from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     OpenaiConfig,
@@ -45,6 +43,7 @@ from atroposlib.envs.server_handling.config import (
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.service_session import EngineWatch
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message

@@ -45,11 +45,10 @@ from atroposlib.envs.checks.verdicts import (
     judge_stalls,
     judging,
 )
-from atroposlib.envs.command_factory import check_command
-from atroposlib.envs.config_layers import Settings
-from atroposlib.envs.construction import missing_methods
-from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.foreground import outside_event_loop
+from atroposlib.envs.commands import check_command
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.running import missing_methods, outside_event_loop
+from atroposlib.envs.settings import Settings
 
 __all__ = ["CheckReport", "Outcome", "check_environment", "run_checks"]
 

@@ -1,31 +1,65 @@
-"""The command line of an environment script: pick the command, read its flags, run it."""
+"""The command line of an environment script: pick the command, read its flags, run it.
+
+What the commands of an environment do: `serve`, `process`, `evaluate` and `check`.
+
+An instance holds what was typed; `run()` layers the settings, builds the environment and runs it.
+
+Make the command classes of one environment: a field per flag, named `env.group_size`.
+
+The `serve` command of environments with a teacher: it also takes `--teacher.*`.
+
+The live view of an environment: what is shown of it, and running it with the view.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from pydantic import ValidationError
-from pydantic_cli import FailedExecutionException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_cli import Cmd, FailedExecutionException
 
-from atroposlib.envs.command_classes import ViewedCommand
-from atroposlib.envs.command_factory import (
-    CHECK_FLAGS,
-    check_command,
-    evaluate_command,
-    process_command,
-    serve_command,
-)
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.config_layers import COMMANDS, ENV_PREFIX, OPENAI_PREFIX
-from atroposlib.envs.flag_help import help_text, short_help_text
-from atroposlib.envs.flags import HELP_WORDS, Flag, flags_of, read_flags
-from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
-from atroposlib.envs.settings_text import shown_default
+from atroposlib.envs.constants import NAMESPACE_SEP
+from atroposlib.envs.live_view import ErrorLine, RecentErrors, RunSnapshot
+from atroposlib.envs.running import build_environment, outside_event_loop, run_foreground
+from atroposlib.envs.server_handling.config import (
+    APIServerConfig,
+    ServerBaseline,
+    ServerManagerConfig,
+)
+from atroposlib.envs.server_handling.resolve import ServerConfigs, server_class_of
+from atroposlib.envs.settings import (
+    COMMANDS,
+    ENV_PREFIX,
+    HELP_WORDS,
+    MAY_STAND_ALONE,
+    OPENAI_PREFIX,
+    Defaults,
+    Flag,
+    Settings,
+    field_values,
+    flags_of,
+    forced_env_settings,
+    help_text,
+    is_structured,
+    layer_settings,
+    read_flags,
+    short_help_text,
+    shown_default,
+    shown_servers,
+    shown_settings,
+    single_server_settings,
+)
 from atroposlib.errors import (
     ConfigError,
     InferenceError,
@@ -35,8 +69,517 @@ from atroposlib.errors import (
 )
 from atroposlib.utils.cli import UsageError, near_name, refused_values
 from atroposlib.utils.command_parser import exit_code_of
+from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
-__all__ = ["check_command", "evaluate_command", "process_command", "run_cli", "serve_command"]
+if TYPE_CHECKING:
+    from atroposlib.envs.offline import OfflineEnv
+
+__all__ = [
+    "DATASET_PATH_FLAG",
+    "JSON_FLAG",
+    "CheckCommand",
+    "EnvCommand",
+    "EvaluateCommand",
+    "ProcessCommand",
+    "ServeCommand",
+    "TeacherServeCommand",
+    "ViewedCommand",
+    "check_command",
+    "environment_defaults",
+    "evaluate_command",
+    "flag_fields",
+    "load_yaml",
+    "process_command",
+    "run_cli",
+    "run_viewed",
+    "serve_command",
+    "snapshot_of",
+    "with_teacher",
+]
+
+
+def run_viewed(
+    env: OfflineEnv, main: Callable[[], Coroutine[Any, Any, None]], *, quiet: bool
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Return `main` with the live view around it, or as it is where no view can be shown.
+
+    Args:
+        env: the environment that `main` runs.
+        main: its main coroutine.
+        quiet: the user wants plain log lines.
+    """
+    # Checked first: nothing of the view is imported, or could fail, where none is shown.
+    if quiet or not sys.stdout.isatty():
+        return main
+    from atroposlib.envs.live_view import can_show
+
+    return (lambda: _with_view(env, main)) if can_show(sys.stdout) else main
+
+
+async def _with_view(env: OfflineEnv, main: Callable[[], Awaitable[None]]) -> None:
+    from atroposlib.envs.live_view import TerminalDisplay
+
+    errors = RecentErrors()
+    has_ended = False
+
+    def take_snapshot() -> RunSnapshot | None:
+        snapshot = snapshot_of(env, errors.lines)
+        return replace(snapshot, activity="ended") if snapshot and has_ended else snapshot
+
+    logging.getLogger().addHandler(errors)
+    try:
+        async with TerminalDisplay(take_snapshot, stream=sys.stdout):
+            try:
+                await main()
+            finally:
+                has_ended = True
+    finally:
+        logging.getLogger().removeHandler(errors)
+
+
+def snapshot_of(env: OfflineEnv, errors: tuple[ErrorLine, ...] = ()) -> RunSnapshot | None:
+    """Return what an environment looks like now; None before its rollouts have begun.
+
+    Args:
+        env: under `serve` or `process`.
+        errors: the latest of the log.
+    """
+    figures = env.run_figures
+    if figures.begun_at is None:
+        return None
+    groups_per_s, tokens_per_s = figures.rates()
+    staleness = figures.recent_staleness
+    return RunSnapshot(
+        name=env.wandb_prepend or env.desired_name,
+        elapsed_s=figures.elapsed_s,
+        step=env.curr_step,
+        group_size=env.config.group_size,
+        groups_done=figures.num_groups,
+        groups_per_s=groups_per_s,
+        tokens_done=figures.num_tokens,
+        tokens_per_s=tokens_per_s,
+        staleness_mean=sum(staleness) / len(staleness) if staleness else None,
+        staleness_max=max(staleness, default=None),
+        scores=tuple(figures.recent_scores),
+        drops=dict(env.drop_counts),
+        failures=dict(env.failure_counts),
+        stragglers=dict(env.straggler_counts),
+        errors=errors,
+        **(_offline_part(env) if env.service_session is None else _serving_part(env)),
+    )
+
+
+def _offline_part(env: OfflineEnv) -> dict[str, Any]:
+    is_over = env.run_figures.is_over
+    return {
+        "activity": "closing" if is_over else "rolling out",
+        "step_word": "group",
+        "total_steps": env.n_groups_to_process,
+        "groups_running": env.run_figures.num_items_running,
+        "most_groups_running": env.max_num_workers,
+        "oldest_rollout_s": env.run_figures.oldest_item_s,
+    }
+
+
+def _serving_part(env: OfflineEnv) -> dict[str, Any]:
+    now = time.time()
+    queue_groups = env._queue_status().queue_groups
+    started = [record["start_time"] for record in env.running_items.values()]
+    is_batch_known = env.config.batch_size > 0
+    return {
+        "activity": _activity(env),
+        "total_steps": env.config.total_steps,
+        "groups_running": len(started),
+        "most_groups_running": env.max_num_workers,
+        "groups_sending": max(0, len(env.workers) - len(started)),
+        "oldest_rollout_s": max(0.0, now - min(started)) if started else None,
+        "queue_groups": queue_groups,
+        "queue_batches": queue_groups * env.config.group_size / env.config.batch_size
+        if is_batch_known
+        else None,
+    }
+
+
+def _activity(env: OfflineEnv) -> str:
+    if env.run_figures.is_over:
+        return "closing"
+    if not env._joined_session().is_registered:
+        return "waiting for the service"
+    if env.evaluation_runner.is_running:
+        return "evaluating"
+    if env._are_starts_held_back():
+        return "held back: queue is full"
+    return "rolling out" if env.workers else "waiting for items or room"
+
+
+DATASET_PATH_FLAG = "dataset-path"
+DATASET_PATH_SETTING = "dataset_path"
+JSON_FLAG = "json"
+
+_LOCAL_HOSTS = ("localhost", "0.0.0.0", "127.0.0.1")
+
+
+class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
+    """One command of one environment.
+
+    Subclasses made by `serve_command` and its siblings add a field per flag. An environment may
+    subclass such a class further and return it from `get_cli_serve_config_cls`.
+    """
+
+    model_config = ConfigDict(protected_namespaces=(), arbitrary_types_allowed=True)
+
+    command: ClassVar[str]
+    env_cls: ClassVar[type[Any]]
+    defaults: ClassVar[Defaults]
+
+    config: str | None = Field(
+        None, description="YAML file with sections env: and openai:; flags override it."
+    )
+
+    def run(self) -> None:
+        """Layer the settings, build the environment and run it to its end.
+
+        Raises:
+            UsageError: the settings cannot be used.
+            SystemExit: a signal ended the run.
+        """
+        yaml_config = load_yaml(self.config) if self.config else {}
+        settings = self.layered(yaml_config)
+        self.check(settings)
+        self.require_places(settings)
+        if self.command != "check":
+            self.env_cls.check_inputs(settings.env)
+        extra = self.extra_arguments(yaml_config)
+        outside_event_loop(lambda: self.execute(settings, extra))
+
+    def layered(self, yaml_config: Mapping[str, Any]) -> Settings:
+        """The effective settings: defaults, then the YAML file, then what was typed."""
+        return layer_settings(
+            self.command, self.defaults, yaml_config, self.typed_flags(), env_name=self.env_cls.name
+        )
+
+    def typed_flags(self) -> dict[str, Any]:
+        """What was typed, by full flag name; defaults are left out."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+    def check(self, settings: Settings) -> None:
+        """Refuse or warn about settings this command cannot use. Called before anything starts."""
+
+    def require_places(self, settings: Settings) -> None:
+        """Find out before any work whether the places that this command writes to can be written.
+
+        Raises:
+            ConfigError: one cannot; the message names it and the setting.
+        """
+        env = settings.env
+        if env.data_path_to_save_groups is not None and self.command != "evaluate":
+            # Not the file: a new name is taken where it exists.
+            folder = Path(env.data_path_to_save_groups).parent
+            require_writable_folder(folder, "--env.data_path_to_save_groups")
+        if env.data_dir_to_save_evals is not None and self.command != "process":
+            require_writable_folder(env.data_dir_to_save_evals, "--env.data_dir_to_save_evals")
+        if env.metrics_path is not None:
+            require_writable_file(env.metrics_path, "--env.metrics_path")
+        else:
+            logs = Path("logs")
+            require_writable_folder(logs if logs.exists() else logs.parent, "--env.metrics_path")
+
+    def extra_arguments(self, yaml_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Constructor arguments beyond the usual four, for subclasses that add flags."""
+        return {}
+
+    def shown_extra(
+        self, extra: Mapping[str, Any], *, only_changed: bool = False
+    ) -> dict[str, Any]:
+        """Those arguments as sections of a YAML file, secrets masked; all, or what is changed."""
+        return {}
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Build the environment and run its main coroutine."""
+        raise NotImplementedError
+
+
+class ViewedCommand(EnvCommand):
+    """A command that shows a live view of the run where its output is a terminal."""
+
+    quiet: bool = Field(
+        False,
+        description="Plain log lines instead of the live view in a terminal; needs no value.",
+        json_schema_extra={MAY_STAND_ALONE: True},
+    )
+
+
+class ServeCommand(ViewedCommand):
+    """Roll out groups and send them to the trajectory service until the trainer is done."""
+
+    command = "serve"
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Print the settings that are not the defaults and run the main loop."""
+        env = build_environment(self.env_cls, settings, extra)
+        env.settings_yaml = _yaml_text({**shown_settings(settings), **self.shown_extra(extra)})
+        changed = {
+            **shown_settings(settings, only_changed=True),
+            **self.shown_extra(extra, only_changed=True),
+        }
+        sys.stdout.write("# settings that differ from the defaults of the library\n")
+        sys.stdout.write(_yaml_text(changed))
+        sys.stdout.flush()
+        run_foreground(run_viewed(env, env.env_manager, quiet=self.quiet))
+
+
+class ProcessCommand(ViewedCommand):
+    """Make groups and write them to a JSONL file and an HTML page; no service is needed."""
+
+    command = "process"
+
+    def check(self, settings: Settings) -> None:
+        """Require an output file and a number of groups."""
+        if settings.env.data_path_to_save_groups is None:
+            raise UsageError("env.data_path_to_save_groups: process needs a file to write to")
+        if settings.env.total_steps < 0:
+            raise UsageError(
+                f"env.total_steps: process needs the number of groups to make, "
+                f"got {settings.env.total_steps}"
+            )
+        _warn_if_local(settings.servers)
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Make `total_steps` groups of `group_size`."""
+        env = build_environment(self.env_cls, settings, extra)
+        env.process_mode = True
+        env.n_groups_to_process = settings.env.total_steps
+        env.group_size_to_process = settings.env.group_size
+        run_foreground(run_viewed(env, env.process_manager, quiet=self.quiet))
+
+
+class EvaluateCommand(EnvCommand):
+    """Run the environment's evaluation once and write its results."""
+
+    command = "evaluate"
+
+    def check(self, settings: Settings) -> None:
+        """Warn about local servers."""
+        _warn_if_local(settings.servers)
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Write `evaluate_config.yaml` where results are kept, then evaluate."""
+        env = build_environment(self.env_cls, settings, extra)
+        if settings.env.data_dir_to_save_evals is not None:
+            directory = Path(settings.env.data_dir_to_save_evals)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "evaluate_config.yaml").write_text(
+                _yaml_text(shown_settings(settings)), encoding="utf-8"
+            )
+        run_foreground(env._run_evaluate)
+
+
+class CheckCommand(EnvCommand):
+    """Run the environment against a scripted model, without GPU and network, and report."""
+
+    command = "check"
+
+    def typed_flags(self) -> dict[str, Any]:
+        """What was typed; the data set under the name of its setting.
+
+        Raises:
+            UsageError: the environment has no such setting.
+        """
+        flags = super().typed_flags()
+        path = flags.pop(DATASET_PATH_FLAG, None)
+        if path is None:
+            return flags
+        known = {*self.defaults.config_class.model_fields, *self.defaults.env_settings}
+        if DATASET_PATH_SETTING not in known:
+            raise UsageError(
+                f"--{DATASET_PATH_FLAG}: {self.env_cls.__name__} has no setting "
+                f"{DATASET_PATH_SETTING}; add one to its config, or use the setting it has"
+            )
+        return {**flags, f"{ENV_PREFIX}{DATASET_PATH_SETTING}": path}
+
+    def require_places(self, settings: Settings) -> None:
+        """Find out whether the report can be written; nothing else is."""
+        path = self.typed_flags().get(JSON_FLAG)
+        if path is not None:
+            require_writable_file(path, f"--{JSON_FLAG}")
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Print the report, and write it as JSON where that was asked for.
+
+        Raises:
+            SystemExit: 1 when a rule is broken.
+        """
+        from rich.console import Console
+
+        from atroposlib.envs.check import run_checks
+
+        report = run_checks(self.env_cls, settings)
+        report.print_to(Console())
+        path = self.typed_flags().get(JSON_FLAG)
+        if path is not None:
+            Path(path).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+        if any(outcome.name == "leftovers" for outcome in report.failures):
+            sys.stdout.flush()
+            os._exit(1)  # what was left running would keep this process from ending
+        if not report.passed:
+            raise SystemExit(1)
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """Read a YAML file of settings; an empty file holds none.
+
+    Raises:
+        UsageError: the file is missing, unreadable or no mapping.
+    """
+    import yaml
+
+    try:
+        with Path(path).open(encoding="utf-8") as file:  # its errors then name the file
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise UsageError(f"config: cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"config: {path} is not YAML: {error}") from error
+    if content is not None and not isinstance(content, dict):
+        raise UsageError(f"config: {path} must hold sections such as env: and openai:")
+    return content or {}
+
+
+def _yaml_text(content: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
+
+
+def _warn_if_local(servers: ServerConfigs) -> None:
+    listed: Sequence[Any] = servers if isinstance(servers, Sequence) else [servers]
+    for server in listed:
+        url = server.base_url if isinstance(server, APIServerConfig) else None
+        if url and any(host in url for host in _LOCAL_HOSTS):
+            warnings.warn(
+                f"the inference server is on this machine ({without_secrets(url)}); "
+                "use --openai.base_url for another one",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+
+
+Command = TypeVar("Command", bound=EnvCommand)
+
+CHECK_FLAGS: dict[str, Any] = {
+    DATASET_PATH_FLAG: (
+        str | None,
+        Field(None, description="Small local data set, handed on as env.dataset_path."),
+    ),
+    JSON_FLAG: (str | None, Field(None, description="File for the report as JSON.")),
+}
+
+
+def serve_command(env_cls: type[Any]) -> type[ServeCommand]:
+    """The `serve` command of an environment class."""
+    return _made_for(env_cls, ServeCommand)
+
+
+def process_command(env_cls: type[Any]) -> type[ProcessCommand]:
+    """The `process` command of an environment class."""
+    return _made_for(env_cls, ProcessCommand)
+
+
+def evaluate_command(env_cls: type[Any]) -> type[EvaluateCommand]:
+    """The `evaluate` command of an environment class."""
+    return _made_for(env_cls, EvaluateCommand)
+
+
+def check_command(env_cls: type[Any]) -> type[CheckCommand]:
+    """The `check` command of an environment class; its `check_settings` go before the defaults."""
+    with warnings.catch_warnings():
+        # The flag is --json; pydantic has a deprecated method of that name.
+        warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
+        # What only looks like an environment may have no settings of its own for a check.
+        own_settings = getattr(env_cls, "check_settings", {})
+        return _made_for(env_cls, CheckCommand, CHECK_FLAGS, own_settings)
+
+
+def environment_defaults(env_cls: type[Any]) -> Defaults:
+    """Call `config_init` of an environment.
+
+    An environment whose config has required fields and no `config_init` of its own starts from
+    the class defaults: the YAML file or flags must then bring the rest.
+
+    Raises:
+        UsageError: `config_init` itself uses values that the config class refuses.
+    """
+    try:
+        config, servers = env_cls.config_init()
+    except ValidationError as error:
+        config_class: type[BaseEnvConfig] = env_cls.env_config_cls
+        incomplete = all(detail["type"] == "missing" for detail in error.errors())
+        if not incomplete or error.title != config_class.__name__:
+            raise refused_values(error, "config_init: ") from error
+        optional = {
+            name: field.get_default(call_default_factory=True)
+            for name, field in config_class.model_fields.items()
+            if not field.is_required()
+        }
+        return Defaults(config_class, optional, ServerBaseline())
+    return Defaults(type(config), field_values(config), servers)
+
+
+def flag_fields(
+    model_class: type[BaseModel], prefix: str, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Field definitions of the flags for one settings class, as `create_model` takes them.
+
+    Args:
+        model_class: The settings class.
+        prefix: Before each name, separator included: `env.`.
+        values: Effective defaults; missing ones are the class's. A required setting becomes a flag
+            that may be left out, because the YAML file may bring it.
+    """
+    definitions: dict[str, Any] = {}
+    for name, field in model_class.model_fields.items():
+        annotation: Any = field.annotation
+        if is_structured(annotation):
+            annotation = dict[str, Any] | annotation
+        description = field.description or ""
+        if name in values:
+            default = values[name]
+        elif field.is_required():
+            default, description = None, f"{description} Must be set here or in the YAML file."
+        else:
+            default = field.get_default(call_default_factory=True)
+        flag = Field(default, description=description.strip())
+        definitions[f"{prefix}{name}"] = (annotation, flag)
+    return definitions
+
+
+def _made_for(
+    env_cls: type[Any],
+    kind: type[Command],
+    own_flags: Mapping[str, Any] = MappingProxyType({}),
+    own_settings: Mapping[str, Any] = MappingProxyType({}),
+) -> type[Command]:
+    defaults = environment_defaults(env_cls)
+    defaults = defaults._replace(env_settings={**defaults.env_settings, **own_settings})
+    forced = forced_env_settings(kind.command, defaults.env_settings, env_name=env_cls.name)
+    fields = {
+        **flag_fields(defaults.config_class, ENV_PREFIX, {**defaults.env_settings, **forced}),
+        **flag_fields(
+            server_class_of(defaults.servers),
+            OPENAI_PREFIX,
+            single_server_settings(defaults.servers),
+        ),
+        **flag_fields(ServerManagerConfig, "", {}),
+        **own_flags,
+    }
+    made: type[Command] = create_model(
+        f"{env_cls.__name__}{kind.__name__}", __base__=kind, __doc__=kind.__doc__, **fields
+    )
+    made.env_cls, made.defaults = env_cls, defaults
+    return made
+
 
 _INTERRUPTED = 130
 
@@ -166,3 +709,54 @@ def _show_progress_messages() -> None:
     )
     for http_client in ("httpx", "httpx2"):  # the OpenAI client uses one or the other
         logging.getLogger(http_client).setLevel(logging.WARNING)
+
+
+_ARGUMENT = "teacher_server_configs"
+
+
+class TeacherServeCommand(ServeCommand):
+    """Roll out groups and send them, a teacher's view added, until the trainer is done."""
+
+    def extra_arguments(self, yaml_config: Mapping[str, Any]) -> dict[str, Any]:
+        """The teacher's servers, when anything names one."""
+        extra = super().extra_arguments(yaml_config)
+        servers = self.env_cls._resolve_teacher_server_configs(
+            default_teacher_server_configs=self.env_cls.teacher_config_init(),
+            yaml_config=yaml_config,
+            cli_passed_flags=self.typed_flags(),
+        )
+        return extra if servers is None else {**extra, _ARGUMENT: servers}
+
+    def shown_extra(
+        self, extra: Mapping[str, Any], *, only_changed: bool = False
+    ) -> dict[str, Any]:
+        """The YAML section of the teacher."""
+        shown = super().shown_extra(extra, only_changed=only_changed)
+        if _ARGUMENT in extra:
+            servers = shown_servers(extra[_ARGUMENT], only_changed=only_changed)
+            shown[self.env_cls.teacher_namespace] = servers
+        return shown
+
+
+def with_teacher(env_cls: type[Any], command_class: type[Any]) -> type[TeacherServeCommand]:
+    """Add the teacher's flags to the `serve` command of an environment class.
+
+    Args:
+        env_cls: a `TeacherDistillationEnv`.
+        command_class: its command without them.
+    """
+    default = env_cls.teacher_config_init()
+    servers = ServerBaseline() if default is None else default
+    fields = flag_fields(
+        server_class_of(servers),
+        f"{env_cls.teacher_namespace}{NAMESPACE_SEP}",
+        single_server_settings(servers),
+    )
+    make: Any = create_model  # knows its bases only when they are written out
+    made: type[TeacherServeCommand] = make(
+        command_class.__name__,
+        __base__=(TeacherServeCommand, command_class),
+        __doc__=TeacherServeCommand.__doc__,
+        **fields,
+    )
+    return made

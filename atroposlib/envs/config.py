@@ -49,7 +49,7 @@ class BaseEnvConfig(BaseModel):
 
     Unknown keywords are kept as plain attributes, so that environments may pass settings of
     their own without declaring them. Keys a user types, in a YAML file or as flags, are checked
-    against the declared fields instead (`atroposlib.envs.config_layers`).
+    against the declared fields instead (`atroposlib.envs.settings`).
 
     Example:
         BaseEnvConfig(group_size=8, tokenizer_name="Qwen/Qwen3-0.6B", use_wandb=False)

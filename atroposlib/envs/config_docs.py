@@ -12,8 +12,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from atroposlib.envs.flag_help import describe_type
-from atroposlib.envs.settings_text import shown_default
+from atroposlib.envs.settings import describe_type, shown_default
 
 __all__ = ["ENVIRONMENT_VARIABLES", "SECTIONS", "Section", "config_page"]
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.construction import missing_methods
-from atroposlib.envs.flags import flags_of, read_flags
+from atroposlib.envs.running import missing_methods
+from atroposlib.envs.settings import flags_of, read_flags
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.cli import refused_values
 

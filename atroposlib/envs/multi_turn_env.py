@@ -3,35 +3,599 @@
     get_next_item ─► G x (start_conversation ─► play) ─► postprocess_histories ─► group
 
 Evaluations play the same conversations on any server that answers chats.
+
+Playing conversations: turns until the end or a limit, with the exact tokens of every turn.
+
+    Conversation ─► play ─► Rollout ─┐
+    Conversation ─► play ─► Rollout ─┴─► group_of_rollouts ─► tokens, masks, scores, advantages
+
+A conversation belongs to one rollout and is closed when that ends, however it ends.
+
+Whoever writes the turns of a conversation: a managed server with exact tokens, or any chat.
+
+A turn is continued by the text a chat template puts *behind* a reply, never by rendering the reply
+again: a template that trims, drops thinking or rewrites history cannot break the sequence.
+
+    sequence so far   <user>…<assistant> r e p l y
+    template shows    <user>…<assistant> MARK </s><user> n e x t <assistant>
+    next prompt       <user>…<assistant> r e p l y </s><user> n e x t <assistant>
+
+Rewards of turns into advantages of tokens; pure.
+
+    rewards [G][T] ─► turn_advantages ─► [G][T] ─► token_advantages ─► [L] for each sequence
+
+Worked example, two rollouts, discount 1, normalised by "returns":
+
+    rewards      [0, 1]     [0]
+    returns      [1, 1]     [0]        mean 2/3, deviation √2/3
+    advantages   [0.71, 0.71]  [-1.41]
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import statistics
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item
-from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
-from atroposlib.envs.multi_turn import Limits, Rollout, group_of_rollouts, parts_of, play
-from atroposlib.envs.reward_parts import RewardWeights, check_weight_names, part_means
-from atroposlib.envs.turn_policies import ChatPolicy, TokenPolicy
-from atroposlib.envs.turn_rewards import Normalization, discounted_return
+from atroposlib.envs.conversation import (
+    A_CHAT,
+    ChatMessage,
+    Conversation,
+    Outcome,
+    Reply,
+    Turn,
+    checked_chat,
+    is_chat,
+)
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.reward_parts import (
+    RewardWeights,
+    check_weight_names,
+    complete_parts,
+    part_means,
+    weigh,
+)
+from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.single_turn_env import RESERVED_TOKENS, ask, complete, completion_budget
+from atroposlib.errors import ConfigError, ContextOverflowError, GroupError
+from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
+from atroposlib.utils.advantages import (
+    compute_discounted_returns,
+    compute_grpo_process_supervision_advantages,
+    compute_stats,
+)
 from atroposlib.utils.awaiting import all_results
 
 __all__ = [
     "ChatMessage",
+    "ChatPolicy",
     "Conversation",
+    "Limits",
     "MultiTurnEnv",
     "MultiTurnEnvConfig",
+    "Normalization",
+    "Policy",
     "Reply",
+    "Rollout",
+    "TokenPolicy",
+    "TokenSequence",
     "Turn",
+    "TurnSpan",
+    "Written",
+    "discounted_return",
+    "group_of_rollouts",
+    "parts_of",
+    "play",
+    "token_advantages",
+    "turn_advantages",
 ]
+
+Normalization = Literal["returns", "rewards", "none"]
+"""What is set in relation to the group: the discounted returns, the rewards before they are
+summed, or nothing."""
+
+MIN_DEVIATION = 1e-8
+"""A group whose rewards differ by less carries no signal."""
+
+
+class TurnSpan(NamedTuple):
+    """Where one turn's sampled tokens lie in a sequence."""
+
+    turn: int
+    """Index of the turn in its rollout."""
+    start: int
+    """Position of its first token."""
+    end: int
+    """Position behind its last token."""
+
+
+def discounted_return(rewards: Sequence[float], *, discount: float = 1.0) -> float:
+    """Return the sum of all rewards of a rollout, later ones discounted once per turn."""
+    return sum(reward * discount**step for step, reward in enumerate(rewards))
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[float]],
+    *,
+    discount: float = 1.0,
+    normalization: Normalization = "returns",
+) -> list[list[float]]:
+    """Turn the rewards of the turns of a group into one advantage per turn.
+
+    A turn is credited with its own reward and the later ones, discounted. Set in relation to the
+    group, equal rewards yield zeros: such a group carries no signal.
+
+    Args:
+        rewards: [G][T] one finite reward per turn; rollouts may differ in their number of turns.
+        discount: weight of the next turn's return, 0 to 1.
+        normalization: `returns` subtracts the mean of the returns of all turns of the group and
+            divides by their population deviation; `rewards` does so with the rewards, before
+            they are summed (process supervision); `none` gives the returns.
+
+    Returns:
+        [G][T] advantages.
+
+    Raises:
+        GroupError: a reward is not finite.
+
+    Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.3, for `rewards`.
+    Differs in allowing a discount.
+    """
+    for i, row in enumerate(rewards):
+        for step, reward in enumerate(row):
+            if not np.isfinite(reward):
+                raise GroupError(f"rewards[{i}][{step}]: {reward} is not a finite number")
+    if not any(rewards):
+        return [[] for _ in rewards]
+    if normalization == "rewards":
+        if compute_stats(rewards)["var"] ** 0.5 < MIN_DEVIATION:
+            return [[0.0] * len(row) for row in rewards]
+        rows = compute_grpo_process_supervision_advantages(rewards, discount, MIN_DEVIATION)
+        return [row.tolist() for row in rows]
+    returns = [
+        compute_discounted_returns(np.asarray(row, dtype=np.float64), discount).tolist()
+        for row in rewards
+    ]
+    return returns if normalization == "none" else _standardized(returns)
+
+
+def _standardized(rows: list[list[float]]) -> list[list[float]]:
+    stats = compute_stats(rows)
+    deviation = stats["var"] ** 0.5
+    if deviation < MIN_DEVIATION:
+        return [[0.0] * len(row) for row in rows]
+    return [[(value - stats["mean"]) / deviation for value in row] for row in rows]
+
+
+def token_advantages(
+    masks: Sequence[int], spans: Sequence[TurnSpan], advantages: Sequence[float]
+) -> list[float]:
+    """Give every sampled token the advantage of its turn.
+
+    Args:
+        masks: [L] `IGNORE_INDEX` where a token is not trained on.
+        spans: the turns of this sequence.
+        advantages: [T] by turn of the rollout.
+
+    Returns:
+        [L] advantages, 0.0 on masked tokens.
+    """
+    row = [0.0] * len(masks)
+    for span in spans:
+        value = advantages[span.turn]
+        labels = masks[span.start : span.end]
+        row[span.start : span.end] = [value if m != IGNORE_INDEX else 0.0 for m in labels]
+    return row
+
+
+REPLY_MARK = "\ue010reply\ue011"
+"""Stands for a reply while a template shows what it writes behind one; private-use characters."""
+
+
+@dataclass
+class TokenSequence:
+    """One token sequence of a rollout, with the turns sampled in it."""
+
+    tokens: list[int]
+    """[L] ids as the engine reported them, or those of its texts."""
+    masks: list[int]
+    """[L] the id where it was sampled, -100 elsewhere."""
+    inference_logprobs: list[float]
+    """[L] the policy's logprobs, 1.0 where masked."""
+    messages: list[ChatMessage]
+    """The chat, as far as it goes in this sequence."""
+    spans: list[TurnSpan]
+    """The turns."""
+    finish_reason: str | None = None
+    """Why the engine ended the last turn; None where unknown."""
+
+
+class Written(Protocol):
+    """What a policy wrote."""
+
+    @property
+    def text(self) -> str:
+        """The completion."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the token limit ended it."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    text: str
+    is_cut: bool
+
+
+class Policy(Protocol):
+    """Whoever writes the turns."""
+
+    def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
+        """Return how many tokens the next turn may have; below 1 there is no room."""
+
+    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
+        """Wait for the next turn."""
+
+    def sequences(self) -> list[TokenSequence]:
+        """Return what was sampled so far, the turns numbered from 0."""
+
+
+class ChatPolicy:
+    """A server asked for chats, without tokens: evaluations, and other people's models.
+
+    Args:
+        server: anything with `chat_completion`.
+        tokenizer: measures prompts.
+        sampling: what else each request carries, as `temperature` or `split`.
+    """
+
+    def __init__(self, server: Any, tokenizer: Any, **sampling: Any) -> None:
+        self._server = server
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+
+    def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
+        """Return the tokens left behind the rendered chat."""
+        return completion_budget(self._tokenizer, chat, max_token_length=max_tokens)
+
+    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
+        """Wait for the answer to a chat."""
+        answer = await self._server.chat_completion(
+            messages=list(chat), n=1, max_tokens=max_tokens, **self._sampling
+        )
+        [choice] = answer.choices
+        return _Written(choice.message.content or "", choice.finish_reason == "length")
+
+    def sequences(self) -> list[TokenSequence]:
+        """Return nothing: there are no tokens."""
+        return []
+
+
+class TokenPolicy:
+    """A managed server that continues one sequence by its tokens, turn after turn.
+
+    Args:
+        managed: the session; used by this conversation alone.
+        tokenizer: renders prompts.
+        sampling: what else each request carries, as `temperature`.
+    """
+
+    def __init__(self, managed: Any, tokenizer: Any, **sampling: Any) -> None:
+        self._managed = managed
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._node: SequenceNode | None = None
+        self._chat: list[ChatMessage] = []
+        self._spans: list[TurnSpan] = []
+        self._finished: list[TokenSequence] = []
+        self._num_turns = 0
+
+    def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
+        """Return the tokens left behind the sequence and what the chat adds to it."""
+        added = self._added_text(chat)
+        if self._node is None or added is None:
+            prompt = render_messages(self._tokenizer, chat)
+            num_tokens = len(self._tokenizer.encode(prompt, add_special_tokens=True))
+        else:
+            new_ids = self._tokenizer.encode(added, add_special_tokens=False)
+            num_tokens = len(self._node.tokens) + len(new_ids)
+        return max_tokens - num_tokens - RESERVED_TOKENS
+
+    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
+        """Wait for the next turn; a chat that does not go on from the last starts a sequence."""
+        added = self._added_text(chat)
+        if self._node is None or added is None:
+            self._finish_sequence()
+            prompt = render_messages(self._tokenizer, chat)
+        else:
+            prompt = self._node.full_text + added
+        known_length = 0 if self._node is None else len(self._node.tokens)
+        sampling = {"n": 1, "max_tokens": max_tokens, **self._sampling}
+        if getattr(self._managed, "is_text_only", False):  # which servers of users need not have
+            # A provider renders chats by itself, perhaps with another template.
+            [answer] = await ask(self._managed, self._tokenizer, chat, **sampling)
+        else:
+            [answer] = await complete(self._managed, prompt, chat=chat, **sampling)
+        node: SequenceNode = self._managed.get_state()["nodes"][-1]
+        start = _start_of_last_run(node.masked_tokens, known_length)
+        self._spans.append(TurnSpan(self._num_turns, start, len(node.tokens)))
+        self._num_turns += 1
+        self._node = node
+        self._chat = [*chat, {"role": "assistant", "content": answer.completion}]
+        return _Written(answer.completion, answer.finish_reason == "length")
+
+    def sequences(self) -> list[TokenSequence]:
+        """Return the sequences in the order they were started."""
+        current = self._current_sequence()
+        return self._finished if current is None else [*self._finished, current]
+
+    def _added_text(self, chat: Sequence[ChatMessage]) -> str | None:
+        """Return what the template writes behind the last turn; None when the chat is another.
+
+        Raises nothing of its own; a template may refuse the roles it is given.
+        """
+        length = len(self._chat)
+        if self._node is None or length == 0 or list(chat[:length]) != self._chat:
+            return None
+        mark = REPLY_MARK
+        while any(mark in str(message.get("content")) for message in chat):
+            mark += REPLY_MARK  # whoever writes it must not be taken for it
+        marked = [*chat[: length - 1], {"role": "assistant", "content": mark}]
+        text = render_messages(self._tokenizer, [*marked, *chat[length:]])
+        _, found, added = text.partition(mark)
+        return added if found else None
+
+    def _finish_sequence(self) -> None:
+        self._finished = self.sequences()
+        self._managed.reset()
+        self._node, self._chat, self._spans = None, [], []
+
+    def _current_sequence(self) -> TokenSequence | None:
+        if self._node is None:
+            return None
+        return TokenSequence(
+            tokens=self._node.tokens,
+            masks=self._node.masked_tokens,
+            inference_logprobs=self._node.logprobs,
+            messages=list(self._chat),
+            spans=list(self._spans),
+            finish_reason=(self._node.metadata or {}).get("finish_reason"),
+        )
+
+
+def _start_of_last_run(masks: Sequence[int], at_least: int) -> int:
+    """Return where the sampled tokens at the end begin, not before `at_least`."""
+    start = len(masks)
+    while start > at_least and masks[start - 1] != IGNORE_INDEX:
+        start -= 1
+    return start
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a conversation that does not end by itself."""
+
+    max_turns: int = 8
+    """Turns of the policy."""
+    max_tokens: int = 2048
+    """Tokens of one whole sequence, prompt included; it stays a little shorter."""
+    max_turn_tokens: int | None = None
+    """Tokens of one turn; None leaves what is left of `max_tokens`."""
+    timeout_s: float | None = None
+    """Seconds for the whole conversation; None waits."""
+
+
+@dataclass
+class Rollout:
+    """What became of one conversation."""
+
+    sequences: list[TokenSequence] = field(default_factory=list)
+    """One, or one for each history; none without exact tokens or without a turn."""
+    rewards: list[float] = field(default_factory=list)
+    """[T] one per turn."""
+    reward_parts: list[dict[str, float]] = field(default_factory=list)
+    """[T] named parts of each reward, before they were weighed; empty where it was a number."""
+    messages: list[ChatMessage] = field(default_factory=list)
+    """The chat at the end."""
+    outcome: Outcome = "done"
+    """How it ended."""
+    conversation: Conversation | None = None
+    """What was played, in its last state."""
+
+
+async def play(
+    conversation: Conversation,
+    policy: Policy,
+    *,
+    limits: Limits,
+    reward_weights: Mapping[str, float] | None = None,
+) -> Rollout:
+    """Play a conversation to its end or to a limit.
+
+    A turn cut by a token limit ends it unanswered: half a move is no move. Whatever happens,
+    `conversation.close` is awaited. Cancelling is safe.
+
+    Args:
+        conversation: used by this call alone.
+        policy: writes the turns.
+        limits: what ends it.
+        reward_weights: of the named parts of rewards; a part without one counts as it is.
+
+    Raises:
+        TimeoutError: not one turn was written within `limits.timeout_s`.
+        Exception: what the conversation or the inference server raised.
+    """
+    if inspect.iscoroutine(conversation):
+        conversation.close()  # otherwise Python warns that it was never awaited
+        raise TypeError(
+            "start_conversation is async: write `def start_conversation(self, item)` without async"
+        )
+    if not isinstance(conversation, Conversation):
+        raise TypeError(f"start_conversation returned {conversation!r}; expected a Conversation")
+    rollout = Rollout(conversation=conversation)
+    weights = reward_weights or {}
+    playing = asyncio.ensure_future(_play_turns(conversation, policy, limits, weights, rollout))
+    try:
+        await asyncio.wait({playing}, timeout=limits.timeout_s)
+        is_late = not playing.done()
+    finally:
+        if not playing.done():
+            playing.cancel()
+            await asyncio.wait({playing})
+        await settle(conversation.close())
+    rollout.outcome = "timed_out" if is_late else playing.result()
+    if not rollout.rewards and is_late:
+        raise TimeoutError(f"no turn was written within {limits.timeout_s} s")
+    if rollout.outcome != "done" and rollout.rewards:
+        _add_reward(rollout, conversation.unfinished_reward, weights, "unfinished_reward is")
+    rollout.sequences = policy.sequences()
+    return rollout
+
+
+async def _play_turns(
+    conversation: Conversation,
+    policy: Policy,
+    limits: Limits,
+    weights: Mapping[str, float],
+    rollout: Rollout,
+) -> Outcome:
+    name = type(conversation).__name__
+    rollout.messages = list(
+        checked_chat(conversation.opening(), f"{name}.opening", signature="def opening(self)")
+    )
+    for index in range(limits.max_turns):
+        budget = policy.budget(rollout.messages, max_tokens=limits.max_tokens)
+        if budget < 1:
+            return "truncated"
+        try:
+            written = await policy.write(
+                rollout.messages, max_tokens=min(budget, limits.max_turn_tokens or budget)
+            )
+        except ContextOverflowError:
+            if not rollout.rewards:
+                raise
+            return "truncated"
+        rollout.messages = [*rollout.messages, {"role": "assistant", "content": written.text}]
+        rollout.rewards.append(0.0)
+        rollout.reward_parts.append({})
+        if written.is_cut:
+            return "truncated"
+        replying: Any = conversation.reply(Turn(written.text, index, tuple(rollout.messages)))
+        if not inspect.isawaitable(replying):
+            raise TypeError(
+                f"{name}.reply is not async: write `async def reply(self, turn)`; it returned "
+                f"{replying!r:.100}"
+            )
+        reply = await replying
+        if not isinstance(reply, Reply):
+            raise TypeError(
+                f"{name}.reply returned {reply!r}; expected a Reply such as "
+                'Reply("too low", reward=-0.1) or Reply(reward=1.0, is_done=True)'
+            )
+        _add_reward(rollout, reply.reward, weights, "reply gave the reward")
+        if reply.is_done:
+            return "done"
+        rollout.messages = _next_chat(rollout.messages, reply, conversation)
+    return "out_of_turns"
+
+
+def _add_reward(rollout: Rollout, reward: Any, weights: Mapping[str, float], said: str) -> None:
+    """Add to the reward of the last turn; `said` is how an error goes on after the class name."""
+    weighed = weigh(reward, weights, f"{type(rollout.conversation).__name__}.{said}")
+    rollout.rewards[-1] += weighed.total
+    parts = rollout.reward_parts[-1]
+    for name, value in weighed.parts.items():
+        parts[name] = parts.get(name, 0.0) + value
+
+
+def _next_chat(
+    chat: list[ChatMessage], reply: Reply, conversation: Conversation
+) -> list[ChatMessage]:
+    if not isinstance(reply.messages, str) and reply.messages and not is_chat(reply.messages):
+        raise TypeError(
+            f"{type(conversation).__name__}.reply gave the messages {reply.messages!r:.100}; "
+            f"expected a text or {A_CHAT}"
+        )
+    added = reply.chat_messages()
+    if not added and reply.history is None:
+        raise ConfigError(
+            f"{type(conversation).__name__}.reply gave neither messages nor is_done=True; "
+            "the policy needs something to read, or the end"
+        )
+    return [*(chat if reply.history is None else reply.history), *added]
+
+
+def parts_of(rollout: Rollout, *, discount: float) -> dict[str, float]:
+    """Return the discounted sum of each named part of a rollout's rewards, before weighing."""
+    names = dict.fromkeys(name for parts in rollout.reward_parts for name in parts)
+    return {
+        name: discounted_return(
+            [parts.get(name, 0.0) for parts in rollout.reward_parts], discount=discount
+        )
+        for name in names
+    }
+
+
+def group_of_rollouts(
+    rollouts: Sequence[Rollout],
+    *,
+    discount: float = 1.0,
+    normalization: Normalization = "returns",
+    generation_params: Mapping[str, Any] | None = None,
+    include_messages: bool = False,
+) -> ScoredDataGroup:
+    """Put the rollouts of one item together, each turn's tokens with its advantage.
+
+    A rollout's score is its discounted return; the named parts of its rewards are summed likewise.
+    Rollouts of several sequences give a row for each; `group_overrides` then names their number.
+
+    Args:
+        rollouts: [G], each with a sequence.
+        discount: of later turns, in scores and advantages.
+        normalization: see `turn_advantages`.
+        generation_params: sampling settings, for the record.
+        include_messages: add the chats.
+    """
+    by_turn = turn_advantages(
+        [rollout.rewards for rollout in rollouts], discount=discount, normalization=normalization
+    )
+    rows = [
+        (rollout, sequence, token_advantages(sequence.masks, sequence.spans, advantages))
+        for rollout, advantages in zip(rollouts, by_turn, strict=True)
+        for sequence in rollout.sequences
+    ]
+    group: ScoredDataGroup = {
+        "tokens": [sequence.tokens for _, sequence, _ in rows],
+        "masks": [sequence.masks for _, sequence, _ in rows],
+        "scores": [discounted_return(rollout.rewards, discount=discount) for rollout, _, _ in rows],
+        "inference_logprobs": [sequence.inference_logprobs for _, sequence, _ in rows],
+        "advantages": [advantages for _, _, advantages in rows],
+        "generation_params": dict(generation_params or {}),
+    }
+    reasons = [sequence.finish_reason for _, sequence, _ in rows]
+    if any(reason is not None for reason in reasons):
+        group["finish_reasons"] = reasons
+    parts = complete_parts([parts_of(rollout, discount=discount) for rollout, _, _ in rows])
+    if parts is not None:
+        group["reward_parts"] = parts
+    if include_messages:
+        group["messages"] = [sequence.messages for _, sequence, _ in rows]
+    if len(rows) != len(rollouts):
+        group["group_overrides"] = {"group_size": len(rows)}
+    return group
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,6 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.config_layers import (
-    OPENAI_PREFIX,
-    field_values,
-    server_layers,
-    single_server_settings,
-)
 from atroposlib.envs.constants import NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.server_handling.resolve import (
     ServerConfigs,
@@ -31,6 +25,12 @@ from atroposlib.envs.server_handling.resolve import (
 )
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
+from atroposlib.envs.settings import (
+    OPENAI_PREFIX,
+    field_values,
+    server_layers,
+    single_server_settings,
+)
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.utils.cli import UsageError, extract_namespace, merge_dicts
@@ -296,7 +296,7 @@ class TeacherDistillationEnv(BaseEnv, ABC):
     @classmethod
     def get_cli_serve_config_cls(cls) -> type:
         """Return the command class of `serve`, with the flags of the teacher."""
-        from atroposlib.envs.command_teacher import with_teacher
+        from atroposlib.envs.commands import with_teacher
 
         return with_teacher(cls, super().get_cli_serve_config_cls())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atroposlib.envs.score_histogram import score_bars
+from atroposlib.envs.live_view import score_bars
 
 __all__ = ["histogram_lines"]
 

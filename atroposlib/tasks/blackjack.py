@@ -19,9 +19,8 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.conversation import visible_text
 from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.single_turn import RESERVED_TOKENS
-from atroposlib.envs.tool_conversation import tool_instructions
-from atroposlib.envs.tools import Tool
+from atroposlib.envs.single_turn_env import RESERVED_TOKENS
+from atroposlib.envs.tools import Tool, tool_instructions
 from atroposlib.tasks.games import THINK_FIRST, load_gymnasium
 from atroposlib.utils.tool_call_parser import parse_tool_call
 

@@ -17,8 +17,7 @@ from typing import Any, Literal, cast
 from pydantic import Field
 
 from atroposlib.envs.conversation import Conversation
-from atroposlib.envs.multi_turn import Rollout
-from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
+from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Rollout
 from atroposlib.errors import ConfigError, MissingExtraError
 
 __all__ = [

@@ -27,8 +27,7 @@ import aiohttp
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
-from atroposlib.envs.single_turn import completion_budget
-from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, completion_budget
 from atroposlib.errors import MissingExtraError, NoDataError
 from atroposlib.tasks.answers import boxed_answer, tagged_answer
 from atroposlib.tasks.hub_items import hub_dataset

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from atroposlib.envs.single_turn import Trajectory
+from atroposlib.envs.single_turn_env import Trajectory
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.hub_items import hub_rows
 from atroposlib.tasks.judge import quotation_code

@@ -20,8 +20,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import Item
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn, visible_text
-from atroposlib.envs.multi_turn import Limits, Rollout
-from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
+from atroposlib.envs.multi_turn_env import Limits, MultiTurnEnv, MultiTurnEnvConfig, Rollout
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig, hub_rows
 from atroposlib.tasks.single_turn_parts import DEEP_THINKING

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.conversation import ChatMessage, Conversation
-from atroposlib.envs.multi_turn import Limits, play
-from atroposlib.envs.turn_policies import TokenSequence
+from atroposlib.envs.multi_turn_env import Limits, TokenSequence, play
 from example_trainer.demo.settings import DemoSettings
 from example_trainer.launch.report import RewardMetric
 

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-from atroposlib.envs.foreground import favour_event_loop
+from atroposlib.envs.running import favour_event_loop
 from scheduler_parts.environments import BenchmarkEnv, NaiveEnv, replace_rollouts
 from scheduler_parts.loop_watch import LoopWatch
 

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, Item, ScoredDataGroup
 from atroposlib.envs.conversation import visible_text
-from atroposlib.envs.single_turn import (
+from atroposlib.envs.single_turn_env import (
     Trajectory,
     ask,
     build_group,

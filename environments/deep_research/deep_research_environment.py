@@ -26,10 +26,8 @@ from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Turn
 from atroposlib.envs.local_items import LocalItems, LocalItemsConfig
-from atroposlib.envs.multi_turn import Limits, Rollout
-from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
-from atroposlib.envs.tool_conversation import ToolConversation
-from atroposlib.envs.tools import ToolCall
+from atroposlib.envs.multi_turn_env import Limits, MultiTurnEnv, MultiTurnEnvConfig, Rollout
+from atroposlib.envs.tools import ToolCall, ToolConversation
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.web_search import Hit, LocalCorpus, SearchError, SearchSource, inert
 

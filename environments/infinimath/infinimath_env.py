@@ -23,8 +23,7 @@ from pydantic import Field, model_validator
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.conversation import visible_text
-from atroposlib.envs.single_turn import Trajectory
-from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, Trajectory
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.infinimath import (
     MAX_LEVEL,

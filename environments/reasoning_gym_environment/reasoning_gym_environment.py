@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum, Item, ScoredDataGroup
-from atroposlib.envs.single_turn import (
+from atroposlib.envs.single_turn_env import (
     Trajectory,
     ask,
     build_group,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from atroposlib.envs.conversation import visible_text
-from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.hooks import settle
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
 from atroposlib.tasks.reasoning_gym import tasks
 from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig

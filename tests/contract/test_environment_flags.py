@@ -17,12 +17,12 @@ from atroposlib.envs.config import (
     ScoreBackendEnum,
     StragglerPolicyEnum,
 )
-from atroposlib.envs.flags import flags_of, read_flags
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     ServerBaseline,
     ServerManagerConfig,
 )
+from atroposlib.envs.settings import flags_of, read_flags
 
 REPOSITORY = Path(__file__).parents[2]
 

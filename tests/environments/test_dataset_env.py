@@ -9,8 +9,8 @@ import yaml
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.check import check_environment
-from atroposlib.envs.config_layers import Defaults, layer_settings
 from atroposlib.envs.reward_fns import CombinedReward
+from atroposlib.envs.settings import Defaults, layer_settings
 from atroposlib.errors import ConfigError, UnknownRewardError
 from environments.dataset_environment.dataset_env import (
     CONFIGS,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from atroposlib.envs.check import check_environment
-from atroposlib.envs.multi_turn import Rollout
+from atroposlib.envs.multi_turn_env import Rollout
 from environments.game_environments.gymnasium.gym_taxi import (
     DROP_OFF,
     PICK_UP,

@@ -8,7 +8,7 @@ import pytest
 
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import ChatMessage, Turn
-from atroposlib.envs.multi_turn import Rollout
+from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 from atroposlib.tasks.games import NUM_TRAINING_SEEDS, evaluation_seeds, words_at

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.multi_turn import Rollout
+from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.tasks.infinimath import MathCurriculum
 from atroposlib.tasks.math_problems import TABLES, MathFigures
 from environments import math_server, math_server_zero

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs import env_offline
+from atroposlib.envs import offline as env_offline
 from atroposlib.scored_data import check_group
 from environments.card_table import PAGE, find_cards
 from tests.end_to_end.conftest import EngineWithModel, serve_with_vllm

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv
-from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.hooks import settle
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 from environments.card_table import PAGE, find_cards
 from tests.environments.offline import read_groups, run_process

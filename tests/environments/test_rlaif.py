@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.check import check_environment
-from atroposlib.envs.single_turn import Trajectory
+from atroposlib.envs.single_turn_env import Trajectory
 from environments.rlaif_server import SAMPLE, Chat, RLAIFEnv, pair_scores, read_chat, steered
 from tests.environments.offline import make_env
 from tests.fakes import ScriptedEngine

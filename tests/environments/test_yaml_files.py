@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from atroposlib.envs.command_classes import load_yaml
-from atroposlib.envs.commands import evaluate_command, process_command, serve_command
+from atroposlib.envs.commands import evaluate_command, load_yaml, process_command, serve_command
 from environments.gsm8k_server import GSM8kEnv
 from environments.word_sums import WordSumsEnv
 

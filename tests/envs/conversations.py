@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
-from atroposlib.envs.multi_turn import Limits, Rollout, play
+from atroposlib.envs.multi_turn_env import Limits, Rollout, TokenPolicy, play
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.envs.turn_policies import TokenPolicy
 from tests.fakes import CharTokenizer, ScriptedEngine
 
 __all__ = ["ScriptedConversation", "play_on", "text_of"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.engine_watch import EngineWatch
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.service_session import EngineWatch
 from atroposlib.errors import InferenceError
 from tests.envs.live_service import LiveService, ScriptedTrainer, until
 from tests.envs.small_environment import SERVERS, SmallEnv

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from atroposlib.envs.evaluation_runner import EvaluationRunner
+from atroposlib.envs.scheduler import EvaluationRunner
 
 
 class Owner:

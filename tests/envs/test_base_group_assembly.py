@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.group_assembly import as_pair, assemble_group, gather_rollouts
+from atroposlib.envs.rollouts import as_pair, assemble_group, gather_rollouts
 from atroposlib.errors import GroupError
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import base, env_offline
+from atroposlib.envs import base
+from atroposlib.envs import offline as env_offline
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
 from atroposlib.envs.server_handling.weight_versions import note_finish_reason
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, NoDataError

@@ -82,7 +82,7 @@ async def test_environment_stopped_twice_does_not_wait(
 SCRIPT = """
 import asyncio
 from atroposlib.envs import base
-from atroposlib.envs.foreground import run_foreground
+from atroposlib.envs.running import run_foreground
 from tests.envs.conftest import CharTokenizers
 from tests.envs.small_environment import SERVERS, SmallEnv, small_config
 

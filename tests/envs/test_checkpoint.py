@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atroposlib.envs.checkpoint import load_env_checkpoint, save_env_checkpoint
+from atroposlib.envs.reporting import load_env_checkpoint, save_env_checkpoint
 
 
 def test_checkpoint_comes_back_from_the_documented_place(tmp_path: Path) -> None:

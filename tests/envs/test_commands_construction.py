@@ -10,9 +10,9 @@ import pytest
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.config_layers import Settings
-from atroposlib.envs.construction import accepted_arguments, build_environment, missing_methods
+from atroposlib.envs.running import accepted_arguments, build_environment, missing_methods
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
+from atroposlib.envs.settings import Settings
 from atroposlib.envs.single_turn_env import SingleTurnEnv
 from atroposlib.errors import ConfigError
 

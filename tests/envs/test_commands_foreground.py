@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from atroposlib.envs.foreground import (
+from atroposlib.envs.running import (
     COLLECTIONS_BEFORE_FULL,
     favour_event_loop,
     outside_event_loop,
@@ -20,7 +20,7 @@ from atroposlib.envs.foreground import (
 
 SCRIPT = """
 import asyncio, sys
-from atroposlib.envs.foreground import run_foreground
+from atroposlib.envs.running import run_foreground
 
 async def main():
     try:

@@ -9,9 +9,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.config_layers import Defaults, Settings, layer_settings
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
-from atroposlib.envs.settings_text import shown_settings
+from atroposlib.envs.settings import Defaults, Settings, layer_settings, shown_settings
 from atroposlib.utils.cli import UsageError
 
 

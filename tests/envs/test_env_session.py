@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import env_session
-from atroposlib.envs.env_session import EnvSession
+from atroposlib.envs import service_session as env_session
+from atroposlib.envs.service_session import EnvSession
 from atroposlib.errors import TrajectoryApiError
 from tests.envs.live_service import until
 

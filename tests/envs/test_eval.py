@@ -172,7 +172,7 @@ async def test_eval_runner_help_describes_the_evaluation(
 
 
 def test_evaluate_log_is_the_one_of_environments() -> None:
-    from atroposlib.envs import eval_log
+    from atroposlib.envs import eval as eval_log
 
     assert evaluate_log is eval_log.evaluate_log
     assert list(inspect.signature(evaluate_log).parameters) == [

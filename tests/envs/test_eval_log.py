@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atroposlib.envs.eval_log import evaluate_log
+from atroposlib.envs.eval import evaluate_log
 
 
 def test_files_have_the_documented_content(tmp_path: Path) -> None:

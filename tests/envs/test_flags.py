@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035  # e
 import pytest
 from pydantic import BaseModel, Field
 
-from atroposlib.envs.flags import MAY_STAND_ALONE, flags_of, read_flags
+from atroposlib.envs.settings import MAY_STAND_ALONE, flags_of, read_flags
 from atroposlib.utils.cli import UsageError
 
 

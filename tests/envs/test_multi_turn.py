@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.conversation import Reply, Turn, visible_text
-from atroposlib.envs.multi_turn import Limits, group_of_rollouts, play
-from atroposlib.envs.turn_policies import REPLY_MARK, ChatPolicy
+from atroposlib.envs.multi_turn_env import REPLY_MARK, ChatPolicy, Limits, group_of_rollouts, play
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
 from tests.envs.conversations import ScriptedConversation, play_on, text_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.rollout_scheduler import RolloutScheduler
+from atroposlib.envs.scheduler import RolloutScheduler
 
 INTERVAL_S = 0.02
 

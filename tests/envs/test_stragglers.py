@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.config import StragglerPolicyEnum
-from atroposlib.envs.stragglers import StragglerError, StragglerRule, run_group
+from atroposlib.envs.rollouts import StragglerError, StragglerRule, run_group
 
 SOON_S = 0.02
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 import atroposlib.envs.teacher_distillation_env as module
-from atroposlib.envs.config_layers import Defaults, field_values, layer_settings
 from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.settings import Defaults, field_values, layer_settings
 from atroposlib.utils.cli import UsageError
 from tests.envs.live_service import LiveService, ScriptedTrainer
 from tests.envs.small_environment import SERVERS, SmallEnv

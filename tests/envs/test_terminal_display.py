@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import env_view
-from atroposlib.envs.env_view import run_viewed, snapshot_of
-from atroposlib.envs.run_snapshot import RunSnapshot
-from atroposlib.envs.terminal_display import LineStream, TerminalDisplay
+from atroposlib.envs import commands as env_view
+from atroposlib.envs.commands import run_viewed, snapshot_of
+from atroposlib.envs.live_view import LineStream, RunSnapshot, TerminalDisplay
 from tests.envs.live_service import LiveService, ScriptedTrainer, until
 
 MakeEnv = Callable[..., Any]

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 
-from atroposlib.envs.recent_errors import RecentErrors
-from atroposlib.envs.run_figures import RunFigures
-from atroposlib.envs.score_histogram import score_bars
+from atroposlib.envs.live_view import RecentErrors, score_bars
+from atroposlib.envs.reporting import RunFigures
 from atroposlib.utils.inert_text import inert_block, inert_line
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atroposlib.envs.conversation import Turn
-from atroposlib.envs.tool_conversation import ToolConversation
-from atroposlib.envs.tools import ToolResult
+from atroposlib.envs.tools import ToolConversation, ToolResult
 from tests.envs.conversations import play_on, text_of
 from tests.fakes import ScriptedEngine
 

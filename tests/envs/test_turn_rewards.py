@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from atroposlib.envs.turn_rewards import (
+from atroposlib.envs.multi_turn_env import (
     TurnSpan,
     discounted_return,
     token_advantages,

@@ -158,7 +158,7 @@ STEPS: tuple[Step, ...] = (
     ),
     Run(
         "docs/several_turns.md",
-        "from atroposlib.envs.tool_conversation",
+        "from atroposlib.envs.tools",
         save_as="shopping.py",
         command="python shopping.py",
     ),

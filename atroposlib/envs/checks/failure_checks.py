@@ -17,7 +17,7 @@ from atroposlib.envs.checks.rehearsal import (
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.script import make_script
 from atroposlib.envs.checks.stage import Stage
-from atroposlib.envs.env_hooks import settle
+from atroposlib.envs.hooks import settle
 
 __all__ = ["check_cancel", "check_failed_rollout"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from atroposlib.envs.checks.call_site import is_own_file
-from atroposlib.envs.config_layers import ENV_PREFIX
+from atroposlib.envs.settings import ENV_PREFIX
 from atroposlib.utils.cli import near_name
 
 __all__ = ["misspelt_setting"]

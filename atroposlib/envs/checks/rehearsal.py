@@ -10,8 +10,8 @@ from atroposlib.envs.checks.call_site import pending_method
 from atroposlib.envs.checks.script import Role, Script, make_script
 from atroposlib.envs.checks.scripted_model import SampledReply
 from atroposlib.envs.checks.stage import Stage
-from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.group_assembly import as_pair
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.rollouts import as_pair
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.utils.plain_json import to_plain
 

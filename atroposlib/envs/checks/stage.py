@@ -16,8 +16,8 @@ from typing import Any
 
 from atroposlib.envs.checks.char_tokenizer import CharTokenizer
 from atroposlib.envs.checks.scripted_model import ScriptedModel, ScriptedServer
-from atroposlib.envs.config_layers import Settings
-from atroposlib.envs.construction import build_environment
+from atroposlib.envs.running import build_environment
+from atroposlib.envs.settings import Settings
 
 __all__ = ["OTHER_SEED", "Stage", "local_tokenizers", "seeded", "staged_settings"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from atroposlib.envs.foreground import favour_event_loop
+from atroposlib.envs.running import favour_event_loop
 from atroposlib.envs.server_handling.proxy.app import create_app
 from atroposlib.envs.server_handling.proxy.http_server import KEEP_ALIVE_S
 from atroposlib.envs.server_handling.proxy.proxy_state import config_of

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from atroposlib.envs.construction import build_environment
-from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.group_assembly import as_pair
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.rollouts import as_pair
+from atroposlib.envs.running import build_environment
 from atroposlib.errors import InferenceError
 from atroposlib.exporting.replay.recorded_engine import (
     RecordedGroup,

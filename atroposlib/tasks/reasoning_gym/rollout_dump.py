@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atroposlib.envs.group_writer import GroupWriter
-from atroposlib.envs.single_turn import Trajectory
+from atroposlib.envs.delivery import GroupWriter
+from atroposlib.envs.single_turn_env import Trajectory
 from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
 from atroposlib.tasks.reasoning_gym.tasks import TaskItem
 

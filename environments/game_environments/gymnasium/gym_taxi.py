@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
-from atroposlib.envs.multi_turn import Rollout
+from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import THINK_FIRST, Game, GameEnv, GameEnvConfig, load_gymnasium
 

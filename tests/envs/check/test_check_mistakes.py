@@ -18,7 +18,7 @@ from atroposlib.envs.checks.report import Outcome
 from atroposlib.envs.conversation import Conversation, Reply
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
 from atroposlib.envs.single_turn_env import SingleTurnEnv
-from atroposlib.envs.tool_conversation import ToolConversation
+from atroposlib.envs.tools import ToolConversation
 from tests.envs.check.defects import SERVER, CleanEnv
 
 METHOD_REMEDY = "correct that method: the arguments it takes, or what it returns"

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
-from atroposlib.envs.multi_turn import Limits, Rollout
+from atroposlib.envs.multi_turn_env import Limits, Rollout
 from atroposlib.tasks.blackjack import RULES, Action, Table, describe
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import Game, GameEnv, GameEnvConfig, load_gymnasium

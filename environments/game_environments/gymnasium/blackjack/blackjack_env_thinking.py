@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ScoredDataGroup
-from atroposlib.envs.single_turn import Answer, complete
+from atroposlib.envs.single_turn_env import Answer, complete
 from atroposlib.tasks.blackjack import (
     PREFILL,
     BlackjackEnvConfig,

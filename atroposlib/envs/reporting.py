@@ -1,33 +1,337 @@
-"""What an environment reports: metrics, a table of rollouts, evaluations and checkpoints."""
+"""What an environment reports: metrics, a table of rollouts, evaluations and checkpoints.
+
+The scoring workers of an environment: made when first used, ended with the run.
+
+Summarise an environment's buffers under their metric names; pure.
+
+What a running environment has made lately: groups, tokens, scores and staleness.
+
+Invariants: memory is bounded, whatever the length of the run; adding costs O(1).
+
+Checkpoints of an environment: one JSON object per trainer step.
+
+    <checkpoint_dir>/env_checkpoints/<prepend>/step-<step>.json
+
+`prepend` is the name the service gave the environment, its own name and a number. A restarted
+environment gets the next number, so loading also looks at the other numbers of the same name.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import math
+import os
 import random
+import re
 import string
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from atroposlib.envs import checkpoint, eval_log
-from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.env_scoring import ScoringEnv
-from atroposlib.envs.metric_summaries import completion_length_metrics, duration_metrics
+from atroposlib.envs import eval as eval_log
+from atroposlib.envs.hooks import EnvHooks, settle
 from atroposlib.envs.reward_parts import PartSums
-from atroposlib.envs.run_figures import RunFigures
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import NoDataError
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
 from atroposlib.utils.long_decode import decode_long
+from atroposlib.utils.metrics import get_std_min_max_avg
+from atroposlib.utils.plain_json import encode_mapping
 from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.writable import unwritable
 
-__all__ = ["ReportingEnv", "dated_run_name"]
+__all__ = [
+    "ReportingEnv",
+    "RunFigures",
+    "ScoringEnv",
+    "completion_length_metrics",
+    "dated_run_name",
+    "duration_metrics",
+    "load_env_checkpoint",
+    "save_env_checkpoint",
+]
+
+
+class ScoringEnv(EnvHooks):
+    """The scoring half of an environment."""
+
+    @cached_property
+    def score_pool(self) -> ScorePool:
+        """Workers for scoring functions, as the config asks for; may be assigned.
+
+        `await self.score_pool.run(function, *args, timeout=5, default=0.0)` neither stalls other
+        rollouts nor runs for ever; see `ScorePool`.
+        """
+        return ScorePool(
+            num_workers=self.config.num_score_workers,
+            timeout_s=self.config.score_timeout_s,
+            backend=self.config.score_backend.value,
+        )
+
+    def _opened_score_pool(self) -> ScorePool | None:
+        pool = vars(self).get("score_pool")  # asking for the attribute would make one
+        return pool if isinstance(pool, ScorePool) else None
+
+    def _score_metrics(self) -> dict[str, int]:
+        """What became of the calls so far, `score_pool/<count>`; nothing before the first."""
+        pool = self._opened_score_pool()
+        if pool is None or not pool.counts:
+            return {}
+        names = ("calls", "timeouts", "crashes", "errors")
+        return {f"score_pool/{name}": pool.counts[name] for name in names}
+
+    async def _close_score_pool(self) -> None:
+        pool = self._opened_score_pool()
+        if pool is not None:
+            await asyncio.to_thread(pool.close)
+
+
+COUNT_NAMES = {
+    "succeeded_task_duration": "train/items_sent_to_api",
+    "failed_task_duration": "train/items_rejected",
+}
+"""Buffers whose length is a metric of its own."""
+
+
+def completion_length_metrics(lengths: Sequence[int], *, max_token_len: int) -> dict[str, Any]:
+    """Summarise completion lengths.
+
+    Args:
+        lengths: one count of trained tokens per trajectory.
+        max_token_len: the trainer's limit; `_p95` is the fraction of lengths above 95% of it.
+    """
+    if not lengths:
+        return {}
+    metrics: dict[str, Any] = {}
+    get_std_min_max_avg("train/completion_lengths", lengths, metrics)
+    metrics["train/completion_lengths"] = metrics.pop("train/completion_lengths_mean")
+    num_long = sum(1 for length in lengths if length > 0.95 * max_token_len)
+    metrics["train/completion_lengths_p95"] = num_long / len(lengths)
+    return metrics
+
+
+def duration_metrics(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """Summarise one performance buffer as `train_perf/<name>_mean`, `_std`, `_max`, `_min`.
+
+    Args:
+        name: the buffer's name; those of `COUNT_NAMES` add their number of values.
+        values: seconds, or counts.
+    """
+    metrics: dict[str, Any] = {}
+    get_std_min_max_avg(f"train_perf/{name}", values, metrics)
+    if name in COUNT_NAMES:
+        metrics[COUNT_NAMES[name]] = len(values)
+    return metrics
+
+
+RATE_WINDOW_S = 60.0
+FEWEST_IN_WINDOW = 8
+NUM_RECENT_SCORES = 512
+NUM_RECENT_STALENESS = 128
+
+
+class RunFigures:
+    """Recent figures of one environment.
+
+    Args:
+        now: clock, seconds.
+
+    Attributes:
+        begun_at: when rollouts began, None before.
+        num_groups: groups made since then, dropped ones included.
+        num_tokens: trained tokens in the well-formed ones of them.
+        recent_scores: the latest scores, of dropped groups too.
+        recent_staleness: trainer steps between the start of a rollout and its group.
+        is_over: whether rollouts have ended.
+    """
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self.begun_at: float | None = None
+        self.is_over = False
+        self.num_groups = 0
+        self.num_tokens = 0
+        self.recent_scores: deque[float] = deque(maxlen=NUM_RECENT_SCORES)
+        self.recent_staleness: deque[int] = deque(maxlen=NUM_RECENT_STALENESS)
+        self._now = now
+        self._arrivals: deque[tuple[float, int]] = deque()  # when, tokens
+        self._counted_from = 0.0
+        self._items_begun_at: dict[int, float] = {}
+        self._num_items_begun = 0
+
+    def begin(self) -> None:
+        """Start the clock: rollouts begin now."""
+        if self.begun_at is None:
+            self.begun_at = self._counted_from = self._now()
+
+    def begin_item(self) -> int:
+        """Note that the rollout of an item begins now; return what `end_item` takes."""
+        self._num_items_begun += 1
+        self._items_begun_at[self._num_items_begun] = self._now()
+        return self._num_items_begun
+
+    def end_item(self, number: int) -> None:
+        """Note that the rollout of an item has ended."""
+        self._items_begun_at.pop(number, None)
+
+    def end(self) -> None:
+        """Note that no rollout runs any more."""
+        self.is_over = True
+
+    def add_group(self, group: Any, *, num_tokens: int) -> None:
+        """Count a finished group.
+
+        Args:
+            group: its scores are kept; whatever else a malformed one has there is ignored.
+            num_tokens: trained tokens, 0 when they cannot be counted.
+        """
+        self.num_groups += 1
+        self.num_tokens += num_tokens
+        self._arrivals.append((self._now(), num_tokens))
+        self._forget_old()
+        if isinstance(group, Mapping):
+            self.recent_scores.extend(_finite_numbers(group.get("scores")))
+
+    def add_staleness(self, steps: int) -> None:
+        """Note how many trainer steps went by while a group was made."""
+        self.recent_staleness.append(steps)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since rollouts began."""
+        return 0.0 if self.begun_at is None else self._now() - self.begun_at
+
+    @property
+    def num_items_running(self) -> int:
+        """Items whose rollouts have begun and not ended."""
+        return len(self._items_begun_at)
+
+    @property
+    def oldest_item_s(self) -> float | None:
+        """Seconds the longest running item has taken; None when nothing runs."""
+        begun_at = min(self._items_begun_at.values(), default=None)
+        return None if begun_at is None else self._now() - begun_at
+
+    def rates(self) -> tuple[float, float]:
+        """Return groups and tokens per second of the last minute, or of the latest groups."""
+        self._forget_old()
+        span_s = max(self._now() - self._counted_from, 1e-9)
+        return len(self._arrivals) / span_s, sum(n for _, n in self._arrivals) / span_s
+
+    def _forget_old(self) -> None:
+        """Keep what arrived in the window, and a few more where little arrives."""
+        oldest = self._now() - RATE_WINDOW_S
+        while len(self._arrivals) > FEWEST_IN_WINDOW and self._arrivals[0][0] < oldest:
+            self._counted_from, _ = self._arrivals.popleft()
+
+
+def _finite_numbers(values: Any) -> Iterable[float]:
+    if not isinstance(values, list | tuple):
+        return []
+    return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
+
+
+UNNAMED = "env"
+"""Folder of an environment that has no name."""
+
+STEP_FILE = re.compile(r"step-(\d+)\.json")
+NUMBER_SUFFIX = re.compile(r"_\d+$")
+
+
+def save_env_checkpoint(
+    checkpoint_dir: str | Path, prepend: str | None, step: int, data: Mapping[str, Any]
+) -> Path:
+    """Write the state of an environment at one step.
+
+    The file appears whole or not at all, so a process killed while writing leaves the earlier one.
+
+    Args:
+        checkpoint_dir: the trainer's checkpoint folder; created when missing.
+        prepend: registered name of the environment.
+        step: trainer step.
+        data: attribute name to JSON value; NumPy values are converted.
+
+    Returns:
+        The file written.
+
+    Raises:
+        ValueError: a value has no JSON form; the message names its key.
+    """
+    path = _folder(checkpoint_dir, prepend) / f"step-{step}.json"
+    text = encode_mapping(data, allow_nan=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def load_env_checkpoint(
+    checkpoint_dir: str | Path, prepend: str | None, step: int
+) -> dict[str, Any] | None:
+    """Read the checkpoint of this step, or the newest earlier one under the same name.
+
+    Files of later steps are left alone: they belong to a run that went further than this one.
+    A file that cannot be read is skipped with a warning.
+
+    Args:
+        checkpoint_dir: the trainer's checkpoint folder.
+        prepend: registered name of the environment; other numbers of it count as the same name.
+        step: trainer step the environment starts at.
+
+    Returns:
+        Attribute name to value, or None when nothing fits.
+    """
+    own = _folder(checkpoint_dir, prepend)
+    exact = own / f"step-{step}.json"
+    for path in [exact, *_earlier_checkpoints(own, step)]:
+        data = _read(path)
+        if data is not None:
+            return data
+    return None
+
+
+def _folder(checkpoint_dir: str | Path, prepend: str | None) -> Path:
+    return Path(checkpoint_dir) / "env_checkpoints" / (prepend or UNNAMED)
+
+
+def _earlier_checkpoints(own: Path, step: int) -> list[Path]:
+    """Files of all numbers of one name up to a step, the newest first."""
+    base = NUMBER_SUFFIX.sub("", own.name)
+    if not own.parent.is_dir():
+        return []
+    found = []
+    for folder in own.parent.iterdir():
+        if not folder.is_dir() or NUMBER_SUFFIX.sub("", folder.name) != base:
+            continue
+        for path in folder.iterdir():
+            match = STEP_FILE.fullmatch(path.name)
+            if match and int(match[1]) <= step:
+                found.append((int(match[1]), path.stat().st_mtime, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("checkpoint %s cannot be read (%s); trying an older one", path, error)
+        return None
+    if not isinstance(data, dict):
+        logger.warning("checkpoint %s holds no JSON object; trying an older one", path)
+        return None
+    logger.info("environment checkpoint read from %s", path)
+    return data
+
 
 logger = logging.getLogger(__name__)
 
@@ -328,16 +632,14 @@ class ReportingEnv(ScoringEnv):
             data: attribute name to JSON value, restored by `load_checkpoint`.
         """
         if data is not None:
-            checkpoint.save_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, step, data)
+            save_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, step, data)
 
     def load_checkpoint(self) -> None:
         """Restore state; called after registering with a run that is past its first step.
 
         Sets only attributes the environment has already; others in the file are named in the log.
         """
-        data = checkpoint.load_env_checkpoint(
-            self.checkpoint_dir, self.wandb_prepend, self.curr_step
-        )
+        data = load_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, self.curr_step)
         for key, value in (data or {}).items():
             # The file names attributes of the author's class, which only the instance knows.
             if hasattr(self, key) and not callable(getattr(self, key)):

@@ -1,13 +1,17 @@
 """The way of a group out of an environment: admitted, recorded, sent, or dropped and counted.
 
 groups -> signal and size -> lengths -> messages -> table of rollouts -> JSONL -> service
+
+Writing groups to a JSON Lines file.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from atroposlib.envs.admission import (
     Admission,
@@ -17,25 +21,78 @@ from atroposlib.envs.admission import (
     completion_lengths,
 )
 from atroposlib.envs.config import StragglerPolicyEnum
-from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.env_metrics import ReportingEnv
-from atroposlib.envs.env_session import EnvSession
-from atroposlib.envs.group_writer import GroupWriter
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.reporting import ReportingEnv
 from atroposlib.envs.server_handling.weight_versions import SampledVersions
+from atroposlib.envs.service_session import EnvSession
 from atroposlib.errors import GroupError, TrajectoryApiError
 from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, ScoredDataGroup
 from atroposlib.type_definitions import Item
 from atroposlib.utils.long_decode import decode_long
 from atroposlib.utils.milestones import is_milestone
-from atroposlib.utils.plain_json import to_plain
+from atroposlib.utils.plain_json import encode_mapping, to_plain
 from atroposlib.utils.side_thread import SideThread
 
 __all__ = [
     "DeliveringEnv",
+    "GroupWriter",
     "mark_tokenized_from_text",
     "stamp_finish_reasons",
     "stamp_policy_version",
 ]
+
+
+class GroupWriter:
+    """Appends groups to a new JSON Lines file, one flushed line each.
+
+    An existing file is never overwritten: `_1`, `_2`, ... is added to the stem of the path asked
+    for. A killed process loses nothing it has written. Safe to call from several threads.
+
+    Args:
+        path: where to write; missing parent folders are created.
+
+    Attributes:
+        path: the file really written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self._file = _create_free(Path(path))
+        self._lock = threading.Lock()
+
+    def write(self, group: Mapping[str, Any]) -> None:
+        """Add a group as one line and flush it.
+
+        Args:
+            group: NumPy numbers and arrays are converted.
+
+        Raises:
+            GroupError: a value has no JSON form or is not finite; the message names its key.
+                Nothing is written then.
+        """
+        try:
+            line = encode_mapping(group)
+        except ValueError as error:
+            raise GroupError(f"the group cannot be written to {self.path}: {error}") from error
+        with self._lock:  # one group stays one line
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        self._file.close()
+
+
+def _create_free(wanted: Path) -> tuple[Path, TextIO]:
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    path, attempt = wanted, 0
+    while True:
+        try:
+            # Mode "x" makes the choice of a name atomic among processes.
+            return path, path.open("x", encoding="utf-8")
+        except FileExistsError:
+            attempt += 1
+            path = wanted.with_name(f"{wanted.stem}_{attempt}{wanted.suffix}")
+
 
 logger = logging.getLogger(__name__)
 

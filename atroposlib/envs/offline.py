@@ -16,16 +16,18 @@ from numbers import Real
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from atroposlib.envs.env_delivery import mark_tokenized_from_text, stamp_finish_reasons
-from atroposlib.envs.env_hooks import settle
-from atroposlib.envs.env_serving import ServingEnv, cancelled
-from atroposlib.envs.group_assembly import as_pair
-from atroposlib.envs.recent_errors import RecentErrors
+from atroposlib.envs.delivery import mark_tokenized_from_text, stamp_finish_reasons
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.live_view import RecentErrors
+from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.server_handling.weight_versions import sampled_versions
+from atroposlib.envs.serving import ServingEnv, cancelled
 from atroposlib.errors import InferenceError, NoDataError
 from atroposlib.utils.short_score import short_score
 
-__all__ = ["OfflineEnv"]
+__all__ = [
+    "OfflineEnv",
+]
 
 logger = logging.getLogger(__name__)
 

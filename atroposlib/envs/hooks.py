@@ -18,11 +18,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.group_assembly import assemble_group, gather_rollouts
-from atroposlib.envs.stragglers import StragglerRule
+from atroposlib.envs.rollouts import StragglerRule, assemble_group, gather_rollouts
 from atroposlib.type_definitions import Item
 
-__all__ = ["EnvHooks", "settle"]
+__all__ = [
+    "EnvHooks",
+    "settle",
+]
 
 LOCAL_VLLM_URL = "http://localhost:9001/v1"
 
