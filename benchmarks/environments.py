@@ -34,14 +34,15 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)  # this folder has a module `environments`, which is this one
 
-from atroposlib.envs.checks.rehearsal import next_item, roll_out  # noqa: E402
-from atroposlib.envs.checks.script import make_script  # noqa: E402
-from atroposlib.envs.checks.stage import (  # noqa: E402
+from atroposlib.envs.checks.runner import (  # noqa: E402
     Stage,
     local_tokenizers,
+    next_item,
+    roll_out,
     seeded,
     staged_settings,
 )
+from atroposlib.envs.checks.scripted_model import make_script  # noqa: E402
 from atroposlib.envs.commands import check_command  # noqa: E402
 from atroposlib.envs.hooks import settle  # noqa: E402
 from atroposlib.envs.running import favour_event_loop  # noqa: E402

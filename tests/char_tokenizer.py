@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from atroposlib.envs.checks.char_tokenizer import CharTokenizer
+from atroposlib.envs.checks.scripted_model import CharTokenizer
 
 __all__ = ["CharTokenizer"]

@@ -19,22 +19,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atroposlib.envs.checks.call_site import class_site, hook_site
-from atroposlib.envs.checks.captured_output import CapturedOutput, capture_output
-from atroposlib.envs.checks.evaluation_check import check_evaluation
-from atroposlib.envs.checks.failure_checks import check_cancel, check_failed_rollout
 from atroposlib.envs.checks.group_checks import check_groups
-from atroposlib.envs.checks.item_state import changed_path, data_of
-from atroposlib.envs.checks.leftovers import Running
-from atroposlib.envs.checks.loop_watch import watch_loop
-from atroposlib.envs.checks.misspelt_setting import misspelt_setting
-from atroposlib.envs.checks.network_guard import block_network
-from atroposlib.envs.checks.rehearsal import COLLECTING, Rehearsal, next_item, rehearse
-from atroposlib.envs.checks.report import CheckReport, Findings, Outcome
-from atroposlib.envs.checks.stage import (
+from atroposlib.envs.checks.report import (
+    CheckReport,
+    Findings,
+    Outcome,
+    class_site,
+    hook_site,
+    misspelt_setting,
+)
+from atroposlib.envs.checks.runner import (
+    COLLECTING,
     OTHER_SEED,
+    Rehearsal,
     Stage,
+    changed_path,
+    check_cancel,
+    check_evaluation,
+    check_failed_rollout,
+    data_of,
     local_tokenizers,
+    next_item,
+    rehearse,
     seeded,
     staged_settings,
 )
@@ -44,6 +50,13 @@ from atroposlib.envs.checks.verdicts import (
     judge_network,
     judge_stalls,
     judging,
+)
+from atroposlib.envs.checks.watchers import (
+    CapturedOutput,
+    Running,
+    block_network,
+    capture_output,
+    watch_loop,
 )
 from atroposlib.envs.commands import check_command
 from atroposlib.envs.hooks import settle

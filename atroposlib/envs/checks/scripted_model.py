@@ -2,23 +2,28 @@
 
 Every server of the environment is a `ScriptedServer`; all of them answer from one
 `ScriptedModel`, which records what was asked, gives known logprobs, fails and hangs on request.
+
+What the scripted model answers, and how it tells rollouts apart. Pure.
+
+gold answer of the item ──► Script: a reply per role and turn
+prompt ──► continues a known text? its role, next turn : the next role in the order
+
+A tokenizer that needs no files: one token per character, with the interface the library uses.
+
+Messages whose content is a list of parts, as a model of text alone would read them. Pure.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from atroposlib.envs.checks.message_parts import has_images, text_only
-from atroposlib.envs.checks.script import Reply, Role, RoleBook, Script, make_script
 from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.server_handling.completion_objects import (
-    Answer,
-    build_chat,
-    build_completion,
-)
+from atroposlib.envs.server_handling.completion_objects import Answer, build_chat, build_completion
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
 from atroposlib.envs.server_handling.server_harness import ServerHarness
@@ -29,7 +34,136 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
 
-__all__ = ["FAILURE", "SampledReply", "ScriptedModel", "ScriptedServer", "known_logprob"]
+__all__ = [
+    "FAILURE",
+    "GARBAGE",
+    "CharTokenizer",
+    "Reply",
+    "Role",
+    "RoleBook",
+    "SampledReply",
+    "Script",
+    "ScriptedModel",
+    "ScriptedServer",
+    "has_images",
+    "known_logprob",
+    "make_script",
+    "text_only",
+]
+
+Role = Literal["gold", "empty", "garbage", "truncated", "unclosed"]
+
+GARBAGE = "zqxv }{ wkjj ]] plomf (("
+"""Answers nothing, holds no digit, and breaks parsers that expect matching brackets."""
+
+THINK_END = "</think>"
+
+
+class Reply(NamedTuple):
+    """One answer of the scripted model."""
+
+    role: Role
+    text: str
+    is_cut: bool = False
+    """Whether the token budget ended it: finish reason `length`, no end-of-turn token."""
+
+
+class Script(NamedTuple):
+    """The replies to the rollouts of one item."""
+
+    order: Sequence[Role]
+    """Roles of the first, second, ... rollout; repeated."""
+    turns: Sequence[str]
+    """The gold answer of each turn, the last one repeated; empty when there is none."""
+
+    def reply(self, role: Role, turn: int) -> Reply:
+        """Return the answer of a role at a turn, counted from 0."""
+        gold = self.turns[min(turn, len(self.turns) - 1)] if self.turns else GARBAGE
+        if role == "gold":
+            return Reply(role, gold)
+        if role == "empty":
+            return Reply(role, "")
+        if role == "garbage":
+            return Reply(role, GARBAGE)
+        if role == "unclosed":
+            return Reply(role, gold.replace(THINK_END, ""), is_cut=True)
+        return Reply(role, gold[: len(gold) // 2], is_cut=True)
+
+
+def make_script(gold: str | Sequence[str] | None, *, roles: Sequence[Role] = ()) -> Script:
+    """Return the script of one item.
+
+    Args:
+        gold: the item's gold answer, or one per turn; None when the environment does not tell.
+        roles: who answers, in this order; empty for all that make sense.
+    """
+    turns = [gold] if isinstance(gold, str) else list(gold or [])
+    if roles:
+        return Script(roles, turns)
+    if not turns:
+        return Script(("garbage", "empty", "truncated"), turns)
+    order: list[Role] = ["gold", "empty", "garbage"]
+    if any(len(turn) > 1 for turn in turns):
+        order.append("truncated")
+    if any(THINK_END in turn for turn in turns):
+        order.append("unclosed")
+    return Script(order, turns)
+
+
+class RoleBook:
+    """Remembers who wrote what, so that a rollout of several turns keeps its role."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self._known: dict[str, tuple[Role, int]] = {}
+        self._num_started = 0
+
+    def replies(self, prompt: str, num_replies: int) -> list[Reply]:
+        """Return the answers to a prompt and remember them.
+
+        Args:
+            prompt: the whole text the model reads.
+            num_replies: `n` of the request.
+        """
+        continued = [text for text in self._known if prompt != text and prompt.startswith(text)]
+        if continued:
+            role, turn = self._known[max(continued, key=len)]
+            replies = [self.script.reply(role, turn)] * num_replies
+        else:
+            turn = 0
+            replies = [self.script.reply(self._next_role(), turn) for _ in range(num_replies)]
+        for reply in replies:
+            self._known[prompt + reply.text] = (reply.role, turn + 1)
+        return replies
+
+    def _next_role(self) -> Role:
+        role = self.script.order[self._num_started % len(self.script.order)]
+        self._num_started += 1
+        return role
+
+
+IMAGE_PARTS = ("image_url", "image", "input_image")
+
+
+def has_images(messages: Sequence[Any]) -> bool:
+    """Whether a message holds an image."""
+    return any(part.get("type") in IMAGE_PARTS for message in messages for part in _parts(message))
+
+
+def text_only(message: Any) -> Any:
+    """Return a message with the texts of its parts as its content; others as they are."""
+    parts = _parts(message)
+    if not parts:
+        return message
+    texts = [str(part["text"]) for part in parts if part.get("type") == "text"]
+    return {**message, "content": "\n".join(texts)}
+
+
+def _parts(message: Any) -> list[Mapping[str, Any]]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    entries = content if isinstance(content, list) else []
+    return [part for part in entries if isinstance(part, Mapping)]
+
 
 FAILURE = "scripted failure of one request"
 """In the message of every error the model raises on request."""
@@ -246,3 +380,113 @@ def _finish_reason(reply: Reply) -> Any:
 
 def _answers(pairs: Sequence[tuple[Reply, SampledReply]]) -> list[Answer]:
     return [Answer(reply.text, _finish_reason(reply)) for reply, _ in pairs]
+
+
+_SPECIALS = re.compile("(<pad>|<s>|</s>)")
+
+
+class CharTokenizer:
+    r"""One token per character, its id the code point; ids 0, 1 and 2 are pad, bos and eos.
+
+    `encode("ab")` is `[1, 97, 98]`. The chat template renders each message as
+    `[role]content</s>\n` and opens the reply with `[assistant]`.
+
+    Args:
+        template_bos: Whether the template itself writes the bos, as some real ones do.
+        strips_thinking: Whether the template drops `<think>` blocks of assistant messages.
+    """
+
+    pad_token, bos_token, eos_token = "<pad>", "<s>", "</s>"
+    pad_token_id, bos_token_id, eos_token_id = 0, 1, 2
+    name_or_path = "char-tokenizer"
+    vocab_size = 256
+    model_max_length = 1_000_000
+    padding_side = "right"
+
+    def __init__(self, *, template_bos: bool = False, strips_thinking: bool = False) -> None:
+        self.template_bos = template_bos
+        self.strips_thinking = strips_thinking
+        self.chat_template = "char"
+        self._specials = {self.pad_token: 0, self.bos_token: 1, self.eos_token: 2}
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of pad, bos and eos."""
+        return [0, 1, 2]
+
+    def __len__(self) -> int:
+        return sys.maxunicode + 1
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids below `vocab_size` by their text."""
+        return {chr(i): i for i in range(3, self.vocab_size)} | self._specials
+
+    def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
+        """Return one id per character, behind the bos unless told otherwise."""
+        ids = [self.bos_token_id] if add_special_tokens else []
+        for piece in _SPECIALS.split(text):
+            if piece in self._specials:
+                ids.append(self._specials[piece])
+            else:
+                ids.extend(map(ord, piece))
+        return ids
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        """Return the text of ids."""
+        names = {i: s for s, i in self._specials.items()}
+        pieces = []
+        for token_id in (int(t) for t in token_ids):
+            if token_id not in names:
+                pieces.append(chr(token_id))
+            elif not skip_special_tokens:
+                pieces.append(names[token_id])
+        return "".join(pieces)
+
+    def batch_decode(
+        self, sequences: Any, skip_special_tokens: bool = False, **_: Any
+    ) -> list[str]:
+        """Return the text of each row of ids."""
+        return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each id."""
+        return [self.decode([i]) for i in ids]
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """Return the id of a token, or the ids of several."""
+        if isinstance(tokens, str):
+            return self.get_vocab().get(tokens, 0)
+        return [self.get_vocab().get(token, 0) for token in tokens]
+
+    def __call__(self, text: Any, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+        """Return `input_ids` and `attention_mask` of one text, or of several."""
+        if isinstance(text, str):
+            ids: Any = self.encode(text, add_special_tokens)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        ids = [self.encode(one, add_special_tokens) for one in text]
+        return {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        return_dict: bool = False,
+        **_: Any,
+    ) -> Any:
+        """Render a conversation; ids unless `tokenize` is False, a mapping with `return_dict`."""
+        text = self.bos_token if self.template_bos else ""
+        if tools:
+            text += f"[tools]{len(tools)}{self.eos_token}\n"
+        for message in conversation:
+            content = message.get("content") or ""
+            if self.strips_thinking and "</think>" in content:
+                content = content.split("</think>")[-1]
+            text += f"[{message['role']}]{content}{self.eos_token}\n"
+        if add_generation_prompt:
+            text += "[assistant]"
+        if not tokenize:
+            return text
+        ids = self.encode(text, add_special_tokens=False)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids

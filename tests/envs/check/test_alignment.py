@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.checks.alignment import align
-from atroposlib.envs.checks.char_tokenizer import CharTokenizer
-from atroposlib.envs.checks.scripted_model import SampledReply, known_logprob
+from atroposlib.envs.checks.group_checks import align
+from atroposlib.envs.checks.scripted_model import CharTokenizer, SampledReply, known_logprob
 
 PROMPT = [1, ord("Q"), ord("?")]
 IDS = [ord("y"), ord("e"), ord("s"), 2]

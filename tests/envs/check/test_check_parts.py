@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.checks.item_state import changed_path, data_of
-from atroposlib.envs.checks.leftovers import Running, end_leftover_tasks, wait_for_end
-from atroposlib.envs.checks.network_guard import NetworkBlockedError, block_network
-from atroposlib.envs.checks.rehearsal import StepTimeoutError, within_limit
 from atroposlib.envs.checks.report import Findings
-from atroposlib.envs.checks.script import GARBAGE, RoleBook, make_script
+from atroposlib.envs.checks.runner import StepTimeoutError, changed_path, data_of, within_limit
+from atroposlib.envs.checks.scripted_model import GARBAGE, RoleBook, make_script
 from atroposlib.envs.checks.verdicts import judging
+from atroposlib.envs.checks.watchers import (
+    NetworkBlockedError,
+    Running,
+    block_network,
+    end_leftover_tasks,
+    wait_for_end,
+)
 
 
 def test_role_book_gives_each_rollout_its_role_and_keeps_it_over_turns() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from atroposlib.envs.checks.loop_watch import watch_loop
+from atroposlib.envs.checks.watchers import watch_loop
 
 
 async def test_watch_loop_names_the_line_of_a_call_that_waits() -> None:

@@ -1,0 +1,523 @@
+"""Building an environment for a check: scripted servers, a temporary folder, no hub.
+
+settings -> adjusted -> constructor -> servers replaced by scripted ones -> Stage
+
+Rolling out items of a staged environment the way the base class does, and keeping the trace.
+
+What becomes of a rollout that fails or is cancelled, and of its siblings.
+
+Whether an evaluation ends and leaves its results.
+
+Whether an item changed: its plain data, taken before and compared after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import random
+import sys
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel
+
+from atroposlib.envs.checks.report import Findings, hook_site, pending_method, traceback_site
+from atroposlib.envs.checks.scripted_model import (
+    CharTokenizer,
+    Role,
+    SampledReply,
+    Script,
+    ScriptedModel,
+    ScriptedServer,
+    make_script,
+)
+from atroposlib.envs.checks.watchers import CapturedOutput
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.rollouts import as_pair
+from atroposlib.envs.running import build_environment
+from atroposlib.envs.settings import Settings
+from atroposlib.scored_data import GROUP_FIELDS
+from atroposlib.utils.plain_json import to_plain
+
+__all__ = [
+    "COLLECTING",
+    "OTHER_SEED",
+    "SCORE_METHODS",
+    "SCORING",
+    "Rehearsal",
+    "Stage",
+    "StepTimeoutError",
+    "changed_path",
+    "check_cancel",
+    "check_evaluation",
+    "check_failed_rollout",
+    "data_of",
+    "local_tokenizers",
+    "next_item",
+    "rehearse",
+    "roll_out",
+    "seeded",
+    "staged_settings",
+    "within_limit",
+]
+
+SEED = 0
+OTHER_SEED = 1
+MIN_GROUP_SIZE, MAX_GROUP_SIZE = 5, 8
+CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass
+class Stage:
+    """One environment ready to be checked."""
+
+    env: Any
+    model: ScriptedModel
+
+    @classmethod
+    def build(cls, env_cls: type[Any], settings: Settings, *, is_stand_in: bool) -> Stage:
+        """Construct an environment and put the scripted model behind its servers."""
+        env = build_environment(env_cls, settings)
+        model = ScriptedModel(
+            env.tokenizer, is_stand_in=is_stand_in, judge_reply=env.check_judge_reply
+        )
+        configs = env.server_configs or [server.config for server in env.server.servers]
+        env.server.servers = [ScriptedServer(model, config) for config in configs]
+        return cls(env, model)
+
+
+def staged_settings(settings: Settings, folder: Path, *, is_stand_in: bool) -> Settings:
+    """Return the settings of a run with what a check needs: no accounts, files in `folder`."""
+    group_size = min(max(settings.env.group_size, MIN_GROUP_SIZE), MAX_GROUP_SIZE)
+    factor = CHARACTERS_PER_TOKEN if is_stand_in else 1
+    changes = {
+        "group_size": group_size,
+        "max_token_length": settings.env.max_token_length * factor,
+        "use_wandb": False,
+        "data_path_to_save_groups": None,
+        "data_dir_to_save_evals": str(folder / "evaluation"),
+        "metrics_path": str(folder / "metrics.jsonl"),
+    }
+    manager = settings.manager.model_copy(update={"testing": True, "slurm": False})
+    return settings._replace(env=settings.env.model_copy(update=changes), manager=manager)
+
+
+@contextmanager
+def local_tokenizers(name: str) -> Iterator[bool]:
+    """Let the base class load only a tokenizer that is on this machine.
+
+    Yields:
+        Whether a character tokenizer stands in for the configured one.
+    """
+    base: Any = importlib.import_module("atroposlib.envs.base")  # it must not be imported above
+    if _is_local(name):
+        yield False
+        return
+    before = vars(base).get("AutoTokenizer")
+    base.AutoTokenizer = _StandIn
+    try:
+        yield before is None or before.__module__.startswith("transformers")
+    finally:
+        if before is None:
+            del base.AutoTokenizer
+        else:
+            base.AutoTokenizer = before
+
+
+class _StandIn:
+    """Takes the place of `AutoTokenizer`."""
+
+    @staticmethod
+    def from_pretrained(name: str, *_: Any, **__: Any) -> CharTokenizer:
+        """Return the character tokenizer, whatever the name."""
+        return CharTokenizer(template_bos=True)
+
+
+def _is_local(name: str) -> bool:
+    """Whether a tokenizer is a folder, or a hub repository whose files are in the cache."""
+    if Path(name).is_dir():
+        return True
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
+    except HFValidationError:
+        return False
+
+
+@contextmanager
+def seeded(seed: int = SEED) -> Iterator[None]:
+    """Seed Python's and NumPy's generators, and put their state back afterwards."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
+
+
+COLLECTING = ("postprocess_histories", "collect_trajectories", "collect_trajectory")
+"""Hooks a finding about a group points at: the first that the author wrote."""
+
+SCORE_METHODS = ("score", "_score", "compute_score", "reward", "compute_reward", "grade")
+"""What methods that score one answer are commonly called."""
+
+SCORING = (*SCORE_METHODS, *COLLECTING)
+"""Methods a finding about scores points at: the first that the author wrote."""
+
+STEP_LIMIT_S = 60.0
+MAX_BACKLOG_ROUNDS = 20
+
+FALLBACKS: Sequence[Sequence[Role]] = ((), ("gold", "empty", "garbage"), ("gold", "garbage"))
+"""Who answers, until a group comes: some environments give up groups with certain answers."""
+
+Result = TypeVar("Result")
+
+
+class Rehearsal(NamedTuple):
+    """One item rolled out against a script."""
+
+    groups: list[Any]
+    """Groups as the environment gave them, arrays as lists; None entries left out."""
+    sampled: list[SampledReply]
+    num_first_requests: int
+    """Requests that were open together before the first was answered."""
+    script: Script
+    num_score_timeouts: int = 0
+    """Calls of the score pool that were ended because their time was up, and gave a default."""
+
+
+class StepTimeoutError(TimeoutError):
+    """A step of the environment that did not end in time.
+
+    Attributes:
+        where: the line of the author it waited at, None where that cannot be told.
+    """
+
+    def __init__(self, message: str, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S) -> Result:
+    """Wait for a step of the environment, at most a minute.
+
+    Raises:
+        StepTimeoutError: the step takes longer; it says so where it was scoring.
+    """
+    task = asyncio.ensure_future(step)
+    try:
+        await asyncio.wait({task}, timeout=limit_s)
+        if task.done():
+            return task.result()
+        scoring = pending_method(SCORE_METHODS)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    late = f"did not end within {limit_s:g} s"
+    if scoring is None:
+        raise StepTimeoutError(late)
+    method, where = scoring
+    raise StepTimeoutError(f"scoring timed out: {method} {late}", where)
+
+
+async def next_item(env: Any) -> Any:
+    """Return the environment's next item."""
+    return await within_limit(settle(env.get_next_item()))
+
+
+async def roll_out(env: Any, item: Any) -> list[Any]:
+    """Collect and postprocess the groups of an item, its backlog included."""
+    groups: list[Any] = []
+    backlog = [item]
+    for _ in range(MAX_BACKLOG_ROUNDS):
+        if not backlog or groups:
+            break
+        collected, later = as_pair(await settle(env.collect_trajectories(backlog.pop(0))))
+        backlog += later
+        if collected:
+            collected = await settle(env.postprocess_histories(collected))
+        found = collected if isinstance(collected, list) else [collected]
+        groups += [_plain(group) for group in found if group is not None]
+    return groups
+
+
+async def rehearse(stage: Stage, item: Any) -> Rehearsal:
+    """Roll out an item against good and bad answers mixed.
+
+    When the environment makes no group of them, the answers it may refuse are left out by turns.
+    """
+    gold = await settle(stage.env.check_gold_answer(item))
+    num_before = _num_score_timeouts(stage.env)
+    rehearsal = Rehearsal([], [], 0, make_script(gold))
+    for roles in FALLBACKS if gold else FALLBACKS[:1]:
+        stage.model.start(make_script(gold, roles=roles))
+        groups = await within_limit(roll_out(stage.env, item))
+        rehearsal = Rehearsal(
+            groups,
+            list(stage.model.sampled),
+            stage.model.most_in_flight,
+            make_script(gold, roles=roles),
+            _num_score_timeouts(stage.env) - num_before,
+        )
+        if groups:
+            break
+    return rehearsal
+
+
+def _num_score_timeouts(env: Any) -> int:
+    pool = env._opened_score_pool()
+    return 0 if pool is None else int(pool.num_timeouts)
+
+
+def _plain(group: Any) -> Any:
+    if not isinstance(group, Mapping):
+        return group
+    plain = dict(group)
+    for field in GROUP_FIELDS:
+        try:
+            plain[field.name] = to_plain(plain.get(field.name))
+        except TypeError:
+            continue  # the check of the shape says what is wrong with it
+    if isinstance(plain.get("inference_logprobs"), list) and not plain["inference_logprobs"]:
+        plain["inference_logprobs"] = None  # how some environments say that they have none
+    return plain
+
+
+MAX_DEPTH = 12
+OPAQUE = "<object>"
+
+
+def data_of(value: Any, depth: int = 0) -> Any:
+    """Return a copy of the plain data in a value.
+
+    Mappings, sequences, sets, dataclasses and pydantic models are followed; other objects, such as
+    a game that an item carries, are left out: changing them is what they are for.
+    """
+    if depth > MAX_DEPTH:
+        return OPAQUE
+    if isinstance(value, BaseModel):
+        value = dict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): data_of(entry, depth + 1) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [data_of(entry, depth + 1) for entry in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(data_of(entry, depth + 1)) for entry in value)
+    return value if isinstance(value, str | bytes | int | float | None) else OPAQUE
+
+
+def changed_path(before: Any, after: Any, path: str = "item") -> str | None:
+    """Return what differs between two results of `data_of`, or None."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in [*before, *(key for key in after if key not in before)]:
+            place = f"{path}[{key!r}]"
+            if key not in before:
+                return f"{place} was added"
+            if key not in after:
+                return f"{place} was removed"
+            changed = changed_path(before[key], after[key], place)
+            if changed:
+                return changed
+        return None
+    if isinstance(before, list) and isinstance(after, list):
+        if len(before) != len(after):
+            return f"{path} had {len(before)} entries and has {len(after)}"
+        pairs = enumerate(zip(before, after, strict=True))
+        changes = (changed_path(old, new, f"{path}[{i}]") for i, (old, new) in pairs)
+        return next((change for change in changes if change), None)
+    if type(before) is not type(after) or (before != after and before == before):
+        return f"{path} was {_short(before)} and is {_short(after)}"
+    return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+SIBLING_LATENCY_S = 0.05
+CANCEL_LIMIT_S = 2.0
+POLL_S = 0.005
+
+
+async def check_failed_rollout(
+    stage: Stage, findings: Findings, output: CapturedOutput, *, num_first_requests: int
+) -> None:
+    """Let one request of a group fail; look at the other rollouts and at the trace it leaves.
+
+    Args:
+        stage: what is checked.
+        findings: gathers what is seen.
+        output: what the environment logs and prints.
+        num_first_requests: requests that a group opens together.
+    """
+    item = await next_item(stage.env)
+    if item is None:
+        return
+    gold = await settle(stage.env.check_gold_answer(item))
+    model = stage.model
+    model.start(make_script(gold))
+    model.fail_at = 1 if num_first_requests > 1 else 0
+    model.latency_s = SIBLING_LATENCY_S
+    traces = _Traces(stage.env, output)
+    error, groups = await _outcome(stage.env, item)
+    num_running, num_cancelled = model.num_in_flight, model.num_cancelled
+    while model.num_in_flight:  # noqa: ASYNC110 - the requests of this check end by themselves
+        await asyncio.sleep(POLL_S)
+    if model.failure is None:
+        for name in ("siblings", "swallowed"):
+            findings.skip(name, "the rollout made no request that could fail")
+        return
+    _judge_siblings(stage.env, findings, num_first_requests, num_running, num_cancelled)
+    num_kept = sum(len(group["tokens"]) for group in groups if "tokens" in group)
+    if error is not None:
+        findings.passed("swallowed", f"{type(error).__name__} reaches the base class")
+    elif num_kept >= stage.env.config.group_size:
+        findings.passed("swallowed", "the environment repeats a failed request by itself")
+    elif traces.tell_of(model.failure):
+        findings.passed("swallowed", "the environment logs or counts it")
+    else:
+        _tell_of_swallowed(stage.env, model.failure, findings)
+
+
+async def check_cancel(stage: Stage, findings: Findings) -> None:
+    """Cancel a rollout that waits for the model, and roll its item out again."""
+    item = await next_item(stage.env)
+    if item is None:
+        return
+    site = hook_site(type(stage.env), COLLECTING)
+    gold = await settle(stage.env.check_gold_answer(item))
+    before = data_of(item)
+    stage.model.start(make_script(gold))
+    stage.model.hangs = True
+    rollout = asyncio.create_task(roll_out(stage.env, item))
+    while not stage.model.num_in_flight and not rollout.done():  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
+    rollout.cancel()
+    await asyncio.wait({rollout}, timeout=CANCEL_LIMIT_S)
+    if not rollout.done():
+        findings.fail("cancel", f"a cancelled rollout ran on for {CANCEL_LIMIT_S:g} s", site)
+        return
+    if not rollout.cancelled() and rollout.exception() is None:
+        findings.fail("cancel", "a cancelled rollout went on as if nothing had happened", site)
+        return
+    changed = changed_path(before, data_of(item))
+    if changed:
+        findings.fail("items", f"after a cancelled rollout {changed}", site)
+    stage.model.start(make_script(gold))
+    error, _ = await _outcome(stage.env, item)
+    if error is not None:
+        where = traceback_site(error.__traceback__) or site
+        findings.fail("cancel", f"rolling the item out again raised {error!r}", where)
+    findings.passed("cancel", "it ended at once, and its item was rolled out again")
+
+
+def _tell_of_swallowed(env: Any, failure: Exception, findings: Findings) -> None:
+    findings.fail(
+        "swallowed",
+        "an inference request failed, and neither an exception nor a log line nor a count "
+        "tells of it",
+        traceback_site(failure.__traceback__, outermost=True) or hook_site(type(env), COLLECTING),
+    )
+
+
+def _judge_siblings(
+    env: Any, findings: Findings, num_requests: int, num_running: int, num_cancelled: int
+) -> None:
+    site = hook_site(type(env), COLLECTING)
+    if num_requests <= 1:
+        findings.passed("siblings", "one request makes the whole group")
+    elif num_running:
+        detail = f"the hook ended while {num_running} other rollouts of its group were running"
+        findings.fail("siblings", detail, site)
+    elif num_cancelled:
+        findings.fail("siblings", f"{num_cancelled} other rollouts were cancelled", site)
+    findings.passed("siblings", f"the other {num_requests - 1} ran to their end")
+
+
+async def _outcome(env: Any, item: Any) -> tuple[Exception | None, list[Any]]:
+    try:
+        return None, await within_limit(roll_out(env, item))
+    except Exception as error:  # noqa: BLE001 - one rollout: what it raises is the result
+        return error, []
+
+
+class _Traces:
+    """What an environment has logged, printed and counted since this object was made."""
+
+    def __init__(self, env: Any, output: CapturedOutput) -> None:
+        self._env = env
+        self._output = output
+        self._since = output.position()
+        self._num_counted = self._count()
+
+    def tell_of(self, error: Exception) -> bool:
+        """Whether somebody could learn of an error."""
+        return self._count() > self._num_counted or self._output.tells_of(error, since=self._since)
+
+    def _count(self) -> int:
+        return int(sum((self._env.failure_counts + self._env.drop_counts).values()))
+
+
+FILE_NAME = "metrics.json"
+
+
+async def check_evaluation(stage: Stage, findings: Findings) -> None:
+    """Evaluate once with wrong answers and look for the results in files and metrics.
+
+    Exceptions of `evaluate` are passed on.
+    """
+    env = stage.env
+    site = hook_site(type(env), ["evaluate"])
+    stage.model.start(make_script(None))
+    num_before = stage.model.num_answered
+    env._start_local_run()
+    returned = await within_limit(settle(env.evaluate()))
+    await within_limit(settle(env.wandb_log({})))
+    num_requests = stage.model.num_answered - num_before
+    requests = f"{num_requests} request{'' if num_requests == 1 else 's'}"
+    path = Path(env.config.data_dir_to_save_evals) / FILE_NAME
+    if path.exists():
+        _check_file(path, findings, site, requests)
+        return
+    keys = _logged_keys(Path(env.config.metrics_path))
+    if keys:
+        findings.passed("evaluation", f"{requests}; logged {', '.join(keys)}")
+    elif not num_requests and not returned:
+        findings.skip("evaluation", "evaluate does nothing")
+    else:
+        findings.fail("evaluation", f"no result was written, after {requests} to the model", site)
+
+
+def _check_file(path: Path, findings: Findings, site: str | None, requests: str) -> None:
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))["results"]["all"]
+    except (ValueError, KeyError) as error:
+        findings.fail("evaluation", f"{path.name} cannot be read: {error!r}", site)
+        return
+    names = ", ".join(metrics) or "no metric"
+    findings.passed("evaluation", f"{requests}; {path.name} has {names}")
+
+
+def _logged_keys(path: Path) -> list[str]:
+    """Return the evaluation's metrics in the local metrics file."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted({key for row in rows for key in row if "eval" in key and "server_" not in key})
