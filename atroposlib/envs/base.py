@@ -37,10 +37,10 @@ from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     OpenaiConfig,
+    ReasoningConfig,
     ServerBaseline,
     ServerManagerConfig,
 )
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.service_session import EngineWatch
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     import wandb
     from transformers import AutoTokenizer
 
-    from atroposlib.envs.server_handling.resolve import resolve_openai_configs
+    from atroposlib.envs.server_handling.config import resolve_openai_configs
     from atroposlib.frontend.jsonl2html import generate_html
     from atroposlib.utils.cli import (
         adjust_model_defaults,
@@ -119,7 +119,7 @@ LAZY_NAMES = {
     "get_std_min_max_avg": "atroposlib.utils.metrics",
     "merge_dicts": "atroposlib.utils.cli",
     "parse_http_response": "atroposlib.utils.io",
-    "resolve_openai_configs": "atroposlib.envs.server_handling.resolve",
+    "resolve_openai_configs": "atroposlib.envs.server_handling.config",
     "wandb": None,
 }
 """Name to the module it comes from; None for a name that is itself a module."""

@@ -35,9 +35,10 @@ from atroposlib.envs.running import build_environment, outside_event_loop, run_f
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     ServerBaseline,
+    ServerConfigs,
     ServerManagerConfig,
+    server_class_of,
 )
-from atroposlib.envs.server_handling.resolve import ServerConfigs, server_class_of
 from atroposlib.envs.settings import (
     COMMANDS,
     ENV_PREFIX,

@@ -66,7 +66,7 @@ from atroposlib.envs.reward_parts import (
     weigh,
 )
 from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS, ask, complete, completion_budget
 from atroposlib.errors import ConfigError, ContextOverflowError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup

@@ -17,8 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
-from atroposlib.envs.server_handling.resolve import ServerConfigs
+from atroposlib.envs.server_handling.config import (
+    APIServerConfig,
+    ServerConfigs,
+    ServerManagerConfig,
+)
 from atroposlib.envs.settings import Settings
 from atroposlib.errors import ConfigError
 

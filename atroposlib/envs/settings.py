@@ -37,10 +37,8 @@ from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMES
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     ServerBaseline,
-    ServerManagerConfig,
-)
-from atroposlib.envs.server_handling.resolve import (
     ServerConfigs,
+    ServerManagerConfig,
     resolve_openai_configs,
     server_class_of,
     server_entries,

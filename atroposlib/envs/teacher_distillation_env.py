@@ -18,7 +18,7 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.constants import NAMESPACE_SEP, OPENAI_NAMESPACE
-from atroposlib.envs.server_handling.resolve import (
+from atroposlib.envs.server_handling.config import (
     ServerConfigs,
     resolve_openai_configs,
     server_class_of,

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from pydantic_cli import FailedExecutionException
 
-from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.resolve import resolve_openai_configs
+from atroposlib.envs.server_handling.config import (
+    APIServerConfig,
+    ServerBaseline,
+    resolve_openai_configs,
+)
 from atroposlib.utils.cli import UsageError, merge_dicts
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.discovery import (
+from atroposlib.envs.server_handling.server_manager import (
     configs_from_baseline,
     configs_on_slurm,
     slurm_hosts,

@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.config import (
+    VALID_REASONING_EFFORTS,
+    APIServerConfig,
+    ReasoningConfig,
+)
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.reasoning import VALID_REASONING_EFFORTS, ReasoningConfig
 
 OPENAI = "https://api.openai.com/v1"
 OPENROUTER = "https://openrouter.ai/api/v1"

@@ -11,10 +11,10 @@ import openai
 import pytest
 from tenacity import RetryError
 
-from atroposlib.envs.server_handling.engine_refusals import as_context_overflow
 from atroposlib.envs.server_handling.retry import (
     EngineStatusError,
     RetriesExhaustedError,
+    as_context_overflow,
     backoff_s,
     is_outage_suspect,
     is_retryable,

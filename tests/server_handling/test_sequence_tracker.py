@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from atroposlib.envs.server_handling.sequence_tracker import (
+from atroposlib.envs.server_handling.turn_matching import (
     SequenceNode,
     continue_ids,
     longest_prefix,

@@ -8,8 +8,12 @@ import pytest
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.retry import EngineStatusError, RetriesExhaustedError
 from atroposlib.envs.server_handling.server_manager import SGLangServer as ReExported
-from atroposlib.envs.server_handling.sglang_payloads import parse_prompt_logprobs, parse_tokens
-from atroposlib.envs.server_handling.sglang_server import SGLangServer, resolve_openai_configs
+from atroposlib.envs.server_handling.sglang_server import (
+    SGLangServer,
+    parse_prompt_logprobs,
+    parse_tokens,
+    resolve_openai_configs,
+)
 from atroposlib.envs.server_handling.weight_versions import VersionedTokens
 from atroposlib.errors import ConfigError, ContextOverflowError, InferenceError
 from tests.fakes import Fault, ScriptedEngine, ScriptedSGLang, logprob_of

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.chat_rendering import render_added, render_either
-from atroposlib.envs.server_handling.chat_rendering import render_messages as render
-from atroposlib.envs.server_handling.token_texts import (
+from atroposlib.envs.server_handling.chat_rendering import (
     PIECE_TOKENS,
     encode_added,
     encode_model_text,
@@ -17,8 +15,11 @@ from atroposlib.envs.server_handling.token_texts import (
     has_ids_of_text,
     hidden_tail,
     is_hidden,
+    render_added,
+    render_either,
     text_of_end,
 )
+from atroposlib.envs.server_handling.chat_rendering import render_messages as render
 from tests.fakes import CharTokenizer
 from tests.templates.make_tokenizers import load_tokenizer
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.engine_payloads import drop_double_bos, sampling_options
-from atroposlib.envs.server_handling.vllm_payloads import (
+from atroposlib.envs.server_handling.token_server import drop_double_bos, sampling_options
+from atroposlib.envs.server_handling.vllm_server import (
     normalize_topk_entry,
     parse_completions,
     parse_generate,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.health import ServerHealth
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_baseline import ServerHealth
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer

@@ -11,7 +11,7 @@ import time
 import httpx
 
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.engines import find_configs
+from atroposlib.envs.server_handling.server_manager import find_configs
 from tests.trainer.kill_supervisor import seeded_groups
 
 parser = argparse.ArgumentParser()

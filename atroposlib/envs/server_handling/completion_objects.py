@@ -1,20 +1,34 @@
-"""OpenAI answer objects made from texts, for servers that do not speak that protocol."""
+"""OpenAI answer objects made from texts, for servers that do not speak that protocol.
+
+The OpenAI chat types with tool calls as plain dictionaries.
+
+The client's own types turn each call into an object, which cannot be indexed. Imported where
+answers are built, as the OpenAI package takes a second to import.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+from pydantic import SerializeAsAny
+
 if TYPE_CHECKING:
-    # Imported where objects are built: the package takes a second, and `--help` builds none.
-    from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
     from openai.types.completion_usage import CompletionUsage
 
 __all__ = [
     "Answer",
+    "ChatCompletion",
+    "ChatCompletionMessage",
+    "Choice",
     "FinishReason",
     "ToolAnswer",
+    "ToolCallChat",
+    "ToolCallChoice",
+    "ToolCallMessage",
     "as_finish_reason",
     "build_chat",
     "build_completion",
@@ -62,7 +76,7 @@ def build_chat(
 
     Tool calls are plain dictionaries: they can be indexed, and put back into messages as they are.
     """
-    from atroposlib.envs.server_handling import chat_objects as types
+    from atroposlib.envs.server_handling import completion_objects as types
 
     choices: list[types.Choice] = []
     for i, answer in enumerate(answers):
@@ -111,3 +125,23 @@ def build_completion(
         ],
         usage=usage,
     )
+
+
+class ToolCallMessage(ChatCompletionMessage):
+    """A message whose tool calls are dictionaries."""
+
+    tool_calls: list[dict[str, Any]] | None = None  # type: ignore[assignment]  # see the module
+    """`{"id", "type": "function", "function": {"name", "arguments"}}` each."""
+
+
+class ToolCallChoice(Choice):
+    """A choice with such a message."""
+
+    message: ToolCallMessage
+
+
+class ToolCallChat(ChatCompletion):
+    """An answer whose choices may call tools."""
+
+    choices: list[SerializeAsAny[Choice]]
+    """Each dumped as what it is; the client's type would warn of the dictionaries."""

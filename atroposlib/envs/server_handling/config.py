@@ -1,20 +1,37 @@
-"""Settings of inference servers and of the manager in front of them."""
+"""Settings of inference servers and of the manager in front of them.
+
+How a request asks a provider for reasoning, and how much of it.
+
+Decide which inference servers an environment uses: one, several, or the discovered ones.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from atroposlib.errors import ConfigError
+from atroposlib.utils.cli import UsageError, refused_values
 from atroposlib.utils.secret_masking import without_secrets
 
 __all__ = [
     "LOCAL_API_KEY",
+    "VALID_REASONING_EFFORTS",
     "APIServerConfig",
     "OpenaiConfig",
+    "ReasoningConfig",
     "ServerBaseline",
+    "ServerConfigs",
     "ServerManagerConfig",
     "ServerType",
+    "is_official_openai",
+    "resolve_openai_configs",
+    "server_class_of",
+    "server_entries",
 ]
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
@@ -133,3 +150,225 @@ class ServerManagerConfig(BaseModel):
         description="Address of a managed-server proxy; empty: ATROPOS_PROXY_URL of the "
         "environment, else none.",
     )
+
+
+VALID_REASONING_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
+
+
+def is_official_openai(base_url: str | None) -> bool:
+    """Whether requests to `base_url` reach OpenAI itself, whose reasoning fields differ."""
+    return base_url is not None and "api.openai.com" in base_url
+
+
+@dataclass
+class ReasoningConfig:
+    """Reasoning wanted from the model; giving an effort or a token limit switches it on.
+
+    Attributes:
+        enabled: Whether requests carry reasoning fields.
+        effort: One of `VALID_REASONING_EFFORTS`; wins over `max_tokens`.
+        max_tokens: Limit of reasoning tokens.
+    """
+
+    enabled: bool = False
+    effort: str | None = None
+    max_tokens: int | None = None
+
+    EFFORT_TO_MAX_TOKENS: ClassVar[dict[str, int]] = {
+        "none": 1024,
+        "minimal": 3200,
+        "low": 6400,
+        "medium": 16000,
+        "high": 25600,
+        "xhigh": 30400,
+    }
+
+    def __post_init__(self) -> None:
+        if self.effort is not None and self.effort not in VALID_REASONING_EFFORTS:
+            raise ConfigError(
+                f"Invalid reasoning_effort {self.effort!r}; "
+                f"expected one of {', '.join(self.EFFORT_TO_MAX_TOKENS)}"
+            )
+        if self.effort is not None or self.max_tokens is not None:
+            self.enabled = True
+
+    def is_reasoning_kwargs_active(self) -> bool:
+        """Whether requests should carry reasoning fields."""
+        return self.enabled
+
+    def build_extra_body(
+        self, base_url: str | None = None, use_max_tokens: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the request fields that ask for this reasoning, None when it is off.
+
+        Args:
+            base_url: Where the request goes; OpenAI itself takes one flat field.
+            use_max_tokens: Express an effort as its token limit of `EFFORT_TO_MAX_TOKENS`, for
+                providers that know limits only.
+        """
+        if not self.enabled:
+            return None
+        if is_official_openai(base_url):
+            return {"reasoning_effort": self.effort or "medium"}
+        reasoning: dict[str, Any] = {"enabled": True}
+        if self.effort is not None and use_max_tokens:
+            reasoning["max_tokens"] = self.EFFORT_TO_MAX_TOKENS[self.effort]
+        elif self.effort is not None:
+            reasoning["effort"] = self.effort
+        elif self.max_tokens is not None:
+            reasoning["max_tokens"] = self.max_tokens
+        return {"reasoning": reasoning}
+
+    def add_to(self, kwargs: dict[str, Any], *, base_url: str | None) -> dict[str, Any]:
+        """Return the arguments of a chat with the fields the provider understands.
+
+        What else `extra_body` holds is kept. OpenAI itself also gets the only temperature its
+        reasoning models take, and `max_tokens` under the name they know.
+
+        Args:
+            kwargs: Arguments of the request; not changed.
+            base_url: Where the request goes.
+        """
+        body = self.build_extra_body(base_url)
+        if body is None:
+            return kwargs
+        kwargs = {**kwargs, "extra_body": {**(kwargs.get("extra_body") or {}), **body}}
+        if is_official_openai(base_url):
+            kwargs["temperature"] = 1.0
+            if kwargs.get("max_tokens"):
+                kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")
+        return kwargs
+
+    @classmethod
+    def from_env_config(cls, env_config: Any) -> ReasoningConfig:
+        """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of a config.
+
+        Args:
+            env_config: Any object; attributes it lacks count as off.
+        """
+        return cls(
+            enabled=bool(getattr(env_config, "thinking_mode", False)),
+            effort=getattr(env_config, "reasoning_effort", None),
+            max_tokens=getattr(env_config, "max_reasoning_tokens", None),
+        )
+
+
+ServerConfigs = ServerBaseline | APIServerConfig | Sequence[ServerBaseline | APIServerConfig]
+"""What `config_init` returns second: a baseline, one server, or a list of servers."""
+
+_SECTION = "openai"
+_PREFIX = f"{_SECTION}."
+
+
+def server_entries(section: Any) -> list[dict[str, Any]]:
+    """The servers of a YAML section: a mapping is one server, a list is one server per entry.
+
+    Args:
+        section: Parsed YAML; None and empty containers hold no server.
+
+    Raises:
+        UsageError: the section or one of its entries is neither.
+    """
+    if not section:
+        return []
+    entries = [section] if isinstance(section, Mapping) else section
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise UsageError(f"{_SECTION}: expected one server or a list of servers, got {section!r}")
+    for position, entry in enumerate(entries):
+        if entry is not None and not isinstance(entry, Mapping):
+            raise UsageError(f"{_SECTION}.{position}: expected the settings of a server")
+    return [dict(entry or {}) for entry in entries]
+
+
+def resolve_openai_configs(
+    default_server_configs: ServerConfigs,
+    openai_config_dict: Mapping[str, Any],
+    yaml_config: Mapping[str, Any],
+    cli_passed_flags: Mapping[str, Any],
+    logger: logging.Logger,
+) -> ServerConfigs:
+    """Pick the servers from what the environment, the YAML file and the command line say.
+
+    Several servers, whether from the YAML file or from `config_init`, are taken as they are: a
+    flag has no way to say which of them it means. One server, or none, is merged with the YAML
+    entry and the flags. A `ServerBaseline` (URLs are discovered) stays one as long as only fields
+    it has are overridden; a URL or a key makes it one server.
+
+    Args:
+        default_server_configs: What `config_init` returned.
+        openai_config_dict: Settings of the single server, all layers merged.
+        yaml_config: The parsed YAML file; its `openai` entry is read.
+        cli_passed_flags: What was typed; names that begin with `openai.` count.
+        logger: Told about a default of an unexpected type.
+
+    Returns:
+        A list of configs, one bare config where the default was bare, or a baseline.
+
+    Raises:
+        UsageError: flags or a YAML mapping meet several servers, or a value is refused.
+    """
+    entries = server_entries(yaml_config.get(_SECTION))
+    flags = [name for name in cli_passed_flags if name.startswith(_PREFIX)]
+    defaults = default_server_configs
+    server_class = server_class_of(defaults)
+    if len(entries) >= 2 or _is_list(defaults, at_least=2):
+        _refuse_overrides_of_several(entries, flags)
+        return _several(entries, server_class) if len(entries) >= 2 else defaults
+    overridden = {key for entry in entries for key in entry}
+    overridden |= {name[len(_PREFIX) :] for name in flags}
+    if isinstance(defaults, ServerBaseline) and not isinstance(defaults, APIServerConfig):
+        if not overridden:
+            return defaults
+        if overridden <= set(type(defaults).model_fields):
+            changes = {
+                key: openai_config_dict[key] for key in overridden & openai_config_dict.keys()
+            }
+            return _build(type(defaults), {**defaults.model_dump(), **changes}, _PREFIX)
+        return _build(server_class, openai_config_dict, _PREFIX)
+    server = _build(server_class, openai_config_dict, _PREFIX)
+    if isinstance(defaults, APIServerConfig):
+        return server
+    if not _is_list(defaults):
+        logger.warning(
+            "config_init returned %s where server settings were expected; using one server",
+            type(defaults).__name__,
+        )
+    return [server]
+
+
+def _is_list(configs: Any, *, at_least: int = 0) -> bool:
+    return isinstance(configs, list | tuple) and len(configs) >= at_least
+
+
+def server_class_of(configs: ServerConfigs) -> type[APIServerConfig]:
+    """The class of the environment's own server settings, so that added fields survive."""
+    first = next(iter(configs), None) if isinstance(configs, list | tuple) else configs
+    return type(first) if isinstance(first, APIServerConfig) else APIServerConfig
+
+
+def _refuse_overrides_of_several(entries: list[dict[str, Any]], flags: list[str]) -> None:
+    if flags:
+        raise UsageError(
+            f"--{flags[0]} does not say which of several servers it means; "
+            "list every server with its settings under openai: in the YAML file"
+        )
+    if len(entries) == 1 and entries[0]:
+        raise UsageError(
+            "openai: holds one server, but this environment uses several; list all of them"
+        )
+
+
+def _several(entries: list[dict[str, Any]], server_class: type[APIServerConfig]) -> ServerConfigs:
+    return [
+        _build(server_class, entry, f"{_PREFIX}{position}.")
+        for position, entry in enumerate(entries)
+    ]
+
+
+def _build(
+    server_class: type[ServerBaseline], settings: Mapping[str, Any], prefix: str
+) -> ServerBaseline:
+    try:
+        return server_class(**settings)
+    except ValidationError as error:
+        raise refused_values(error, prefix) from error

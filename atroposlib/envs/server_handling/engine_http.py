@@ -1,24 +1,48 @@
-"""JSON over HTTP to the native routes of an engine: status checked, key sent, time bounded."""
+"""JSON over HTTP to the native routes of an engine: status checked, key sent, time bounded.
+
+Whether an engine is the one that the settings describe: its model list and its tokenizer.
+
+first request -> GET /v1/models                            -> does it list our model?
+              -> POST /tokenize, else the echo of a prompt -> are its ids ours?
+
+A check that cannot be made says nothing: a route that is missing or forbidden, an answer that is
+too long or of another form. A server that cannot be reached is asked again with the next request.
+
+Something found out once, however many requests ask for it at the same time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from atroposlib.envs.server_handling.loop_turns import LoopTurns, answer_cost_s
 from atroposlib.envs.server_handling.retry import EngineStatusError
-from atroposlib.utils.inert_text import inert_block
+from atroposlib.envs.server_handling.semaphore import LoopTurns, answer_cost_s
+from atroposlib.errors import EngineSetupError
+from atroposlib.utils.inert_text import inert_block, shown_name
 from atroposlib.utils.io import retry_after_s
 from atroposlib.utils.long_json import STEP_BYTES, decode_in_steps
 from atroposlib.utils.secret_masking import without_secrets
 
-__all__ = ["EngineHttp", "decode_answer", "decode_raw", "root_of"]
+__all__ = [
+    "EngineHttp",
+    "EngineIdentity",
+    "ServedModel",
+    "SharedSearch",
+    "decode_answer",
+    "decode_raw",
+    "root_of",
+    "unknown_model_text",
+]
 
 _PROBE_TIMEOUT_S = 10.0
 _ERROR_TEXT_LIMIT = 2000
@@ -185,3 +209,243 @@ def decode_raw(response: aiohttp.ClientResponse, raw: bytes) -> Any:
         status=response.status,
         wait_s=retry_after_s(response.headers),
     )
+
+
+T = TypeVar("T")
+
+
+class SharedSearch(Generic[T]):
+    """One search at a time; a failed one is made again by the next who asks.
+
+    Keeping what was found is the caller's part.
+    """
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[T] | None = None
+
+    async def result(self, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return what the running search finds, or that of a new one; cancelling leaves it on."""
+        running = self._running
+        # A task of a loop that has ended never finishes, so it does not count.
+        if (
+            running is None
+            or running.done()
+            or running.get_loop() is not asyncio.get_running_loop()
+        ):
+            running = self._running = asyncio.create_task(find())
+        return await asyncio.shield(running)
+
+
+logger = logging.getLogger(__name__)
+
+TEST_TEXT = "The tokenizer check: 12345 apples, naïve café, x = f(y) + 3;\nzwölf Übungen."
+"""Digits, accents, code and a line break; nothing that any tokenizer reads as a special token."""
+
+CHECK_TIMEOUT_S = 10.0
+MAX_LISTING_BYTES = 2_000_000
+MAX_SERVER_ERRORS = 3
+"""Answers of 500 and above after which a server is not asked again."""
+MAX_SHOWN_MODELS = 8
+MAX_SHOWN_IDS = 6
+UNNAMED_MODELS = frozenset({"default", "unknown"})
+"""Names that stand for a model that the settings leave open."""
+
+_ROUTE_REFUSED = frozenset({400, 404, 405, 422, 501})
+
+
+class ServedModel(NamedTuple):
+    """One entry of a server's model list."""
+
+    name: str
+    root: str | None
+    """What it was loaded from, where the server says so."""
+
+
+class _NotReachableError(Exception):
+    """The server gave no answer; the same question may have one later."""
+
+
+class EngineIdentity:
+    """What one server says of itself, asked for once and compared with the settings.
+
+    Args:
+        http: Speaks to the server.
+        model_name: The model that requests ask for.
+
+    Attributes:
+        served: The server's models; None while they are unknown.
+    """
+
+    def __init__(self, http: EngineHttp, *, model_name: str) -> None:
+        self.served: tuple[ServedModel, ...] | None = None
+        self._http = http
+        self._model_name = model_name
+        self._are_models_asked = False
+        self._is_tokenizer_asked = False
+        self._tokenizer: Any = None  # transformers carries no types worth following
+        self._tokenizer_name = ""
+        self._num_server_errors = 0
+        self._models_search: SharedSearch[None] = SharedSearch()
+        self._tokenizer_search: SharedSearch[None] = SharedSearch()
+
+    def expect_tokenizer(self, tokenizer: Any, *, name: str) -> None:
+        """Compare the engine's ids with those of a tokenizer, from the next check on."""
+        self._tokenizer, self._tokenizer_name = tokenizer, name
+        self._is_tokenizer_asked = False
+
+    @property
+    def unknown_model(self) -> str | None:
+        """What to say when the server does not list our model; None when it does, or is unknown."""
+        if not self.served or self._model_name in UNNAMED_MODELS:
+            return None
+        if any(model.name == self._model_name for model in self.served):
+            return None
+        return unknown_model_text(
+            self._http.shown_url, self._model_name, [model.name for model in self.served]
+        )
+
+    async def ask_for_models(self) -> None:
+        """Fetch the model list, once; later calls return at once."""
+        if not self._are_models_asked:
+            await self._models_search.result(self._find_models)
+
+    async def check_tokenizer(self) -> None:
+        """Compare the engine's ids for a test text with those of the expected tokenizer, once.
+
+        Raises:
+            EngineSetupError: They differ.
+        """
+        if self._tokenizer is not None and not self._is_tokenizer_asked:
+            await self._tokenizer_search.result(self._compare_tokenizers)
+
+    async def _find_models(self) -> None:
+        try:
+            listing = await self._answer("/v1/models", None)
+        except _NotReachableError:
+            return
+        self._are_models_asked = True
+        self.served = _models_of(listing)
+
+    async def _compare_tokenizers(self) -> None:
+        own = _own_ids(self._tokenizer)
+        if own is None:
+            self._is_tokenizer_asked = True
+            return
+        try:
+            engine_ids = await self._engine_ids()
+        except _NotReachableError:
+            return
+        if engine_ids is not None and engine_ids not in own:
+            raise EngineSetupError(self._wrong_tokenizer_text(own[0], engine_ids))
+        self._is_tokenizer_asked = True
+
+    async def _engine_ids(self) -> list[int] | None:
+        question = {"model": self._model_name, "prompt": TEST_TEXT, "add_special_tokens": False}
+        answer = await self._answer("/tokenize", question)
+        if answer is not None:
+            return _ids(answer.get("tokens") if isinstance(answer, dict) else None)
+        echo = {
+            "model": self._model_name,
+            "prompt": TEST_TEXT,
+            "max_tokens": 1,
+            "return_token_ids": True,
+        }
+        answer = await self._answer("/v1/completions", echo)
+        try:
+            return _ids(answer["choices"][0].get("prompt_token_ids"))
+        except (TypeError, KeyError, IndexError, AttributeError):
+            return None
+
+    async def _answer(self, path: str, body: dict[str, Any] | None) -> Any:
+        """Return an answer, None where the server gives none that can be used.
+
+        Raises:
+            _NotReachableError: The server cannot be reached, or is not ready.
+        """
+        try:
+            return await self._http.ask_briefly(
+                path, body, timeout_s=CHECK_TIMEOUT_S, max_bytes=MAX_LISTING_BYTES
+            )
+        except EngineStatusError as error:
+            if error.status >= 500 and error.status not in _ROUTE_REFUSED:
+                self._num_server_errors += 1
+                if self._num_server_errors <= MAX_SERVER_ERRORS:
+                    raise _NotReachableError from error
+            logger.debug("no answer to compare with the settings: %s", error)
+        except asyncio.TimeoutError as error:  # before OSError, which it is from Python 3.11 on
+            logger.debug("%s%s took too long: %r", self._http.shown_url, path, error)
+        except (aiohttp.ClientConnectionError, OSError) as error:
+            raise _NotReachableError from error
+        except (aiohttp.ClientError, ValueError) as error:
+            logger.debug("%s%s cannot be read: %r", self._http.shown_url, path, error)
+        return None
+
+    def _wrong_tokenizer_text(self, own: Sequence[int], engine_ids: Sequence[int]) -> str:
+        listed = [model for model in self.served or () if model.name == self._model_name]
+        source = (listed[0].root or listed[0].name) if listed else None
+        remedy = shown_name(source) if source else f"the tokenizer of {self._model_name}"
+        first = next(
+            (i for i, pair in enumerate(zip(own, engine_ids, strict=False)) if pair[0] != pair[1]),
+            min(len(own), len(engine_ids)),
+        )
+        return (
+            f"the tokenizer {self._tokenizer_name} is not the engine's: inference server "
+            f"{self._http.shown_url} encodes a test text as {_shown(engine_ids, first)}, "
+            f"{self._tokenizer_name} as {_shown(own, first)}. Use --env.tokenizer_name {remedy}"
+        )
+
+
+def unknown_model_text(url: str, wanted: str, served: Sequence[str]) -> str:
+    """Return the message for a model that a server does not list, with the one to name instead.
+
+    Args:
+        url: Of the server.
+        wanted: The model that was asked for.
+        served: What the server lists, at least one.
+    """
+    nearest = [*get_close_matches(wanted, served, n=MAX_SHOWN_MODELS, cutoff=0.6), *served]
+    ordered = list(dict.fromkeys(nearest))
+    shown = ", ".join(map(shown_name, ordered[:MAX_SHOWN_MODELS]))
+    left_out = len(ordered) - MAX_SHOWN_MODELS
+    more = f" and {left_out} more" if left_out > 0 else ""
+    return (
+        f"inference server {without_secrets(url)} serves no model {wanted!r}; "
+        f"it serves: {shown}{more}. "
+        f"Use --openai.model_name {shown_name(ordered[0])}"
+    )
+
+
+def _models_of(listing: Any) -> tuple[ServedModel, ...] | None:
+    entries = listing.get("data") if isinstance(listing, dict) else None
+    if not isinstance(entries, list):
+        return None
+    models = []
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
+            return None
+        root = entry.get("root")
+        models.append(ServedModel(entry["id"], root if isinstance(root, str) and root else None))
+    return tuple(models)
+
+
+def _own_ids(tokenizer: Any) -> tuple[list[int], list[int]] | None:
+    """Return the test text's ids without and with special tokens; None if that is not offered."""
+    try:
+        plain = list(tokenizer.encode(TEST_TEXT, add_special_tokens=False))
+        return plain, list(tokenizer.encode(TEST_TEXT))
+    except Exception as error:  # noqa: BLE001 - any object may stand in for a tokenizer
+        logger.debug("the tokenizer cannot be compared with the engine's: %r", error)
+        return None
+
+
+def _ids(value: Any) -> list[int] | None:
+    is_list = isinstance(value, list) and all(isinstance(token_id, int) for token_id in value)
+    return value if is_list and value else None
+
+
+def _shown(ids: Sequence[int], first: int) -> str:
+    """Show a few ids from where two lists begin to differ, and how many there are."""
+    before = "..., " if first else ""
+    after = ", ..." if len(ids) > first + MAX_SHOWN_IDS else ""
+    shown = ", ".join(map(str, ids[first : first + MAX_SHOWN_IDS]))
+    return f"[{before}{shown}{after}] ({len(ids)} ids)"

@@ -13,6 +13,8 @@ A changed turn, changed tools, or a changed system text start a new sequence.
 
 A server that reports no token ids is asked for texts, and their ids are made by the tokenizer
 (`text_sampling`); conversations go on in the same way, and the nodes say so.
+
+Stand-ins around a managed server: placeholder tokens, and the shape of an OpenAI client.
 """
 
 from __future__ import annotations
@@ -22,9 +24,15 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from atroposlib.envs.server_handling.chat_rendering import render_either, render_messages
+from atroposlib.envs.server_handling.chat_rendering import (
+    encode_model_text,
+    render_either,
+    render_messages,
+    text_of_end,
+)
 from atroposlib.envs.server_handling.completion_objects import (
     Answer,
     ToolAnswer,
@@ -32,18 +40,7 @@ from atroposlib.envs.server_handling.completion_objects import (
     build_chat,
     build_completion,
 )
-from atroposlib.envs.server_handling.continuation import (
-    ChatRequest,
-    continue_chat,
-    plain_messages,
-)
-from atroposlib.envs.server_handling.dummy_managed_server import (
-    DummyManagedServer,
-    ManagedServerAdapter,
-)
-from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord, NodeRecords
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
-from atroposlib.envs.server_handling.session_server import present_server
+from atroposlib.envs.server_handling.routing import present_server
 from atroposlib.envs.server_handling.text_sampling import (
     TextReply,
     announce_text_tokens,
@@ -52,9 +49,18 @@ from atroposlib.envs.server_handling.text_sampling import (
     reply_of,
     text_only,
 )
-from atroposlib.envs.server_handling.token_texts import encode_model_text, text_of_end
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
-from atroposlib.envs.server_handling.turn_recording import Sampled, Turn
+from atroposlib.envs.server_handling.turn_matching import SequenceNode
+from atroposlib.envs.server_handling.turn_recording import (
+    ChatRequest,
+    Continuation,
+    NodeRecord,
+    NodeRecords,
+    Sampled,
+    Turn,
+    continue_chat,
+    plain_messages,
+)
 from atroposlib.envs.server_handling.weight_versions import (
     note_finish_reason,
     note_from_text,
@@ -63,6 +69,7 @@ from atroposlib.envs.server_handling.weight_versions import (
     versions_in,
 )
 from atroposlib.errors import NoTokenIdsError, PromptError
+from atroposlib.scored_data import IGNORE_INDEX, PLACEHOLDER_TOKENS
 from atroposlib.utils.secret_masking import without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
@@ -71,7 +78,97 @@ if TYPE_CHECKING:
     from openai.types.completion import Completion
     from openai.types.completion_usage import CompletionUsage
 
-__all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
+__all__ = [
+    "DummyManagedServer",
+    "ManagedServer",
+    "ManagedServerAdapter",
+    "SequenceNode",
+]
+
+
+class DummyManagedServer:
+    """A session at a server without token ids: real texts, placeholder tokens.
+
+    Lets an environment run against any provider. Its sequences say nothing about what was sampled
+    and must not be trained on: `metadata["dummy_tokens"]` is True in each, and exports and trainers
+    refuse them (`scored_data.has_placeholder_tokens`).
+    """
+
+    DUMMY_TOKENS: ClassVar[list[int]] = list(PLACEHOLDER_TOKENS)
+    DUMMY_MASKED_TOKENS: ClassVar[list[int]] = [IGNORE_INDEX, *PLACEHOLDER_TOKENS[1:]]
+    DUMMY_LOGPROBS: ClassVar[list[float]] = [-0.5] * len(PLACEHOLDER_TOKENS)
+
+    def __init__(self, server: Any, tokenizer: Any = None, track_tree: bool = False) -> None:
+        self.server = server
+        self.tokenizer = tokenizer
+        self.track_tree = track_tree
+        self.current_nodes: list[SequenceNode] = []
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        """Return the server's answer and add one node per choice."""
+        answer: ChatCompletion = await self.server.chat_completion(**kwargs)
+        blocks = [f"{m['role']}:{m.get('content') or ''}" for m in kwargs["messages"]]
+        for choice in answer.choices:
+            text = "\n\n".join([*blocks, f"assistant:{choice.message.content or ''}"])
+            self._track(text, choice.finish_reason)
+        return answer
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        """Return the server's answer and add one node per choice."""
+        answer: Completion = await self.server.completion(**kwargs)
+        for choice in answer.choices:
+            self._track(kwargs["prompt"] + choice.text, choice.finish_reason)
+        return answer
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Raise: this server has no logprobs."""
+        raise NotImplementedError("a server without token ids does not implement get_logprobs")
+
+    def get_state(self) -> dict[str, Any]:
+        """Return `{"nodes": [...]}`, or `{"sequences": ..., "tree": ...}` in tree mode."""
+        if self.track_tree:
+            sequences = {node.full_text: node for node in self.current_nodes}
+            return {"sequences": sequences, "tree": dict(sequences)}
+        return {"nodes": list(self.current_nodes)}
+
+    def reset(self) -> None:
+        """Forget every node."""
+        self.current_nodes = []
+
+    def _track(self, full_text: str, finish_reason: str | None) -> None:
+        self.current_nodes.append(
+            SequenceNode(
+                full_text=full_text,
+                tokens=list(self.DUMMY_TOKENS),
+                masked_tokens=list(self.DUMMY_MASKED_TOKENS),
+                logprobs=list(self.DUMMY_LOGPROBS),
+                metadata={"finish_reason": finish_reason or "stop", "dummy_tokens": True},
+            )
+        )
+
+
+class ManagedServerAdapter:
+    """A managed server in the shape of an async OpenAI client.
+
+    Offers `chat.completions.create` and `completions.create`; everything else of the client is
+    refused, since it would bypass the recording of tokens.
+    """
+
+    def __init__(self, managed_server: Any, base_url: str) -> None:
+        self.base_url = base_url
+        self.completions = SimpleNamespace(create=managed_server.completion)
+        self.chat = SimpleNamespace(
+            completions=SimpleNamespace(create=managed_server.chat_completion)
+        )
+
+    async def post(self, path: str, body: Any, cast_to: Any) -> NoReturn:
+        """Raise: raw requests would not be recorded."""
+        raise NotImplementedError(f"a managed server records no raw request to {path}")
+
+    def copy(self, **kwargs: Any) -> NoReturn:
+        """Raise: a copy would not share the recorded sequences."""
+        raise NotImplementedError("a managed server cannot be copied with other settings")
+
 
 logger = logging.getLogger(__name__)
 

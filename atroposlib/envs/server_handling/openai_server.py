@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from atroposlib.envs.server_handling.config import resolve_openai_configs
 from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer
-from atroposlib.envs.server_handling.resolve import resolve_openai_configs
 from atroposlib.envs.server_handling.server_baseline import (
     APIServer,
     APIServerConfig,

@@ -1,13 +1,37 @@
-"""Which server takes the next request: pure rules over the servers' slots and health."""
+"""Which server takes the next request: pure rules over the servers' slots and health.
+
+Which server a conversation goes back to: pure rules over its messages and the servers' load.
+
+An engine that has read the earlier turns of a conversation keeps what it computed of them, so the
+next turn is cheapest there. A conversation is recognised by what it begins with: the messages of
+an earlier request and the reply to it.
+
+The server of a tracked session: always the same one, until that is down or overloaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
+from atroposlib.envs.server_handling.retry import ServerDownError
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_baseline import RAISE_WHEN_DOWN
 
-__all__ = ["HasSlots", "free_slots", "least_loaded", "parts_of"]
+__all__ = [
+    "ConversationMemory",
+    "HasSlots",
+    "OpenSessions",
+    "SessionServer",
+    "free_slots",
+    "is_overloaded",
+    "least_loaded",
+    "parts_of",
+    "present_server",
+]
 
 
 class HasSlots(Protocol):
@@ -65,3 +89,163 @@ def parts_of(n: int, *, largest: int) -> list[int]:
     """Split `n` completions into requests of at most `largest`: 20 by 8 gives [8, 8, 4]."""
     full, rest = divmod(n, largest)
     return [largest] * full + ([rest] if rest else [])
+
+
+OVERLOAD_RATIO = 2.0
+OVERLOAD_MARGIN = 16
+"""A server is overloaded with more requests than `OVERLOAD_RATIO` times those of the least loaded
+one and this many; below, reading the conversation anew elsewhere would cost more than waiting."""
+
+MAX_CONVERSATIONS = 32_768
+
+
+def is_overloaded(
+    server: HasSlots, servers: Sequence[HasSlots], *, is_training: bool = True
+) -> bool:
+    """Whether a conversation should leave `server` for a less loaded one of `servers`."""
+    loads = [_in_flight(other, is_training) for other in servers if other.server_healthy]
+    least = min(loads, default=0)
+    return _in_flight(server, is_training) > OVERLOAD_RATIO * least + OVERLOAD_MARGIN
+
+
+def _in_flight(server: HasSlots, is_training: bool) -> int:
+    sem = server.sem if is_training else server.eval_sem
+    return sem.max_val - sem._value
+
+
+class ConversationMemory:
+    """Where the newest conversations were answered, by the number of the server.
+
+    A request without a reply of an assistant in it is a new conversation: many rollouts of one
+    item begin alike, and are to spread.
+    """
+
+    def __init__(self, max_conversations: int = MAX_CONVERSATIONS) -> None:
+        self._max = max_conversations
+        self._server_of: OrderedDict[int, int] = OrderedDict()
+
+    def find(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
+        """Return the server that answered the longest known beginning of a chat."""
+        keys = _prefix_keys(messages)
+        for i in range(len(messages) - 1, 0, -1):
+            if messages[i].get("role") != "assistant":
+                continue
+            for key in (keys[i], keys[i - 1]):  # with the reply; its caller may have rewritten it
+                if key in self._server_of:
+                    return self._server_of[key]
+        return None
+
+    def remember(
+        self, messages: Sequence[Mapping[str, Any]], replies: Sequence[str | None], server: int
+    ) -> None:
+        """Note that `server` answered a chat with these texts."""
+        beginning = _prefix_keys(messages)[-1] if messages else 0
+        ends = [_key(beginning, {"role": "assistant", "content": reply}) for reply in replies]
+        for key in (beginning, *ends):
+            self._server_of[key] = server
+            self._server_of.move_to_end(key)
+        while len(self._server_of) > self._max:
+            self._server_of.popitem(last=False)
+
+
+def _prefix_keys(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return [M] a key of the messages up to and with each."""
+    keys, key = [], 0
+    for message in messages:
+        key = _key(key, message)
+        keys.append(key)
+    return keys
+
+
+def _key(before: int, message: Mapping[str, Any]) -> int:
+    # A collision sends a conversation to a server that has not read it, which costs time only.
+    content = message.get("content")
+    text = content if isinstance(content, str) else repr(content)
+    return hash((before, message.get("role"), text))
+
+
+logger = logging.getLogger(__name__)
+
+Choose = Callable[[Any, bool], Awaitable[Any]]
+"""From the present server and whether the request is training to the one that takes it."""
+
+
+class SessionServer:
+    """Stands where a server is expected and sends each request to the session's present one.
+
+    A request that finds its server down is sent again elsewhere: a session sends whole token
+    sequences, so any server of the same model can go on with it. Everything else, such as
+    `config` and `tokenizer`, is the present server's.
+
+    Attributes:
+        current: The server that took the last request.
+    """
+
+    def __init__(self, first: Any, choose: Choose) -> None:
+        self.current = first
+        self._choose = choose
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
+
+    async def chat_completion(self, **kwargs: Any) -> Any:
+        """Return the answer to a chat; see `APIServer`."""
+        return await self._send("chat_completion", kwargs)
+
+    async def completion(self, **kwargs: Any) -> Any:
+        """Return the continuation of a `prompt`; see `APIServer`."""
+        return await self._send("completion", kwargs)
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
+        """Return ids and logprobs; see `APIServer`."""
+        return await self._send("tokens_and_logprobs_completion", kwargs)
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Return prompt logprobs; see `APIServer`."""
+        rows: dict[str, Any] = await self._send("get_logprobs", kwargs)
+        return rows
+
+    async def _send(self, method: str, kwargs: dict[str, Any]) -> Any:
+        is_training = kwargs.get("split", "train") == "train"
+        while True:
+            self.current = await self._choose(self.current, is_training)
+            token = RAISE_WHEN_DOWN.set(True)
+            try:
+                return await getattr(self.current, method)(**kwargs)
+            except ServerDownError as error:
+                logger.debug("%s; its session goes on at another server", error)
+            finally:
+                RAISE_WHEN_DOWN.reset(token)
+
+
+def present_server(server: Any) -> Any:
+    """Return the server that a session's requests go to now; any other is itself."""
+    return server.current if isinstance(server, SessionServer) else server
+
+
+class OpenSessions:
+    """How many tracked sessions are open at each server.
+
+    Sessions that are opened together have made no request yet; their number spreads them.
+    """
+
+    def __init__(self) -> None:
+        self._num_at: Counter[int] = Counter()
+
+    def least_busy(self, servers: Sequence[Any], *, is_training: bool = True) -> Any:
+        """Return the least loaded server; between equals the one with fewer open sessions."""
+        return least_loaded(servers, is_training=is_training, open_sessions=self._num_at)
+
+    @contextmanager
+    def counted(self, server: Any) -> Iterator[None]:
+        """Count a session, for the time of the context, at the server it is at."""
+        self._num_at[id(present_server(server))] += 1
+        try:
+            yield
+        finally:
+            self._num_at[id(present_server(server))] -= 1
+
+    def move(self, current: Any, chosen: Any) -> None:
+        """Count a session at another server from now on."""
+        self._num_at[id(current)] -= 1
+        self._num_at[id(chosen)] += 1

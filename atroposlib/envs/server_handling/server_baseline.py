@@ -6,44 +6,62 @@
 
 A request is never answered by a guess: while the server is down it waits, a refusal is raised as
 it came, and anything else is repeated up to `MAX_ATTEMPTS` times.
+
+Whether one server is up: asked cheaply, at start and after failures only.
+
+request fails -> confirm() -> one shared probe -> up: retry / down: watch() until it is back
+
+What went wrong so far in one request, and whether it is worth another attempt; no waiting.
+
+What the newest requests to one server took: seconds and attempts, and the metrics of both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
 
 from atroposlib.envs.server_handling.config import (
+    VALID_REASONING_EFFORTS,
     APIServerConfig,
     OpenaiConfig,
+    ReasoningConfig,
     ServerBaseline,
 )
-from atroposlib.envs.server_handling.health import ServerHealth
-from atroposlib.envs.server_handling.loop_turns import SEND_COST_S, LoopTurns
-from atroposlib.envs.server_handling.reasoning import (
-    VALID_REASONING_EFFORTS,
-    ReasoningConfig,
-)
-from atroposlib.envs.server_handling.request_failures import RequestFailures, how_to_start
-from atroposlib.envs.server_handling.request_stats import RequestStats, request_metrics
 from atroposlib.envs.server_handling.retry import (
+    MAX_ATTEMPTS,
+    MAX_OUTAGES,
+    RetriesExhaustedError,
     ServerDownError,
+    as_context_overflow,
+    as_setup_error,
     backoff_s,
+    describe,
+    describe_connection,
     is_outage_suspect,
+    is_retryable,
     retry_after_s,
 )
 from atroposlib.envs.server_handling.semaphore import (
+    SEND_COST_S,
     AsyncSemWithAdaptiveWeight,
+    LoopTurns,
     SemaphoreWithOwnSlot,
 )
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError
+from atroposlib.utils.awaiting import end_task
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -57,9 +75,249 @@ __all__ = [
     "AsyncSemWithAdaptiveWeight",
     "OpenaiConfig",
     "ReasoningConfig",
+    "RequestFailures",
+    "RequestStats",
     "ServerBaseline",
+    "ServerHealth",
     "TokensAndLogprobs",
+    "how_to_start",
+    "request_metrics",
 ]
+
+
+class ServerHealth:
+    """The verdict on one server and the task that revises it.
+
+    Invariant: while `is_up` is False because of a probe, one watcher task is running that sets it
+    back. A verdict set from outside stands until the next probe.
+
+    Args:
+        name: Address of the server, for messages.
+        startup_timeout_s: How long requests wait for a server that never answered, for messages;
+            None where that is not known.
+        remedy: What to do about a server that never answered, for messages.
+
+    Attributes:
+        has_answered: Whether the server ever answered; until then its address may be wrong.
+    """
+
+    def __init__(
+        self, name: str, *, startup_timeout_s: float | None = None, remedy: str = ""
+    ) -> None:
+        self.name = name
+        self._remedy = remedy
+        self._startup_timeout_s = startup_timeout_s
+        self.watcher: asyncio.Task[None] | None = None
+        self.has_answered = False
+        self._is_up = True
+        self._probing: asyncio.Task[bool] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether requests may be sent; True until the first failed probe."""
+        return self._is_up
+
+    @is_up.setter
+    def is_up(self, value: bool) -> None:
+        if value and not self._is_up:
+            logger.info("inference server %s answers again", self.name)
+        elif self._is_up and not value:
+            until = "until it does"
+            if not self.has_answered and self._startup_timeout_s is not None:
+                until = f"for it for up to {self._startup_timeout_s:g} s (startup_timeout)"
+                until += f"; {self._remedy}" if self._remedy else ""
+            logger.warning(
+                "inference server %s does not answer; requests wait %s", self.name, until
+            )
+        self._is_up = value
+
+    def start_watching(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `watch` in the background unless it already runs on this event loop."""
+        if self._is_running(self.watcher):
+            return
+        self.watcher = asyncio.create_task(watch())
+
+    async def confirm(self, probe: Callable[[], Awaitable[bool]]) -> bool:
+        """Probe once and keep the verdict; callers that come meanwhile share the probe."""
+        if not self._is_running(self._probing):
+            self._probing = asyncio.create_task(_run(probe))
+        assert self._probing is not None
+        self.is_up = await asyncio.shield(self._probing)
+        self.has_answered = self.has_answered or self.is_up
+        return self.is_up
+
+    async def close(self) -> None:
+        """End the background tasks."""
+        for task in (self.watcher, self._probing):
+            if self._is_running(task):
+                assert task is not None
+                await end_task(task)
+
+    @staticmethod
+    def _is_running(task: asyncio.Task[Any] | None) -> bool:
+        # A task of a loop that has ended never finishes, so it does not count.
+        return (
+            task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
+        )
+
+
+async def _run(probe: Callable[[], Awaitable[bool]]) -> bool:
+    return await probe()
+
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+_START_COMMANDS = {
+    "openai": "vllm serve",
+    "vllm": "vllm serve",
+    "sglang": "python -m sglang.launch_server --model-path",
+    "trl": "trl vllm-serve --model",
+}
+
+
+class RequestFailures:
+    """The failures of one request.
+
+    A request that fails because its server went down has not used up an attempt; that may happen
+    `MAX_OUTAGES` times. Anything else that may pass is tried `MAX_ATTEMPTS` times.
+
+    Args:
+        server_name: for messages.
+        config: of the server.
+
+    Attributes:
+        num_attempts: attempts that failed at a server that was up.
+        num_outages: attempts that failed because the server was down.
+    """
+
+    def __init__(self, server_name: str, config: APIServerConfig) -> None:
+        self.num_attempts = 0
+        self.num_outages = 0
+        self._server_name = server_name
+        self._config = config
+        self._last_error: Exception | None = None
+
+    def note(self, error: Exception, *, url: str) -> None:
+        """Take note of an error; raise when it is final.
+
+        Args:
+            error: What the request failed with.
+            url: Where it was sent.
+
+        Raises:
+            ContextOverflowError: The prompt is too long for the engine.
+            EngineSetupError: Address, model or key are wrong.
+            Exception: `error` itself, when the same request cannot succeed later.
+        """
+        self._last_error = error
+        overflow = as_context_overflow(error)
+        if overflow is not None:
+            raise overflow from error
+        wrong_setup = as_setup_error(
+            error, url=url, model=self._config.model_name, api_key=self._config.api_key
+        )
+        if wrong_setup is not None:
+            raise wrong_setup from None  # the original may repeat the key
+        if not is_retryable(error):
+            raise error
+
+    def count(self, error: Exception, *, was_down: bool) -> bool:
+        """Count a failure that may pass; returns whether it was an attempt, not an outage.
+
+        Raises:
+            RetriesExhaustedError: There were too many of either.
+        """
+        if was_down:
+            self.num_outages += 1
+            if self.num_outages <= MAX_OUTAGES:
+                return False
+        self.num_attempts += 1
+        if self.num_attempts >= MAX_ATTEMPTS or self.num_outages > MAX_OUTAGES:
+            raise RetriesExhaustedError(
+                f"inference server {self._server_name} failed {self.num_attempts} attempts and was "
+                f"down during {self.num_outages} others; the last error was {describe(error)}",
+                error,
+                num_attempts=self.num_attempts,
+            ) from error
+        return True
+
+    def as_never_answered(self) -> EngineSetupError:
+        """Return the error of a server that has not come up in the time it may take to start."""
+        tried = f" ({describe_connection(self._last_error)})" if self._last_error else ""
+        return EngineSetupError(
+            f"inference server {self._server_name} has not answered within "
+            f"{self._config.startup_timeout:g} seconds{tried}; {how_to_start(self._config)}. "
+            "A server that takes longer to start needs a larger startup_timeout "
+            "(--openai.startup_timeout)"
+        )
+
+
+def how_to_start(config: APIServerConfig) -> str:
+    """Return what to do about a server that has never answered.
+
+    Args:
+        config: of the server; its address may be of a provider, which nobody here can start.
+    """
+    address = urlsplit(config.known_base_url or "")
+    start = "start it"
+    if address.hostname in LOOPBACK:
+        with contextlib.suppress(ValueError):  # a port that is no number
+            command = _START_COMMANDS[config.server_type]
+            start += f" ({command} {config.model_name} --port {address.port or 80})"
+    return (
+        f"{start}, or set base_url (--openai.base_url) to its address, such as "
+        "http://localhost:9001/v1"
+    )
+
+
+@dataclass
+class RequestStats:
+    """Timings of one split (training or evaluation) of one server.
+
+    Attributes:
+        max_length: Newest requests kept.
+        timings_s: Seconds from the first attempt to the answer, oldest first.
+        attempts: Attempts made per answered request, oldest first.
+    """
+
+    max_length: int
+    timings_s: list[float] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
+
+    def record(self, *, seconds: float, num_attempts: int) -> None:
+        """Add one answered request and forget the oldest beyond `max_length`."""
+        _append_bounded(self.timings_s, seconds, self.max_length)
+        _append_bounded(self.attempts, num_attempts, self.max_length)
+
+    def timing_metrics(self) -> dict[str, float]:
+        """Return `request_time_avg`, `_std` and `_99p` in seconds; empty without data."""
+        if not self.timings_s:
+            return {}
+        timings = np.asarray(self.timings_s)
+        return {
+            "request_time_avg": float(timings.mean()),
+            "request_time_std": float(timings.std()),
+            "request_time_99p": float(np.percentile(timings, 99)),
+        }
+
+
+def request_metrics(
+    server_name: str | None, *, train: RequestStats, eval_: RequestStats
+) -> dict[str, float]:
+    """Return the metrics of one server under `server/<name>_...`; only those with data."""
+    prefix = f"server/{server_name or 'server'}_"
+    metrics = {f"{prefix}{name}": value for name, value in train.timing_metrics().items()}
+    metrics |= {f"{prefix}eval_{name}": value for name, value in eval_.timing_metrics().items()}
+    if train.attempts:
+        metrics[f"{prefix}average_num_attempts"] = float(np.mean(train.attempts))
+    if eval_.attempts:
+        metrics[f"{prefix}eval_retry_rate"] = float(np.mean(eval_.attempts))
+    return metrics
+
+
+def _append_bounded(values: list[T], value: T, max_length: int) -> None:
+    values.append(value)
+    del values[:-max_length]
+
 
 logger = logging.getLogger(__name__)
 

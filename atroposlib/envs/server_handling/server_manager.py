@@ -3,31 +3,45 @@
 request -> wait for a healthy server with a free slot -> least loaded -> its pipeline
                     ^                                                      |
                     +------------- the server went down: again ------------+
+
+Which class speaks to which engine, and the servers made from configs.
+
+Where the inference servers of a cluster job are, and their configs.
+
+Opening tracked sessions: at a server of our own, or at a managed-server proxy.
+
+One answer made of those to the parts of a request that was split.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.envs.server_handling.config import ServerManagerConfig
-from atroposlib.envs.server_handling.engines import find_configs, make_server
-from atroposlib.envs.server_handling.loop_turns import ROUTE_COST_S, SEND_COST_S, LoopTurns
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
-from atroposlib.envs.server_handling.merged_answers import (
-    Answered,
-    merge_choices,
-    merge_tokens,
-)
+from atroposlib.envs.server_handling.openai_compatible import append_choices
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer
+from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
 from atroposlib.envs.server_handling.retry import ServerDownError, describe
-from atroposlib.envs.server_handling.routing import free_slots, least_loaded, parts_of
+from atroposlib.envs.server_handling.routing import (
+    ConversationMemory,
+    OpenSessions,
+    SessionServer,
+    free_slots,
+    is_overloaded,
+    least_loaded,
+    parts_of,
+    present_server,
+)
+from atroposlib.envs.server_handling.semaphore import ROUTE_COST_S, SEND_COST_S, LoopTurns
 from atroposlib.envs.server_handling.server_baseline import (
     RAISE_WHEN_DOWN,
     APIServer,
@@ -38,13 +52,16 @@ from atroposlib.envs.server_handling.server_baseline import (
     TokensAndLogprobs,
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
-from atroposlib.envs.server_handling.session_opening import open_proxy_session, open_session
-from atroposlib.envs.server_handling.session_server import OpenSessions, SessionServer
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from atroposlib.envs.server_handling.stickiness import ConversationMemory, is_overloaded
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import ConfigError, EngineSetupError
+from atroposlib.envs.server_handling.weight_versions import (
+    join_answers,
+    note_sampled,
+    policy_version_of,
+    versions_in,
+)
+from atroposlib.errors import ConfigError, EngineSetupError, NoTokenIdsError
 from atroposlib.utils.secret_masking import without_secrets
 
 if TYPE_CHECKING:
@@ -54,6 +71,7 @@ if TYPE_CHECKING:
 __all__ = [
     "APIServer",
     "APIServerConfig",
+    "Answered",
     "DummyManagedServer",
     "ManagedServer",
     "OpenAIServer",
@@ -66,7 +84,261 @@ __all__ = [
     "ServerManagerConfig",
     "TrlVllmServer",
     "VLLMServer",
+    "configs_from_baseline",
+    "configs_on_slurm",
+    "find_configs",
+    "make_server",
+    "merge_choices",
+    "merge_tokens",
+    "open_proxy_session",
+    "open_session",
+    "slurm_hosts",
+    "slurm_urls",
+    "wants_placeholders",
 ]
+
+LOCAL_URLS = tuple(f"http://localhost:{port}/v1" for port in range(9004, 9008))
+"""Where a baseline looks for servers outside a cluster job."""
+
+FIRST_SLURM_PORT = 9000
+GPUS_PER_NODE = 8
+
+HostLister = Callable[[str], Sequence[str]]
+
+
+def slurm_hosts(nodelist: str) -> list[str]:
+    """Return the host names of a Slurm node list, asking `scontrol`."""
+    command = ["scontrol", "show", "hostnames", nodelist]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(
+            f"SLURM_JOB_NODELIST is {nodelist!r} but its hosts cannot be listed: {error}"
+        ) from error
+    return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
+
+
+def slurm_urls(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the address of every inference server of a job.
+
+    Hosts after the first NUM_TRAINING_NODES serve; each has one server per INFER_TP of its
+    GPUS_PER_NODE.
+
+    Raises:
+        ConfigError: a variable is missing or not a number above 0.
+    """
+    num_training_nodes = _integer(environ, "NUM_TRAINING_NODES", default=None)
+    tensor_parallel = _integer(environ, "INFER_TP", default=1)
+    gpus = _integer(environ, "GPUS_PER_NODE", default=GPUS_PER_NODE)
+    for name, number in (("INFER_TP", tensor_parallel), ("GPUS_PER_NODE", gpus)):
+        if number < 1:
+            raise ConfigError(f"{name} is {number}; expected at least 1")
+    ports = range(FIRST_SLURM_PORT, FIRST_SLURM_PORT + gpus // tensor_parallel)
+    return [f"http://{host}:{port}/v1" for host in hosts[num_training_nodes:] for port in ports]
+
+
+def configs_from_baseline(
+    baseline: ServerBaseline,
+    environ: Mapping[str, str],
+    list_hosts: HostLister = slurm_hosts,
+) -> list[APIServerConfig]:
+    """Return one config per discovered server, with the baseline's settings.
+
+    Inside a Slurm job of two or more nodes the job's servers, otherwise `LOCAL_URLS`.
+    """
+    nodelist = environ.get("SLURM_JOB_NODELIST")
+    hosts = list_hosts(nodelist) if nodelist else []
+    urls = slurm_urls(hosts, environ) if len(hosts) >= 2 else LOCAL_URLS
+    settings = {name: getattr(baseline, name) for name in ServerBaseline.model_fields}
+    return [APIServerConfig(**settings, api_key="x", base_url=url) for url in urls]
+
+
+def configs_on_slurm(
+    configs: Sequence[APIServerConfig],
+    environ: Mapping[str, str],
+    list_hosts: HostLister = slurm_hosts,
+) -> list[APIServerConfig]:
+    """Return one copy of the first config per server of the Slurm job.
+
+    Outside a job, or on one node, the configs are used as they are.
+    """
+    nodelist = environ.get("SLURM_JOB_NODELIST")
+    if not nodelist:
+        logger.warning("slurm is on but SLURM_JOB_NODELIST is not set; using servers as configured")
+        return list(configs)
+    hosts = list_hosts(nodelist)
+    if len(hosts) < 2:
+        logger.info("the Slurm job has one node; using servers as configured")
+        return list(configs)
+    return [
+        configs[0].model_copy(update={"base_url": url}, deep=True)
+        for url in slurm_urls(hosts, environ)
+    ]
+
+
+def _integer(environ: Mapping[str, str], name: str, *, default: int | None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise ConfigError(f"{name} is not set; a Slurm job needs it to find its inference nodes")
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}; expected a whole number") from error
+
+
+_ENGINES: Mapping[str, type[APIServer]] = {
+    "openai": OpenAIServer,
+    "vllm": VLLMServer,
+    "sglang": SGLangServer,
+    "trl": TrlVllmServer,
+}
+
+
+def find_configs(
+    configs: ServerBaseline | Sequence[APIServerConfig], *, slurm: bool
+) -> list[APIServerConfig]:
+    """Return one config per server: as listed, or found in the cluster job."""
+    if isinstance(configs, APIServerConfig):
+        configs = [configs]
+    if isinstance(configs, ServerBaseline):
+        return configs_from_baseline(configs, os.environ)
+    if not configs:
+        raise ConfigError("no inference server is configured; give at least one server config")
+    return configs_on_slurm(configs, os.environ) if slurm else list(configs)
+
+
+def make_server(
+    config: APIServerConfig,
+    server_class: type[APIServer],
+    reasoning_config: ReasoningConfig | None,
+) -> APIServer:
+    """Build the server of one config; an abstract class lets `server_type` decide.
+
+    Raises:
+        ConfigError: this version has no class for the config's `server_type`.
+    """
+    if inspect.isabstract(server_class):
+        if config.server_type not in _ENGINES:
+            raise ConfigError(
+                f"server_type {config.server_type!r} is not supported by this version; "
+                f"expected one of {', '.join(_ENGINES)}"
+            )
+        server_class = _ENGINES[config.server_type]
+    return server_class(config, reasoning_config=reasoning_config)
+
+
+_DUMMY_SWITCH = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+_PROXY_KEY = "ATROPOS_PROXY_KEY"  # pragma: allowlist secret
+
+
+def open_session(
+    server: Any,
+    tokenizer: Any,
+    *,
+    tool_parser: str | None,
+    preserve_think_blocks: bool,
+    policy_version: Callable[[], int | None],
+) -> ManagedServer | DummyManagedServer:
+    """Return a session that records the tokens of its requests: the exact ones where possible.
+
+    Args:
+        server: Where its requests go, or a `SessionServer` that decides each time.
+        tokenizer: Renders chats and decodes completions; None: the server's own.
+        tool_parser: Name of the tool-call format, None for none.
+        preserve_think_blocks: Kept for callers; thinking is preserved either way.
+        policy_version: What the service last called the policy; for engines that do not say.
+
+    Raises:
+        NoTokenIdsError: The server gives no token ids, and there is no tokenizer to make them from
+            its texts.
+    """
+    has_no_ids = isinstance(present_server(server), OpenAIServer)
+    if has_no_ids and wants_placeholders():
+        return DummyManagedServer(server, tokenizer)
+    session = ManagedServer(
+        server,
+        tokenizer,
+        tool_parser=tool_parser,
+        preserve_think_blocks=preserve_think_blocks,
+        policy_version=policy_version,
+    )
+    if has_no_ids and session.tokenizer is None:
+        raise NoTokenIdsError(
+            "a server of type openai gives no token ids, and there is no tokenizer to make them "
+            "from its texts; give managed_server one (--env.tokenizer_name), use server_type vllm "
+            f"with such an engine, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
+        )
+    return session
+
+
+def wants_placeholders() -> bool:
+    """Whether sessions without token ids are to hold placeholder tokens; warns if so."""
+    if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
+        return False
+    logger.warning(
+        "server_type openai with %s: tracked sequences hold placeholder tokens, which exports "
+        "and trainers refuse; without the variable texts are tokenized",
+        _DUMMY_SWITCH,
+    )
+    return True
+
+
+async def open_proxy_session(
+    proxy_url: str | None, base_url: str | None, *, tool_parser: str | None, model_name: str
+) -> ProxyManagedServer:
+    """Return a session at a proxy, which records the tokens; closing it ends the session there.
+
+    Args:
+        proxy_url: Address of the proxy.
+        base_url: Server the session is to use; None: the proxy chooses.
+        tool_parser: Name of the tool-call format; None: Hermes.
+        model_name: What answers say they come from.
+
+    Raises:
+        ConfigError: There is no address.
+        RuntimeError: The proxy refused.
+    """
+    if proxy_url is None:
+        raise ConfigError(
+            "use_proxy is set but no proxy is known; set proxy_url or ATROPOS_PROXY_URL"
+        )
+    return await create_proxy_session(
+        proxy_url,
+        base_url,
+        tool_parser=tool_parser or "hermes",
+        model_name=model_name,
+        admin_key=os.environ.get(_PROXY_KEY),
+    )
+
+
+class Answered(NamedTuple):
+    """An answer and the server that gave it."""
+
+    server: Any
+    answer: Any
+
+
+def merge_choices(parts: Sequence[Answered]) -> Any:
+    """Return one chat or completion with the choices of all, numbered from 0."""
+    if len(parts) == 1:
+        return parts[0].answer
+    return append_choices(parts[0].answer, [part.answer for part in parts[1:]])
+
+
+def merge_tokens(parts: Sequence[Answered], *, reported: int | None) -> TokensAndLogprobs:
+    """Return the completions of all, and note which policy versions sampled them.
+
+    Args:
+        parts: Token answers, at least one.
+        reported: What the service called the policy when the request was made.
+    """
+    answer = join_answers([part.answer for part in parts])
+    for version in versions_in(answer, len(answer[1])):
+        note_sampled(policy_version_of(version, reported))
+    return answer
+
 
 logger = logging.getLogger(__name__)
 

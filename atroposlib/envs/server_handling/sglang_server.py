@@ -1,23 +1,205 @@
-"""SGLang over HTTP: the sampled token ids and their logprobs from its own `/generate`."""
+"""SGLang over HTTP: the sampled token ids and their logprobs from its own `/generate`.
+
+Bodies and answers of SGLang's `/generate`, without any network.
+
+sent      input_ids, sampling_params, return_logprob
+answered  one object, or a list with one per completion:
+output_ids [C]
+meta_info.output_token_logprobs [C] of [logprob, token id, ...]
+meta_info.input_token_logprobs  [P] of [logprob or null, token id, ...]
+meta_info.input_top_logprobs    [P] of null or [K] of [logprob, token id, ...]
+meta_info.finish_reason         {"type": "stop"} or null
+meta_info.weight_version        text
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from atroposlib.envs.server_handling.engine_payloads import sampling_options
-from atroposlib.envs.server_handling.resolve import resolve_openai_configs
+from atroposlib.envs.server_handling.config import resolve_openai_configs
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
-from atroposlib.envs.server_handling.sglang_payloads import (
-    parse_prompt_logprobs,
-    parse_tokens,
-    prompt_logprobs_body,
-    tokens_body,
+from atroposlib.envs.server_handling.token_server import (
+    TokenServer,
+    check_count,
+    check_sequences,
+    list_of,
+    sampling_options,
+    top_k_of,
 )
-from atroposlib.envs.server_handling.token_server import TokenServer, top_k_of
-from atroposlib.errors import NoTokenIdsError
+from atroposlib.envs.server_handling.weight_versions import VersionedTokens
+from atroposlib.errors import InferenceError, NoTokenIdsError
 
-__all__ = ["SGLangServer", "resolve_openai_configs"]
+__all__ = [
+    "PromptLogprobs",
+    "SGLangServer",
+    "parse_prompt_logprobs",
+    "parse_tokens",
+    "prompt_logprobs_body",
+    "resolve_openai_configs",
+    "tokens_body",
+]
+
+_NAMES: Mapping[str, str] = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
+"""SGLang's names of options; it refuses names it does not know."""
+
+
+_FORMS = ("structured_outputs", "response_format")
+"""vLLM's and OpenAI's names of what a reply must look like."""
+
+_FORM_NAMES: Mapping[str, str] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+
+
+class PromptLogprobs(NamedTuple):
+    """What a model makes of each prompt token; no candidates at the first one."""
+
+    token_ids: list[list[int]]
+    """[P][K] candidate ids."""
+    logprobs: list[list[float]]
+    """[P][K] their logprobs."""
+
+
+def tokens_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body that brings back the sampled ids and their logprobs.
+
+    Args:
+        prompt_ids: [P] prompt.
+        options: Sampling options with the limit under `max_tokens`; None is no limit but the
+            context.
+    """
+    named = {_NAMES.get(name, name): value for name, value in options.items()}
+    sampling_params = {name: named[name] for name in named if name not in _FORMS} | _form_of(named)
+    return {
+        "input_ids": prompt_ids,
+        "sampling_params": sampling_params,
+        "return_logprob": True,
+        "return_text_in_logprobs": False,
+    }
+
+
+def prompt_logprobs_body(
+    prompt_ids: list[int], options: Mapping[str, Any], *, top_k: int
+) -> dict[str, Any]:
+    """Return a body that brings back logprobs of every prompt position.
+
+    Args:
+        prompt_ids: [P] prompt.
+        options: As of `tokens_body`; what would sample is overridden.
+        top_k: Candidates per position besides the prompt's own token.
+    """
+    fixed = {"n": 1, "temperature": 0.0, "top_p": 1.0}
+    return {
+        **tokens_body(prompt_ids, {"max_tokens": 1, **options, **fixed}),
+        "logprob_start_len": 0,
+        "top_logprobs_num": top_k,
+    }
+
+
+def parse_tokens(answer: Any, prompt_ids: list[int], *, num_choices: int) -> VersionedTokens:
+    """Read an answer to `tokens_body`.
+
+    Id and logprob of a token come from the same entry, so they cannot be out of step; the finish
+    reasons are the engine's objects, unchanged.
+
+    Args:
+        answer: Decoded JSON.
+        prompt_ids: [P] what was sent.
+        num_choices: Completions asked for.
+
+    Raises:
+        InferenceError: completions or logprobs are missing, or contradict `output_ids`.
+    """
+    completions = answer if isinstance(answer, list) else [answer]
+    check_count(completions, num_choices)
+    infos = [_meta_info(completion) for completion in completions]
+    entries = [list_of(info, "output_token_logprobs") for info in infos]
+    logprobs = [[_entry(entry)[0] for entry in row] for row in entries]
+    ids = [[_entry(entry)[1] for entry in row] for row in entries]
+    finish_reasons = [info.get("finish_reason") for info in infos]
+    check_sequences(ids, logprobs, finish_reasons)
+    for i, completion in enumerate(completions):
+        _check_output_ids(completion.get("output_ids"), ids[i], completion_index=i)
+    return VersionedTokens(
+        (prompt_ids, ids, logprobs, finish_reasons),
+        [info.get("weight_version") for info in infos],
+    )
+
+
+def parse_prompt_logprobs(answer: Any, prompt_ids: list[int], *, top_k: int) -> PromptLogprobs:
+    """Read an answer to `prompt_logprobs_body`.
+
+    Each row holds the prompt's own token first and then those of the `top_k` likeliest that
+    differ from it, as vLLM orders them.
+
+    Raises:
+        ValueError: the answer has no prompt logprobs.
+        InferenceError: they do not line up with the prompt.
+    """
+    info = _meta_info(answer[0] if isinstance(answer, list) and answer else answer)
+    own = info.get("input_token_logprobs")
+    if not isinstance(own, list):
+        raise ValueError("the engine's answer has no input_token_logprobs")
+    top = (info.get("input_top_logprobs") if top_k else None) or [None] * len(own)
+    if len(top) != len(own) or [_entry(entry)[1] for entry in own] != prompt_ids:
+        raise InferenceError(
+            f"the engine's prompt logprobs are not those of the {len(prompt_ids)} tokens sent"
+        )
+    rows = [_candidates(entry, others) for entry, others in zip(own, top, strict=True)]
+    return PromptLogprobs([list(row) for row in rows], [list(row.values()) for row in rows])
+
+
+def _form_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the form of a reply under SGLang's names."""
+    wanted = dict(options.get("structured_outputs") or {})
+    response_format = options.get("response_format") or {}
+    if response_format.get("type") == "json_object":
+        wanted.setdefault("json", {"type": "object"})
+    elif response_format.get("type") == "json_schema":
+        wanted.setdefault("json", (response_format.get("json_schema") or {}).get("schema"))
+    return {
+        _FORM_NAMES.get(name, name): value if isinstance(value, str) else json.dumps(value)
+        for name, value in wanted.items()
+        if value is not None
+    }
+
+
+def _candidates(own: Any, others: Sequence[Any] | None) -> dict[int, float]:
+    """Return {token id: logprob} of one position; empty where the engine gives no logprob."""
+    found: dict[int, float] = {}
+    for logprob, token_id in map(_entry, [own, *(others or ())]):
+        if logprob is not None:
+            found.setdefault(token_id, logprob)
+    return found
+
+
+def _meta_info(completion: Any) -> Mapping[str, Any]:
+    info = completion.get("meta_info") if isinstance(completion, Mapping) else None
+    if not isinstance(info, Mapping):
+        raise InferenceError("the engine's answer has no meta_info")
+    return info
+
+
+def _entry(entry: Any) -> tuple[Any, int]:
+    """Return logprob and token id of `[logprob, token id, ...]`."""
+    if not isinstance(entry, list) or len(entry) < 2 or not isinstance(entry[1], int):
+        raise InferenceError(f"expected [logprob, token id, ...], the engine sent {entry!r:.80}")
+    return entry[0], entry[1]
+
+
+def _check_output_ids(output_ids: Any, ids: Sequence[int], *, completion_index: int) -> None:
+    # The engine may leave a matched stop token out of output_ids; it was sampled all the same.
+    if output_ids is not None and list(output_ids) != list(ids[: len(output_ids)]):
+        raise InferenceError(
+            f"completion {completion_index}: output_ids and output_token_logprobs name "
+            "different tokens"
+        )
 
 
 class SGLangServer(TokenServer):

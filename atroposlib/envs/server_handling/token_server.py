@@ -1,14 +1,118 @@
-"""What every engine that gives token ids needs: the served model's tokenizer and prompt ids."""
+"""What every engine that gives token ids needs: the served model's tokenizer and prompt ids.
+
+What the token routes of all engines share: sampling options, and checks of answers; pure.
+
+The tokenizer of a served model, loaded when first needed.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.envs.server_handling.engine_payloads import drop_double_bos
+from atroposlib.envs.server_handling.config import ServerBaseline
 from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer
-from atroposlib.envs.server_handling.tokenizer_loading import load_tokenizer
+from atroposlib.errors import InferenceError
+from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
-__all__ = ["TokenServer", "top_k_of"]
+__all__ = [
+    "TokenServer",
+    "check_count",
+    "check_sequences",
+    "drop_double_bos",
+    "list_of",
+    "load_tokenizer",
+    "sampling_options",
+    "tokenizer_name_of",
+    "top_k_of",
+]
+
+_UNFINISHED = frozenset({"abort", "error"})
+"""Finish reasons of a completion the engine gave up: a fragment nobody may score."""
+
+
+def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a request's kwargs goes to the engine, under the engine's names.
+
+    Unset values (None) are left out, `extra_body` is merged in, and the older names of
+    `max_tokens` are translated. `logprobs` is ours: exactly the sampled token's is asked for.
+
+    `max_tokens` given as None or -1 means as long as the context allows and becomes None; left
+    out, the engine stops after its default of 16 tokens.
+    """
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    options.update(options.pop("extra_body", {}))
+    for name in ("model", "prompt", "input_ids", "timeout", "extra_headers", "logprobs"):
+        options.pop(name, None)
+    for old_name in ("max_new_tokens", "max_completion_tokens"):
+        if old_name in options:
+            options["max_tokens"] = options.pop(old_name)
+    if options.get("max_tokens") == -1 or ("max_tokens" in kwargs and "max_tokens" not in options):
+        options["max_tokens"] = None
+    return options
+
+
+def drop_double_bos(ids: Sequence[int], bos_token_id: int | None) -> list[int]:
+    """Return `ids` with one bos where a template and the tokenizer both wrote it."""
+    doubled = len(ids) > 1 and ids[0] == ids[1] == bos_token_id
+    return list(ids[1:] if doubled else ids)
+
+
+def list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a list of an answer; raises `InferenceError` when it is not there."""
+    value = mapping.get(name)
+    if not isinstance(value, list):
+        raise InferenceError(f"the engine's answer has no {name}")
+    return value
+
+
+def check_count(choices: Sequence[Any], expected: int) -> None:
+    """Raise `InferenceError` unless the engine answered as many completions as asked for."""
+    if len(choices) != expected:
+        raise InferenceError(f"the engine answered {len(choices)} completions, not {expected}")
+
+
+def check_sequences(
+    ids: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float | None]],
+    finish_reasons: Sequence[Any],
+) -> None:
+    """Raise `InferenceError` for a completion given up, or without one logprob per id.
+
+    Args:
+        ids: [n][C] sampled ids.
+        logprobs: [n][C] as the engine sent them.
+        finish_reasons: [n] text, an object with a `type`, or null.
+    """
+    for i, (row, values, reason) in enumerate(zip(ids, logprobs, finish_reasons, strict=True)):
+        kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        if kind in _UNFINISHED:
+            raise InferenceError(f"the engine gave up completion {i} ({kind})")
+        if len(row) != len(values):
+            raise InferenceError(f"completion {i} has {len(row)} ids and {len(values)} logprobs")
+        if not _are_finite(values):
+            raise InferenceError(f"completion {i} has a logprob that is not a finite number")
+
+
+def _are_finite(values: Sequence[float | None]) -> bool:
+    # A sum is finite only when all numbers are; adding them up takes a fraction of a loop's time.
+    try:
+        return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # type: ignore[arg-type]
+    except TypeError:  # None, where the engine gives none
+        return False
+
+
+def tokenizer_name_of(config: ServerBaseline) -> str:
+    """Return the tokenizer's name: `tokenizer_name`, or `model_name` where that is unset."""
+    return config.model_name if config.tokenizer_name in ("", "none") else config.tokenizer_name
+
+
+def load_tokenizer(config: ServerBaseline) -> Any:
+    """Load the tokenizer of a server's model with transformers."""
+    from transformers import AutoTokenizer
+
+    return read_template_file(AutoTokenizer.from_pretrained(tokenizer_name_of(config)))
 
 
 class TokenServer(OpenAICompatibleServer):

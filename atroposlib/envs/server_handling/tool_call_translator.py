@@ -27,8 +27,8 @@ from atroposlib.envs.server_handling.tool_formats import (
     ToolCall,
     ToolCallFormat,
     registry,
+    to_json,
 )
-from atroposlib.envs.server_handling.tool_formats.json_calls import to_json
 from atroposlib.envs.server_handling.turn_matching import (
     THINKING_END,
     as_mapping,

@@ -20,20 +20,19 @@ from atroposlib.envs.server_handling.completion_objects import (
     build_chat,
     build_completion,
 )
-from atroposlib.envs.server_handling.engine_http import decode_answer
-from atroposlib.envs.server_handling.engine_payloads import (
-    check_count,
-    list_of,
-    sampling_options,
-)
+from atroposlib.envs.server_handling.engine_http import SharedSearch, decode_answer
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import (
     APIServerConfig,
     ReasoningConfig,
     TokensAndLogprobs,
 )
-from atroposlib.envs.server_handling.shared_search import SharedSearch
-from atroposlib.envs.server_handling.tokenizer_loading import tokenizer_name_of
+from atroposlib.envs.server_handling.token_server import (
+    check_count,
+    list_of,
+    sampling_options,
+    tokenizer_name_of,
+)
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 from atroposlib.utils.secret_masking import without_secrets

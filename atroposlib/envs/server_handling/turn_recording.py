@@ -1,40 +1,389 @@
 """One request of a tracked session: its prompt, and the record of each completion.
 
 Turn.input_ids ─► engine ─► Sampled ─► Turn.record ─► what the caller gets, and a NodeRecord
+
+What a tracked session knows of its sequences beyond their tokens, and which one goes on.
+
+    messages ─► keys ─► the recorded conversation they begin with ─► NodeRecord
+    prompt of a completion ─► the longest recorded text it begins with ─► NodeRecord
+
+A sequence may also go on from an earlier turn: a caller that asks again, or takes another way, gets
+the recorded tokens up to there. Of several conversations the longest counts, then the one whose
+calls have the ids in the request, then the one with exactly its content, then the one whose text
+the prompt begins with, then a whole sequence before the beginning of one, then the first.
+
+Which recorded sequence a chat continues, and with what text.
+
+recorded text + rest of the prompt   when the prompt begins with the text, and the rest with
+                                     the end of the turn
+recorded text + what the template    when it would write the recorded turns differently
+  writes behind a reply
+recorded text                        when the last message is a reply that a limit cut off
+
+A chat that ends with the assistant's text asks for the rest of that reply: the text stands behind
+the opening of the reply, and what is sampled goes on from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from atroposlib.envs.server_handling.chat_rendering import check_texts
-from atroposlib.envs.server_handling.completion_objects import Answer, FinishReason, ToolAnswer
-from atroposlib.envs.server_handling.continuation import ChatRequest
-from atroposlib.envs.server_handling.node_records import Continuation, NodeRecord, TurnEnd
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, continue_ids, make_node
-from atroposlib.envs.server_handling.text_sampling import TextReply
-from atroposlib.envs.server_handling.token_texts import (
+from atroposlib.envs.server_handling.chat_rendering import (
+    check_texts,
     encode_added,
     encode_prompt,
     has_ids_of_text,
     hidden_tail,
     is_hidden,
+    render_added,
+    tail_behind,
     text_of,
     text_of_end,
 )
+from atroposlib.envs.server_handling.completion_objects import Answer, FinishReason, ToolAnswer
+from atroposlib.envs.server_handling.text_sampling import TextReply
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.turn_matching import (
     THINKING_END,
     Conversation,
     SampledReply,
+    SequenceNode,
+    as_mapping,
+    calls_of,
+    continue_ids,
+    digest,
     earlier_turns,
+    make_node,
+    matched_length,
+    message_key,
+    text_of_content,
 )
 from atroposlib.envs.server_handling.weight_versions import FROM_TEXT
+from atroposlib.errors import PromptError
 from atroposlib.utils.long_decode import decode_long
 
-__all__ = ["Sampled", "Turn"]
+__all__ = [
+    "ChatRequest",
+    "Continuation",
+    "NodeRecord",
+    "NodeRecords",
+    "Sampled",
+    "Turn",
+    "TurnEnd",
+    "continue_chat",
+    "plain_messages",
+]
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """Where one sampled reply ends in its sequence."""
+
+    num_tokens: int
+    """Tokens up to there, the sampled end of the turn included."""
+    text_length: int
+    """Length of the sequence's text up to there."""
+    num_reply_ids: int
+    """Sampled tokens of the reply without the end of its turn."""
+    num_end_ids: int
+    """Sampled tokens that end the turn."""
+    hides_specials: bool
+    """Whether its text leaves special tokens out."""
+    end_text: str
+    """The sampled end of the turn as a template writes it; empty when it was cut off."""
+    conversation: Conversation | None
+    """Its turns; None when it was sampled for a bare prompt."""
+    weight_version: str | None
+    """What the engine called its weights."""
+    metadata: Mapping[str, Any]
+    """Of the node that ended here."""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A sequence, or the beginning of one."""
+
+    node: SequenceNode
+    """The tokens."""
+    ends: tuple[TurnEnd, ...] = ()
+    """Its sampled replies, oldest first; empty for a node from elsewhere."""
+
+    @property
+    def last(self) -> TurnEnd | None:
+        """The end of the sequence."""
+        return self.ends[-1] if self.ends else None
+
+    def up_to(self, num_ends: int) -> NodeRecord:
+        """Return the sequence up to one of its ends."""
+        if num_ends >= len(self.ends):
+            return self
+        end = self.ends[num_ends - 1]
+        node = SequenceNode.model_construct(  # of what was checked
+            full_text=self.node.full_text[: end.text_length],
+            tokens=self.node.tokens[: end.num_tokens],
+            masked_tokens=self.node.masked_tokens[: end.num_tokens],
+            logprobs=self.node.logprobs[: end.num_tokens],
+            metadata=dict(end.metadata),
+        )
+        return NodeRecord(node, self.ends[:num_ends])
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A recorded sequence, and what a request adds to it."""
+
+    record: NodeRecord
+    """The sequence that goes on."""
+    added_text: str
+    """Text behind it, the end of its last turn included."""
+    is_rerendered: bool
+    """Whether the chat template would write the recorded turns in another way."""
+    is_same_reply: bool = False
+    """Whether the last recorded reply itself goes on, rather than the conversation behind it."""
+
+
+class NodeRecords:
+    """Records by node; a node without one is treated as a bare text."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, NodeRecord] = {}
+
+    def add(self, record: NodeRecord) -> None:
+        """Keep a record as long as its node is kept."""
+        self._records[id(record.node)] = record
+
+    def forget_others(self, nodes: Iterable[SequenceNode]) -> None:
+        """Drop the records of every node that is not among `nodes`."""
+        kept = [self._of(node) for node in nodes]
+        self._records = {id(record.node): record for record in kept if record.ends}
+
+    def find_text(
+        self, nodes: Sequence[SequenceNode], prompt: str, *, only_bare: bool = False
+    ) -> Continuation | None:
+        """Return the sequence whose text is the longest prefix of a prompt; the first wins ties.
+
+        Args:
+            nodes: The session's sequences.
+            prompt: The text.
+            only_bare: Leave out what was sampled for messages.
+        """
+        best: tuple[NodeRecord, int] | None = None
+        best_rank = (-1, False)
+        for record, num_ends in self._beginnings(nodes):
+            end = record.ends[num_ends - 1] if record.ends else None
+            if only_bare and end is not None and end.conversation is not None:
+                continue
+            length = end.text_length if end is not None else len(record.node.full_text)
+            rank = (length, num_ends == len(record.ends))
+            if rank > best_rank and prompt.startswith(record.node.full_text[:length]):
+                best, best_rank = (record, num_ends), rank
+        if best is None:
+            return None
+        return Continuation(best[0].up_to(best[1]), prompt[best_rank[0] :], is_rerendered=False)
+
+    def find_conversation(
+        self,
+        nodes: Sequence[SequenceNode],
+        messages: Sequence[Mapping[str, Any]],
+        keys: Sequence[str],
+        prompt: str,
+    ) -> NodeRecord | None:
+        """Return the record of the conversation that these messages go on.
+
+        Args:
+            nodes: The session's sequences.
+            messages: [M] those of the request.
+            keys: [M] `message_key` of each.
+            prompt: Their prompt text.
+        """
+        best: tuple[NodeRecord, int] | None = None
+        best_rank = (0, False, 0, False, False)
+        for record, num_ends in self._beginnings(nodes):
+            end = record.ends[num_ends - 1] if record.ends else None
+            conversation = end.conversation if end is not None else None
+            length = matched_length(conversation, keys) if conversation else 0
+            if end is None or conversation is None or not 0 < length >= best_rank[0]:
+                continue
+            reply = messages[length - 1]
+            calls = calls_of(reply.get("tool_calls"))
+            rank = (
+                length,
+                tuple(call[0] for call in calls) == conversation.reply.call_ids,
+                conversation.reply.likeness(text_of_content(reply.get("content"))),
+                prompt.startswith(record.node.full_text[: end.text_length]),
+                num_ends == len(record.ends),
+            )
+            if rank > best_rank:
+                best, best_rank = (record, num_ends), rank
+        return best[0].up_to(best[1]) if best is not None else None
+
+    def _beginnings(self, nodes: Sequence[SequenceNode]) -> Iterator[tuple[NodeRecord, int]]:
+        """Yield every record with the number of ends up to which it may go on."""
+        for node in nodes:
+            record = self._of(node)
+            for num_ends in range(len(record.ends), min(1, len(record.ends)) - 1, -1):
+                yield record, num_ends
+
+    def _of(self, node: SequenceNode) -> NodeRecord:
+        record = self._records.get(id(node))
+        return record if record is not None and record.node is node else NodeRecord(node)
+
+
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
+"""From messages and the tools to show, to a prompt text."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A chat as it is compared with recorded ones."""
+
+    messages: list[Mapping[str, Any]]
+    """[M] the conversation, without the reply that it begins."""
+    keys: list[str]
+    """[M] `message_key` of each message."""
+    tools: Sequence[Any] | None
+    """What the prompt shows of tools."""
+    tools_key: str
+    """Equal for equal tools."""
+    prompt: str
+    """The text of the messages and of the begun reply."""
+    begun: Mapping[str, Any] | None = None
+    """The message of the assistant that the reply goes on from; None for a reply from its start."""
+
+    @property
+    def begun_text(self) -> str:
+        """The text of the begun reply."""
+        return "" if self.begun is None else text_of_content(self.begun.get("content"))
+
+    @property
+    def all_messages(self) -> list[Mapping[str, Any]]:
+        """The conversation with the begun reply."""
+        return self.messages if self.begun is None else [*self.messages, self.begun]
+
+    @classmethod
+    def of(
+        cls, messages: Sequence[Any], tools: Sequence[Any] | None, render: Render
+    ) -> ChatRequest:
+        """Render a chat and make its keys.
+
+        Raises:
+            PromptError: the last message calls tools, so that no text can follow in it.
+        """
+        plain = plain_messages(messages)
+        begun = None
+        if plain and plain[-1].get("role") == "assistant":
+            begun = plain.pop()
+            if begun.get("tool_calls"):
+                raise PromptError(
+                    "the last message is the assistant's and calls tools; add a tool message with "
+                    "the result of each call"
+                )
+        keys = [message_key(message) for message in plain]
+        tools_key = digest(tools) if tools else ""
+        chat = cls(plain, keys, tools, tools_key, "", begun)
+        return replace(chat, prompt=render(plain, tools) + chat.begun_text)
+
+
+def continue_chat(
+    records: NodeRecords,
+    nodes: Sequence[SequenceNode],
+    request: ChatRequest,
+    render: Render,
+    *,
+    strips_thinking: bool,
+) -> Continuation | None:
+    """Return the sequence that a chat continues; None for a new one.
+
+    Args:
+        records: What is known of the nodes.
+        nodes: Candidates.
+        request: The chat.
+        render: Writes prompts.
+        strips_thinking: Whether a template that drops earlier thinking is to be obeyed.
+    """
+    cut = _cut_reply(records, nodes, request)
+    if cut is not None:
+        return Continuation(cut, "", is_rerendered=False, is_same_reply=True)
+    record = records.find_conversation(nodes, request.messages, request.keys, request.prompt)
+    conversation = record.last.conversation if record is not None and record.last else None
+    if record is None or conversation is None:
+        return records.find_text(nodes, request.prompt, only_bare=True)
+    num_turns = conversation.num_turns
+    history, added = request.messages[: num_turns - 1], request.messages[num_turns:]
+    rest = _rest_of_prompt(record, request, history, added, render)
+    if rest is not None:
+        # A turn that ended with another token than the template writes keeps both.
+        is_same_end = rest.startswith(record.last.end_text if record.last else "")
+        return Continuation(record, rest, is_rerendered=not is_same_end)
+    is_dropped = strips_thinking and conversation.has_thinking
+    if is_dropped or conversation.tools_key != request.tools_key:
+        return None
+    tail = render_added(lambda messages: render(messages, None), history, added)
+    if tail is None:
+        return None
+    return Continuation(record, tail + request.begun_text, is_rerendered=True)
+
+
+def _cut_reply(
+    records: NodeRecords, nodes: Sequence[SequenceNode], request: ChatRequest
+) -> NodeRecord | None:
+    """Return the record whose last reply is the begun one, without an end of its turn."""
+    if request.begun is None or not request.begun_text.strip():
+        return None
+    keys = [*request.keys, message_key(request.begun)]
+    record = records.find_conversation(nodes, request.all_messages, keys, request.prompt)
+    last = record.last if record is not None else None
+    if last is None or last.conversation is None or last.num_end_ids:
+        return None
+    is_whole = last.conversation.num_turns == len(keys)
+    return record if is_whole and last.conversation.tools_key == request.tools_key else None
+
+
+def _rest_of_prompt(
+    record: NodeRecord,
+    request: ChatRequest,
+    history: Sequence[Mapping[str, Any]],
+    added: Sequence[Mapping[str, Any]],
+    render: Render,
+) -> str | None:
+    """Return the prompt behind the recorded text, None unless the turn ends just there.
+
+    A prompt may begin with the text and yet go on inside of the turn: `1` begins `10`, and an
+    empty reply begins everything a template writes in front of one.
+    """
+    if not request.prompt.startswith(record.node.full_text):
+        return None
+    rest = request.prompt[len(record.node.full_text) :]
+    end_text = record.last.end_text if record.last is not None else ""
+    if end_text and rest.startswith(end_text):
+        return rest
+    tail = tail_behind(lambda messages: render(messages, request.tools), history, added)
+    return rest if tail is not None and tail + request.begun_text == rest else None
+
+
+def plain_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """Return messages as mappings whose text is text, as chat templates want them.
+
+    Objects of a client lose their unset fields; a content of text parts only becomes one text.
+    Anything else is the same object.
+    """
+    return [_plain_message(message) for message in messages]
+
+
+def _plain_message(message: Any) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = message
+    if not isinstance(message, Mapping):
+        fields = {name: v for name, v in as_mapping(message).items() if v is not None}
+    content = fields.get("content")
+    if not isinstance(content, list) or not content:
+        return fields
+    texts = [as_mapping(part).get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        return fields
+    return {**fields, "content": "".join(map(str, texts))}
+
 
 _OPENING_TOKENS = 16
 """How far before a reply a special token is looked for, at which ids always start anew."""

@@ -15,7 +15,7 @@ from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentS
 from atroposlib.envs.server_handling.proxy.dialect import IGNORED_HEADER
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
 from atroposlib.envs.server_handling.proxy.tool_constraints import demand_of, structural_tag
-from atroposlib.envs.server_handling.sglang_payloads import tokens_body
+from atroposlib.envs.server_handling.sglang_server import tokens_body
 from atroposlib.envs.server_handling.tool_formats import FunctionCall, registry
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.vllm_payloads import (
+from atroposlib.envs.server_handling.vllm_server import (
     normalize_topk_entry,
     parse_generate,
     prompt_rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.envs.server_handling.weight_versions import FROM_TEXT
 from atroposlib.scored_data import ScoredDataGroup
 

@@ -12,7 +12,7 @@ from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, upstrea
 from atroposlib.envs.server_handling.proxy.request_models import SessionCreateRequest
 from atroposlib.envs.server_handling.proxy.session_server import SampledServer
 from atroposlib.envs.server_handling.routing import least_loaded
-from atroposlib.envs.server_handling.session_opening import wants_placeholders
+from atroposlib.envs.server_handling.server_manager import wants_placeholders
 from atroposlib.utils.secret_masking import without_secrets
 
 __all__ = ["Backend", "HasServers", "address_of", "choose_server", "open_backend"]

@@ -29,7 +29,7 @@ from atroposlib.envs.server_handling.proxy.tool_constraints import (
     strict_fields,
     structural_tag,
 )
-from atroposlib.envs.server_handling.session_server import present_server
+from atroposlib.envs.server_handling.routing import present_server
 from atroposlib.envs.server_handling.tool_formats import registry
 from atroposlib.envs.server_handling.turn_matching import THINKING_START
 from atroposlib.errors import AtroposError, PromptError

@@ -34,7 +34,7 @@ from atroposlib.envs.server_handling.proxy.request_models import (
     read_body,
 )
 from atroposlib.envs.server_handling.proxy.sessions import SESSION_HEADER
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.turn_matching import SequenceNode
 
 __all__ = ["ManagementRoutes"]
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.engines import make_server
 from atroposlib.envs.server_handling.proxy.backends import Backend, HasServers, open_backend
 from atroposlib.envs.server_handling.proxy.refusals import bad_request
 from atroposlib.envs.server_handling.proxy.request_models import (
@@ -21,7 +20,8 @@ from atroposlib.envs.server_handling.proxy.session import SessionState
 from atroposlib.envs.server_handling.proxy.sessions import SessionStore
 from atroposlib.envs.server_handling.proxy.settings import ProxySettings
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from atroposlib.envs.server_handling.tokenizer_loading import load_tokenizer
+from atroposlib.envs.server_handling.server_manager import make_server
+from atroposlib.envs.server_handling.token_server import load_tokenizer
 
 __all__ = ["ProxyState", "config_of"]
 

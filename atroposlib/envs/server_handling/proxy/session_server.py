@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.server_handling.retry import ServerDownError
-from atroposlib.envs.server_handling.routing import least_loaded
+from atroposlib.envs.server_handling.routing import SessionServer, least_loaded
 from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
-from atroposlib.envs.server_handling.session_server import SessionServer
 
 __all__ = ["SAMPLES", "Sample", "SampledServer"]
 

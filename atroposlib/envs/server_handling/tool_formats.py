@@ -1,0 +1,650 @@
+"""How models write tool calls: one file per format, and a registry to add more.
+
+    completion ─► ToolCallFormat.find_calls ─► FoundCall, ...
+    calls made elsewhere ─► ToolCallFormat.render ─► the text the model would have written
+
+A format of your own is a subclass of `ToolCallFormat` given to `registry.register`; the name then
+works as `tool_parser`.
+
+What a tool call is, and what a format of tool calls must offer.
+
+Reading calls written as JSON objects, and writing them; pure, and never raises on any text.
+
+Hermes: each call a JSON object between `<tool_call>` tags; Qwen2.5 and Qwen3 write it too.
+
+Let me look.
+<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>
+
+Qwen: Hermes' tagged JSON (Qwen2.5, Qwen3), or a function element in the tag (Qwen3-Coder).
+
+    <tool_call>                                              <tool_call>
+    {"name": "search", "arguments": {"query": "cats"}}       <function=search>
+    </tool_call>                                             <parameter=query>
+                                                             cats
+                                                             </parameter>
+                                                             </function>
+                                                             </tool_call>
+
+Parameters of a function element carry no type: the tool's schema decides, and text stays text.
+
+Llama 3: calls as bare JSON objects, several divided by semicolons, sometimes behind a tag.
+
+    {"name": "get_weather", "parameters": {"city": "Oslo"}}; {"name": "get_time", "parameters": {}}
+    <|python_tag|>{"name": "search", "parameters": {"query": "cats"}}
+
+Without the tag an object counts when the answer begins with it, or when it names a tool of the
+request: answers hold JSON of other kinds too.
+
+Mistral: `[TOOL_CALLS]` and a list, or in newer tokenizers a name and its arguments per mark.
+
+[TOOL_CALLS] [{"name": "search", "arguments": {"query": "cats"}}]
+[TOOL_CALLS]search[ARGS]{"query": "cats"}[TOOL_CALLS]get_time[CALL_ID]a1B2c3D4e[ARGS]{}
+
+Formats of tool calls by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel
+
+__all__ = [
+    "CLOSE",
+    "OPEN",
+    "FoundCall",
+    "FunctionCall",
+    "HermesFormat",
+    "Llama3JsonFormat",
+    "MistralFormat",
+    "NamedCall",
+    "QwenFormat",
+    "ReadValue",
+    "ToolCall",
+    "ToolCallFormat",
+    "ToolFormatRegistry",
+    "call_of",
+    "closing_end",
+    "is_end",
+    "object_of",
+    "parameter_schemas",
+    "read_json",
+    "read_tagged_json",
+    "registry",
+    "skip_space",
+    "to_json",
+    "whole_value",
+]
+
+
+class FunctionCall(BaseModel):
+    """The function a model asks for."""
+
+    name: str
+    """Name of the function."""
+    arguments: str
+    """JSON text of an object, as the chat APIs have it."""
+
+
+class ToolCall(BaseModel):
+    """One call in the form of the chat APIs.
+
+    `ToolCall(id="a1B2c3D4e", function=FunctionCall(name="add", arguments='{"a": 1}'))`
+    """
+
+    id: str
+    """Names the call in the message that answers it."""
+    type: Literal["function"] = "function"
+    """The only kind there is."""
+    function: FunctionCall
+    """What is called, and with what."""
+
+
+class FoundCall(NamedTuple):
+    """A call read from a completion."""
+
+    name: str
+    """Name of the function, never empty."""
+    arguments: str
+    """JSON text of an object."""
+    start: int
+    """Index in the completion where the call begins, its tag included."""
+    end: int
+    """Index behind the call."""
+    call_id: str | None = None
+    """Id the model wrote itself, None in most formats."""
+
+
+class ToolCallFormat(ABC):
+    """How one family of models writes tool calls. Implementations hold no state.
+
+    Attributes:
+        trigger: Text that begins every call and nothing else; None where there is none.
+        separator: Text between calls.
+    """
+
+    trigger: str | None = None
+    separator: str = "\n"
+
+    @abstractmethod
+    def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
+        """Return the calls of a completion in their order.
+
+        All or nothing: one broken call makes the list empty, so that nobody acts on part of what
+        the model meant. Text that is no call never raises.
+
+        Args:
+            text: The completion.
+            start: Index where the search begins; thinking lies before it.
+            tools: Tool definitions of the request, as its caller gave them.
+        """
+
+    def frame_of(self, name: str) -> tuple[str, str] | None:
+        """Return the text around the arguments of a call, which stand as a JSON object between.
+
+        Args:
+            name: Of the function.
+
+        Returns:
+            What stands before and behind them; None in a format that writes them otherwise.
+        """
+        return None
+
+    @abstractmethod
+    def render(self, calls: Sequence[FunctionCall]) -> str:
+        """Return the text of calls; `find_calls` reads the same calls from it."""
+
+
+def parameter_schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+    """Map the name of every tool to the JSON schemas of its parameters by their names.
+
+    Definitions of another shape are left out: they are the caller's and were never checked.
+    """
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        schemas[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return schemas
+
+
+_SPACE = re.compile(r"\s*")
+# An end-of-turn token may follow a call when special tokens were kept in the text.
+_END = re.compile(r"\s*(?:(?:<\|[^|<>]*\|>|</s>)\s*)*\Z")
+
+
+class ReadValue(NamedTuple):
+    """A JSON value and where it ended."""
+
+    value: Any
+    """What `json` makes of it."""
+    end: int
+    """Index behind it."""
+
+
+class NamedCall(NamedTuple):
+    """What a JSON object calls."""
+
+    name: str
+    """Name of the function, never empty."""
+    arguments: str
+    """JSON text of an object."""
+    call_id: str | None
+    """Text under `id`, if any."""
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+# Not strict: models put line breaks into strings.
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+
+
+def read_json(text: str, start: int) -> ReadValue | None:
+    """Read the JSON value that begins at `start` or behind the space there; None without one."""
+    try:
+        return ReadValue(*_DECODER.raw_decode(text, skip_space(text, start)))
+    except (ValueError, RecursionError):
+        return None
+
+
+def skip_space(text: str, start: int) -> int:
+    """Return the index of the first character from `start` on that is no space."""
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
+
+
+def is_end(text: str, start: int) -> bool:
+    """Whether only space and end-of-turn tokens are left."""
+    return _END.match(text, start) is not None
+
+
+def to_json(value: Any) -> str | None:
+    """Return JSON text that any parser and UTF-8 accept; None for a number out of range."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return text if _is_utf8(text) else json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def call_of(value: Any) -> NamedCall | None:
+    """Return what an object such as `{"name": ..., "arguments": {...}}` calls.
+
+    The arguments may also be named `parameters`, be JSON text themselves, or be missing; the
+    object may lie under `function`. None for anything else.
+    """
+    if not isinstance(value, dict):
+        return None
+    call_id = value.get("id")
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = whole_value(arguments)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(name, str) or not name or not _is_utf8(name):
+        return None
+    text = to_json(arguments) if isinstance(arguments, dict) else None
+    if text is None:
+        return None
+    return NamedCall(name, text, call_id if isinstance(call_id, str) and call_id else None)
+
+
+def object_of(call: FunctionCall, arguments_key: str = "arguments") -> Mapping[str, Any]:
+    """Return the object that describes a call; arguments that are no JSON stay text."""
+    return {"name": call.name, arguments_key: whole_value(call.arguments, blank={})}
+
+
+def whole_value(text: str, *, blank: Any = None) -> Any:
+    """Return the JSON value a text consists of; `blank` without any, the text if it is no JSON."""
+    if not text.strip():
+        return blank
+    read = read_json(text, 0)
+    return read.value if read is not None and is_end(text, read.end) else text
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+class HermesFormat(ToolCallFormat):
+    """Any number of tagged JSON objects; only the last tag may be left open."""
+
+    trigger = OPEN
+
+    def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
+        """Return the calls of a completion; see `ToolCallFormat`."""
+        calls: list[FoundCall] = []
+        position = text.find(OPEN, start)
+        while position >= 0:
+            call = read_tagged_json(text, position)
+            if call is None:
+                return []
+            calls.append(call)
+            position = text.find(OPEN, call.end)
+        return calls
+
+    def frame_of(self, name: str) -> tuple[str, str] | None:
+        """Return the tag and the object around the arguments; see `ToolCallFormat`."""
+        return (
+            f'{OPEN}{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
+            f"}}{CLOSE}",
+        )
+
+    def render(self, calls: Sequence[FunctionCall]) -> str:
+        """Return one tagged object per line."""
+        return "\n".join(
+            f"{OPEN}{json.dumps(object_of(call), ensure_ascii=False)}{CLOSE}" for call in calls
+        )
+
+
+def read_tagged_json(text: str, start: int) -> FoundCall | None:
+    """Read the JSON call whose opening tag is at `start`; None if it is broken."""
+    read = read_json(text, start + len(OPEN))
+    call = call_of(read.value) if read else None
+    if read is None or call is None:
+        return None
+    end = closing_end(text, read.end)
+    if end is None:
+        return None
+    return FoundCall(call.name, call.arguments, start, end, call.call_id)
+
+
+def closing_end(text: str, start: int) -> int | None:
+    """Return the index behind the closing tag, or of the end of a text that lacks it; else None."""
+    position = skip_space(text, start)
+    if text.startswith(CLOSE, position):
+        return position + len(CLOSE)
+    return len(text) if is_end(text, start) else None
+
+
+_MARK = re.compile(rf"{OPEN}|<function=")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
+_PARAMETER = re.compile(
+    r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>|\Z))\s*", re.DOTALL
+)
+_PYTHON_WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
+
+
+class QwenFormat(ToolCallFormat):
+    """Reads tagged JSON and function elements.
+
+    Args:
+        writes_elements: Render function elements, as Qwen3-Coder does, instead of JSON.
+    """
+
+    trigger = OPEN
+
+    def __init__(self, *, writes_elements: bool = False) -> None:
+        self.writes_elements = writes_elements
+
+    def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
+        """Return the calls of a completion; see `ToolCallFormat`."""
+        schemas = parameter_schemas(tools)
+        calls: list[FoundCall] = []
+        mark = _MARK.search(text, start)
+        while mark is not None:
+            call = _read_call(text, mark.start(), schemas)
+            if call is None:
+                return []
+            calls.append(call)
+            mark = _MARK.search(text, call.end)
+        return calls
+
+    def frame_of(self, name: str) -> tuple[str, str] | None:
+        """Return the tag and the object around the arguments; None for function elements."""
+        if self.writes_elements:
+            return None
+        named = json.dumps(name, ensure_ascii=False)
+        return f'{OPEN}\n{{"name": {named}, "arguments": ', f"}}\n{CLOSE}"
+
+    def render(self, calls: Sequence[FunctionCall]) -> str:
+        """Return one tag per call, each tag on a line of its own."""
+        write = _element if self.writes_elements else _json
+        return "\n".join(f"{OPEN}\n{write(call)}\n{CLOSE}" for call in calls)
+
+
+def _read_call(text: str, start: int, schemas: Mapping[str, Mapping[str, Any]]) -> FoundCall | None:
+    is_tagged = text.startswith(OPEN, start)
+    inside = skip_space(text, start + len(OPEN)) if is_tagged else start
+    if not text.startswith("<function=", inside):
+        return read_tagged_json(text, start)
+    call = _read_element(text, inside, schemas)
+    end = closing_end(text, call.end) if call and is_tagged else call and call.end
+    return call._replace(start=start, end=end) if call and end is not None else None
+
+
+def _read_element(
+    text: str, start: int, schemas: Mapping[str, Mapping[str, Any]]
+) -> FoundCall | None:
+    """Read the function element at `start`; only the last of a completion may be left open."""
+    head = _FUNCTION.match(text, start)
+    if head is None:
+        return None
+    name, position = head[1].strip(), head.end()
+    types = schemas.get(name, {})
+    arguments: dict[str, Any] = {}
+    while (parameter := _PARAMETER.match(text, position)) is not None:
+        arguments[parameter[1].strip()] = _typed(parameter[2], types.get(parameter[1].strip()))
+        position = parameter.end()
+    is_closed = text.startswith("</function>", position)
+    arguments_text = to_json(arguments)
+    if not name or arguments_text is None or not (is_closed or is_end(text, position)):
+        return None
+    end = position + len("</function>") if is_closed else len(text)
+    return FoundCall(name, arguments_text, start, end)
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Return the value a parameter's text stands for under its schema, None if it has none."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    kinds = _kinds(schema) if isinstance(schema, Mapping) else set()
+    if not kinds or "string" in kinds:
+        return None if text == "null" and "null" in kinds else text
+    if text.strip() in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text.strip()]
+    return whole_value(text, blank=text)
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types a schema allows; empty when it does not say."""
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {one for one in kind if isinstance(one, str)}
+    kinds: set[str] = set()
+    for one in [*_listed(schema, "anyOf"), *_listed(schema, "oneOf")]:
+        kinds |= _kinds(one)
+    # What a reference points at is not looked up: JSON is tried, and text kept where it is none.
+    return kinds | {"object"} if {"$ref", "allOf"} & schema.keys() else kinds
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    entries = schema.get(key)
+    return [e for e in entries if isinstance(e, Mapping)] if isinstance(entries, list) else []
+
+
+def _json(call: FunctionCall) -> str:
+    return json.dumps(object_of(call), ensure_ascii=False)
+
+
+def _element(call: FunctionCall) -> str:
+    arguments = object_of(call)["arguments"]
+    lines = [f"<function={call.name}>"]
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines += [f"<parameter={name}>", shown, "</parameter>"]
+    return "\n".join([*lines, "</function>"])
+
+
+TAG = "<|python_tag|>"
+
+_OBJECT = re.compile(r'\{\s*"')
+_NEXT = re.compile(r"\s*(?:[;,]\s*)?(?:<\|python_tag\|>\s*)?(?=[\[{])")
+
+
+class Llama3JsonFormat(ToolCallFormat):
+    """Objects with `name` and `parameters` (or `arguments`), or a list of them."""
+
+    separator = "; "
+
+    def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
+        """Return the calls of a completion; see `ToolCallFormat`."""
+        tag = text.find(TAG, start)
+        first = skip_space(text, start)
+        if text.startswith(("{", "["), first):
+            return _read_calls(text, first, first)
+        if tag >= 0:
+            return _read_calls(text, tag, tag + len(TAG))
+        position = _known_object(text, first, set(parameter_schemas(tools)))
+        return [] if position is None else _read_calls(text, position, position)
+
+    def frame_of(self, name: str) -> tuple[str, str] | None:
+        """Return the object around the parameters; see `ToolCallFormat`."""
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}"
+
+    def render(self, calls: Sequence[FunctionCall]) -> str:
+        """Return the objects, divided by semicolons."""
+        return "; ".join(
+            json.dumps(object_of(call, "parameters"), ensure_ascii=False) for call in calls
+        )
+
+
+def _known_object(text: str, start: int, names: set[str]) -> int | None:
+    """Return the index of the first object that calls one of `names`."""
+    found = _OBJECT.search(text, start)
+    while found is not None:
+        read = read_json(text, found.start())
+        if read is None:
+            return None
+        calls = _calls_in(read.value)
+        if calls and calls[0].name in names:
+            return found.start()
+        found = _OBJECT.search(text, read.end)
+    return None
+
+
+def _read_calls(text: str, start: int, position: int) -> list[FoundCall]:
+    """Read the calls from `position` on; the first one begins at `start`."""
+    found: list[FoundCall] = []
+    while True:
+        read = read_json(text, position)
+        calls = _calls_in(read.value) if read else None
+        if read is None or not calls:
+            return []
+        found += [FoundCall(c.name, c.arguments, start, read.end, c.call_id) for c in calls]
+        following = _NEXT.match(text, read.end)
+        if following is None:
+            return found
+        start, position = read.end, following.end()
+
+
+def _calls_in(value: Any) -> list[NamedCall] | None:
+    """Return the calls of an object or a list of objects; None if one of them is no call."""
+    calls = []
+    for entry in value if isinstance(value, list) else [value]:
+        call = call_of(entry) if _has_arguments(entry) else None
+        if call is None:
+            return None
+        calls.append(call)
+    return calls
+
+
+def _has_arguments(entry: Any) -> bool:
+    inner = entry.get("function", entry) if isinstance(entry, dict) else None
+    return isinstance(inner, dict) and bool({"arguments", "parameters"} & inner.keys())
+
+
+MARK = "[TOOL_CALLS]"
+
+_NAMED = re.compile(
+    r"(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?P<id>[^\s\[\]{}]+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+)
+
+
+class MistralFormat(ToolCallFormat):
+    """Reads both spellings.
+
+    Args:
+        writes_names: Render a mark, a name and arguments per call instead of one list.
+    """
+
+    def __init__(self, *, writes_names: bool = False) -> None:
+        self.writes_names = writes_names
+
+    def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
+        """Return the calls of a completion; see `ToolCallFormat`."""
+        calls: list[FoundCall] = []
+        mark = text.find(MARK, start)
+        while mark >= 0:
+            inside = skip_space(text, mark + len(MARK))
+            is_list = text.startswith("[", inside)
+            read = _read_list(text, mark, inside + 1) if is_list else _read_one(text, mark, inside)
+            if not read:
+                return []
+            calls += read
+            mark = text.find(MARK, calls[-1].end)
+        return calls
+
+    def render(self, calls: Sequence[FunctionCall]) -> str:
+        """Return the calls behind one mark, or behind one each."""
+        objects = [object_of(call) for call in calls]
+        if not self.writes_names:
+            return f"{MARK} {json.dumps(objects, ensure_ascii=False)}"
+        return "".join(
+            f"{MARK}{o['name']}[ARGS]{json.dumps(o['arguments'], ensure_ascii=False)}"
+            for o in objects
+        )
+
+
+def _read_list(text: str, start: int, position: int) -> list[FoundCall] | None:
+    """Read the objects of a list that may lack its closing bracket at the end of the text."""
+    calls: list[FoundCall] = []
+    while True:
+        read = read_json(text, position)
+        call = call_of(read.value) if read else None
+        if read is None or call is None:
+            return None
+        calls.append(FoundCall(call.name, call.arguments, start, read.end, call.call_id))
+        position = skip_space(text, read.end)
+        if text.startswith("]", position) or is_end(text, position):
+            return calls
+        if not text.startswith(",", position):
+            return None
+        start, position = position, position + 1
+
+
+def _read_one(text: str, start: int, position: int) -> list[FoundCall] | None:
+    """Read a name with its arguments, or one object that lacks the list around it."""
+    head = _NAMED.match(text, position)
+    read = read_json(text, head.end() if head else position)
+    if read is None:
+        return None
+    value = (
+        {"name": head["name"], "arguments": read.value, "id": head["id"]} if head else read.value
+    )
+    call = call_of(value)
+    if call is None:
+        return None
+    return [FoundCall(call.name, call.arguments, start, read.end, call.call_id)]
+
+
+class ToolFormatRegistry:
+    """Finds formats by name; upper case, `-`, `.` and `_` make no difference."""
+
+    def __init__(self) -> None:
+        self._formats: dict[str, ToolCallFormat] = {}
+        self._names: list[str] = []
+
+    def register(self, tool_format: ToolCallFormat, *names: str) -> None:
+        """Let a format answer to `names`; a name given before now means this one."""
+        for name in names:
+            self._names = [known for known in self._names if _key(known) != _key(name)]
+            self._names.append(name)
+            self._formats[_key(name)] = tool_format
+
+    def find(self, name: str) -> ToolCallFormat | None:
+        """Return the format of that name, None if there is none."""
+        return self._formats.get(_key(name))
+
+    def names(self) -> list[str]:
+        """Return every name in alphabetical order."""
+        return sorted(self._names)
+
+    def nearest(self, name: str) -> str | None:
+        """Return the known name most like `name`, None if none is like it."""
+        near = difflib.get_close_matches(name.lower(), self.names(), n=1)
+        return near[0] if near else None
+
+
+def _key(name: str) -> str:
+    return name.lower().translate({ord(mark): None for mark in "-._"})
+
+
+registry = ToolFormatRegistry()
+registry.register(HermesFormat(), "hermes")
+registry.register(Llama3JsonFormat(), "llama3_json", "llama3", "llama4_json")
+registry.register(QwenFormat(), "qwen", "qwen2.5", "qwen3", "qwen3_json")
+registry.register(QwenFormat(writes_elements=True), "qwen3_coder", "qwen3_xml")
+registry.register(MistralFormat(), "mistral")
+registry.register(MistralFormat(writes_names=True), "mistral_v11")
