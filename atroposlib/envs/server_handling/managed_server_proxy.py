@@ -13,11 +13,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atroposlib.envs.running import favour_event_loop
-from atroposlib.envs.server_handling.proxy.app import create_app
-from atroposlib.envs.server_handling.proxy.http_server import KEEP_ALIVE_S
-from atroposlib.envs.server_handling.proxy.proxy_state import config_of
+from atroposlib.envs.server_handling.proxy.app import KEEP_ALIVE_S, create_app
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, openai_error_body
-from atroposlib.envs.server_handling.proxy.request_models import (
+from atroposlib.envs.server_handling.proxy.requests import (
     ChatCompletionProxyRequest,
     ChatMessage,
     RenderResponse,
@@ -25,8 +23,7 @@ from atroposlib.envs.server_handling.proxy.request_models import (
     SessionCreateRequest,
     SessionCreateResponse,
 )
-from atroposlib.envs.server_handling.proxy.session import SessionState
-from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.proxy.sessions import ProxySettings, SessionState, config_of
 from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser
 from atroposlib.utils.web_pages import names_of_address

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
-from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 from atroposlib.errors import ConfigError, EngineSetupError, MissingExtraError
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
-from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 from atroposlib.envs.server_handling.retry import (
     EngineStatusError,
     RetriesExhaustedError,

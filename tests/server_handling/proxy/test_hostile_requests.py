@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.envs.server_handling.proxy.dialect import IGNORED_HEADER
+from atroposlib.envs.server_handling.proxy.exchange import IGNORED_HEADER
 from tests.server_handling.proxy.engine import RecordingEngine, app_of
 
 HELLO = {"role": "user", "content": "Hello"}

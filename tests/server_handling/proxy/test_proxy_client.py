@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.proxy.app import create_app
-from atroposlib.envs.server_handling.proxy.http_server import serving
-from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.proxy.app import create_app, serving
+from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of

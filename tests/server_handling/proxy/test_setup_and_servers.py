@@ -11,11 +11,9 @@ import httpx
 import pytest
 
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.proxy.agent_groups import group_of_agents
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy
-from atroposlib.envs.server_handling.proxy.app import create_app
-from atroposlib.envs.server_handling.proxy.http_server import serving
-from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, group_of_agents
+from atroposlib.envs.server_handling.proxy.app import create_app, serving
+from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.fakes import CharTokenizer, ScriptedEngine

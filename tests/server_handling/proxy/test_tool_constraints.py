@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
-from atroposlib.envs.server_handling.proxy.dialect import IGNORED_HEADER
+from atroposlib.envs.server_handling.proxy.exchange import IGNORED_HEADER
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
 from atroposlib.envs.server_handling.proxy.tool_constraints import demand_of, structural_tag
 from atroposlib.envs.server_handling.sglang_server import tokens_body

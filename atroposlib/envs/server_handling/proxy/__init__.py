@@ -1,7 +1,11 @@
 """The proxy: tracked sessions behind OpenAI-style addresses, for agents left as they are."""
 
-from atroposlib.envs.server_handling.proxy.agent_groups import AgentTrajectory, group_of_agents
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
-from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.proxy.agent_proxy import (
+    AgentProxy,
+    AgentSession,
+    AgentTrajectory,
+    group_of_agents,
+)
+from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 
 __all__ = ["AgentProxy", "AgentSession", "AgentTrajectory", "ProxySettings", "group_of_agents"]

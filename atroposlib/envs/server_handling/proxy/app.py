@@ -1,29 +1,567 @@
-"""The proxy as an application: state, dialects and management wired together."""
+"""The proxy as an application: state, dialects and management wired together.
+
+From an HTTP request to a handler and back: refusals answered, agents that hang up noticed.
+
+Routes around the sessions: health, models, inference servers, and the sessions themselves.
+
+An application served on a local port, inside the event loop that runs anyway.
+
+Who asks: the key of a request, and the session or the administrator it stands for.
+
+/{uuid}/...   the session of that name; its own key, or none while keys are not required
+/v1/...       the session of the key; that of X-Session-ID for the administrator's
+the rest      the administrator's key, when there is one
+
+X-Session-ID beside a session's key names a part of it, which records sequences of its own.
+
+Reading the JSON object of a request, within a limit.
+
+Protocols besides OpenAI's chat that agents speak to the proxy.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import json
+import logging
+import re
+import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
+import uvicorn
 from fastapi import FastAPI
+from pydantic import TypeAdapter
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
-from atroposlib.envs.server_handling.proxy.backends import HasServers
-from atroposlib.envs.server_handling.proxy.dialect import Dialect
-from atroposlib.envs.server_handling.proxy.dialects import DIALECTS
-from atroposlib.envs.server_handling.proxy.management import ManagementRoutes
-from atroposlib.envs.server_handling.proxy.mounting import (
-    answer_unknown_routes,
-    mount_dialect,
-    refuse_web_pages,
+from atroposlib.envs.server_handling.proxy.anthropic import (
+    ANTHROPIC,
+    anthropic_model_card,
+    anthropic_model_list,
 )
-from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI
-from atroposlib.envs.server_handling.proxy.proxy_state import ProxyState
-from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.proxy.exchange import IGNORED_HEADER, Dialect, Exchange, Route
+from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI, model_card, model_list
+from atroposlib.envs.server_handling.proxy.refusals import (
+    ProxyRefusal,
+    as_refusal,
+    bad_request,
+    invalid_body,
+    openai_error_body,
+    wrong_key,
+)
+from atroposlib.envs.server_handling.proxy.requests import (
+    SessionCreateRequest,
+    SessionCreateResponse,
+    SetupRequest,
+    read_body,
+)
+from atroposlib.envs.server_handling.proxy.responses import RESPONSES
+from atroposlib.envs.server_handling.proxy.sessions import (
+    SESSION_HEADER,
+    HasServers,
+    ProxySettings,
+    ProxyState,
+    SessionState,
+    SessionStore,
+    address_of,
+)
+from atroposlib.envs.server_handling.turn_matching import SequenceNode
+from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
 
-__all__ = ["app_of_state", "create_app"]
+__all__ = [
+    "DIALECTS",
+    "KEEP_ALIVE_S",
+    "ManagementRoutes",
+    "answer_unknown_routes",
+    "answered",
+    "app_of_state",
+    "check_admin",
+    "check_anyone",
+    "create_app",
+    "key_of",
+    "mount_dialect",
+    "parse_object",
+    "part_of",
+    "read_object",
+    "refuse_web_pages",
+    "serving",
+    "session_of",
+]
+
+
+def key_of(headers: Mapping[str, str]) -> str | None:
+    """Return the key of a request, from either header the clients use, None without one."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return headers.get("x-api-key", "").strip() or None
+
+
+def part_of(
+    request: Request, sessions: SessionStore, settings: ProxySettings, *, opens: bool
+) -> SessionState:
+    """Return the session of a request, or the part of it that `X-Session-ID` names.
+
+    Args:
+        request: Of an agent.
+        sessions: The open ones.
+        settings: Who must show a key.
+        opens: Whether to open a part that is not there.
+
+    Raises:
+        ProxyRefusal: as in `session_of`; 404 for an unknown part.
+    """
+    session = session_of(request, sessions, settings)
+    part_id = request.headers.get(SESSION_HEADER, "").strip()
+    return sessions.part(session, part_id, opens=opens) if part_id else session
+
+
+def session_of(request: Request, sessions: SessionStore, settings: ProxySettings) -> SessionState:
+    """Return the session a request belongs to and note its use.
+
+    Raises:
+        ProxyRefusal: 404 for an unknown name; 401 without a valid key where one is needed, and
+            always for the key of another session.
+    """
+    key = key_of(request.headers)
+    name = request.path_params.get("uuid")
+    if name is None and key is not None and _is_admin(key, settings):
+        name = request.headers.get(SESSION_HEADER, "").strip() or None
+    if name is None:
+        session = sessions.of_key(key) if key else None
+        if session is None:
+            raise wrong_key()
+        return session
+    if name == "v1":  # of /v1/v1/messages
+        raise ProxyRefusal(
+            "the URL has /v1 twice; Anthropic's clients add it to the base URL themselves",
+            status=404,
+            code="unknown_url",
+        )
+    session = sessions.find(name)
+    if key is not None and (_is_equal(key, session.api_key) or _is_admin(key, settings)):
+        return session
+    if settings.require_keys or (key is not None and sessions.of_key(key) is not None):
+        raise wrong_key()
+    return session
+
+
+def check_admin(request: Request, settings: ProxySettings) -> None:
+    """Raise the 401 unless the request may manage sessions and servers."""
+    key = key_of(request.headers)
+    if settings.admin_key is not None and not (key and _is_admin(key, settings)):
+        raise wrong_key()
+
+
+def check_anyone(request: Request, sessions: SessionStore, settings: ProxySettings) -> None:
+    """Raise the 401 where keys are required and the request has none that is valid."""
+    key = key_of(request.headers)
+    if settings.require_keys and not (
+        key and (_is_admin(key, settings) or sessions.of_key(key) is not None)
+    ):
+        raise wrong_key()
+
+
+def _is_admin(key: str, settings: ProxySettings) -> bool:
+    return settings.admin_key is not None and _is_equal(key, settings.admin_key)
+
+
+def _is_equal(first: str, second: str) -> bool:
+    return hmac.compare_digest(first.encode(), second.encode())
+
+
+async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a request's body; an empty body is an empty object.
+
+    Raises:
+        ProxyRefusal: 413 beyond `max_bytes`, 400 for broken JSON, 422 for JSON that is not an
+            object.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    pieces = bytearray()
+    async for piece in request.stream():
+        pieces += piece
+        if len(pieces) > max_bytes:
+            raise _too_large(max_bytes)
+    return parse_object(bytes(pieces))
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in some bytes, every text of it valid Unicode."""
+    if not body.strip():
+        return {}
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+        if b"\\ud" in body.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise bad_request(f"the body holds text that is not Unicode: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid_body(
+            [{"loc": ("body",), "msg": "expected a JSON object", "type": "dict_type"}]
+        )
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _too_large(max_bytes: int) -> ProxyRefusal:
+    return ProxyRefusal(
+        f"the body is larger than the {max_bytes} bytes that are allowed",
+        status=413,
+        code="body_too_large",
+    )
+
+
+logger = logging.getLogger(__name__)
+
+ErrorBody = Callable[[ProxyRefusal], dict[str, Any]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMES = 16
+
+_GONE = 499
+"""Status for logs alone: whoever asked is not there to read it."""
+
+
+def mount_dialect(
+    app: FastAPI, dialect: Dialect, sessions: SessionStore, settings: ProxySettings
+) -> None:
+    """Serve a dialect's routes, by key below `/v1` and by name below `/{uuid}/v1`."""
+    for route in dialect.routes:
+        endpoint = answered(
+            _endpoint(route, sessions, settings), dialect.error_body, invalid_status=400
+        )
+        for prefix in ("/v1", "/{uuid}/v1"):
+            app.add_api_route(
+                prefix + route.path, endpoint, methods=[route.method], tags=[dialect.name]
+            )
+
+
+def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
+    """Answer unknown routes below `/v1` in the shape of the dialect that they seem to mean.
+
+    That is the one whose client sends its header, else whose routes begin alike, else the first.
+    A route of a dialect without `/v1` in front is one of a client whose base URL lacks it.
+    `detail` is the framework's own, as in every other answer to an unknown route.
+    """
+
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        body: dict[str, Any] = {"detail": error.detail}
+        said = f"unknown request URL: {request.method} {request.url.path}"
+        path = request.scope["path"]
+        dialect = _meant_dialect(path, request.headers, dialects)
+        if dialect is None:
+            starts = [f"/{part}" for part in path.strip("/").split("/")[:2]]
+            dialect = next(filter(None, (_dialect_of(start, dialects) for start in starts)), None)
+            said += "; the routes are below /v1, which the client's base URL has to end in"
+        if dialect is not None:
+            refusal = ProxyRefusal(said, status=error.status_code, code="unknown_url")
+            body |= dialect.error_body(refusal)
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    app.add_exception_handler(HTTPException, unknown)  # type: ignore[arg-type]  # of its class only
+
+
+def refuse_web_pages(app: FastAPI, dialects: Sequence[Dialect], settings: ProxySettings) -> None:
+    """Refuse what pages in a browser send, in the shape of the dialect they seem to mean."""
+
+    def answer(scope: Scope, refused: WebPageRefusal) -> Response:
+        refusal = ProxyRefusal(refused.text, status=refused.status, code=refused.code)
+        dialect = _meant_dialect(scope["path"], Headers(scope=scope), dialects) or dialects[0]
+        return JSONResponse(dialect.error_body(refusal), refusal.status)
+
+    rule = WebPageRule(
+        allowed_hosts=frozenset(settings.allowed_hosts),
+        machine_name=socket.gethostname(),
+        # A page of a rebound name has no key.
+        checks_host=not (settings.require_keys and settings.admin_key),
+        host_remedy="name {} in settings.allowed_hosts",
+    )
+    app.add_middleware(WebPageMiddleware, rule=rule, answer=answer)
+
+
+def _meant_dialect(
+    path: str, headers: Mapping[str, str], dialects: Sequence[Dialect]
+) -> Dialect | None:
+    """Return the dialect of a request below `/v1`; None for one that is not there."""
+    below = path.strip("/").split("/")
+    below = below if below[0] == "v1" else below[1:]
+    if below[:1] != ["v1"]:
+        return None
+    start = "/".join(["", *below[1:2]])
+    for dialect in dialects:
+        if dialect.version_header is not None and dialect.version_header in headers:
+            return dialect
+    return _dialect_of(start, dialects) or dialects[0]
+
+
+def _dialect_of(start: str, dialects: Sequence[Dialect]) -> Dialect | None:
+    """Return the first dialect with a route that begins so."""
+    for dialect in dialects:
+        if any(f"{route.path}/".startswith(f"{start}/") for route in dialect.routes):
+            return dialect
+    return None
+
+
+def answered(
+    endpoint: Endpoint,
+    error_body: ErrorBody = openai_error_body,
+    *,
+    invalid_status: int = 422,
+    by_header: Mapping[str | None, ErrorBody] | None = None,
+) -> Endpoint:
+    """Return an endpoint that answers what is raised inside, and ends when the agent hangs up.
+
+    Args:
+        endpoint: What may raise.
+        error_body: Of an error response.
+        invalid_status: Status for a body with missing or mistyped fields.
+        by_header: Bodies for clients that send a header of their protocol, by its name.
+    """
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ClientDisconnect:
+            return Response(status_code=_GONE)
+        except Exception as error:  # one request: answered, and logged if unforeseen
+            refusal = as_refusal(error)
+            if refusal.status == 422:
+                refusal.status = invalid_status
+            if refusal.status == 500:
+                logger.exception("request to %s failed", request.url.path.rpartition("/")[2])
+            shape = next(
+                (body for name, body in (by_header or {}).items() if name in request.headers),
+                error_body,
+            )
+            return JSONResponse(shape(refusal), status_code=refusal.status, headers=refusal.headers)
+
+    return guarded
+
+
+def _endpoint(route: Route, sessions: SessionStore, settings: ProxySettings) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        session = part_of(request, sessions, settings, opens=route.method == "POST")
+        body: dict[str, Any] = {}
+        if route.method == "POST":
+            body = await read_object(request, max_bytes=settings.max_body_bytes)
+        path_params = {k: str(v) for k, v in request.path_params.items() if k != "uuid"}
+        exchange = Exchange(session, body, path_params, request.query_params, request.headers)
+        response = await _watched(request, route.handler(exchange))
+        names = sorted(name for name in exchange.ignored if _SAFE_NAME.fullmatch(name))
+        if names:
+            response.headers[IGNORED_HEADER] = ", ".join(names[:_MOST_NAMES])
+        return response
+
+    return endpoint
+
+
+async def _watched(request: Request, work: Awaitable[Response]) -> Response:
+    """Await `work`, and cancel it when the agent hangs up; the body must have been read."""
+    task = asyncio.ensure_future(work)
+    hang_up = asyncio.ensure_future(_hang_up(request))
+    try:
+        await asyncio.wait({task, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        hang_up.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _hang_up(request: Request) -> None:
+    """Wait until the agent closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+_NODES = TypeAdapter(list[SequenceNode])
+
+
+class ManagementRoutes:
+    """The routes of whoever runs the agents, rather than of the agents.
+
+    Args:
+        state: What the routes show and change.
+    """
+
+    def __init__(self, state: ProxyState) -> None:
+        self._state = state
+        self._started_at = time.time()
+
+    def mount(self, app: FastAPI) -> None:
+        """Serve the routes."""
+        for path, endpoint, method in (
+            ("/health", self.health, "GET"),
+            ("/v1/models", self.models, "GET"),
+            ("/{uuid}/v1/models", self.session_models, "GET"),
+            ("/v1/models/{model:path}", self.model, "GET"),
+            ("/{uuid}/v1/models/{model:path}", self.session_model, "GET"),
+            ("/setup", self.setup, "POST"),
+            ("/servers", self.servers, "GET"),
+            ("/sessions/create", self.create_session, "POST"),
+            ("/sessions", self.sessions, "GET"),
+            ("/{uuid}/nodes", self.nodes, "GET"),
+            ("/{uuid}", self.delete_session, "DELETE"),
+        ):
+            guarded = answered(endpoint, by_header={ANTHROPIC.version_header: ANTHROPIC.error_body})
+            app.add_api_route(path, guarded, methods=[method], tags=["management"])
+
+    async def health(self, request: Request) -> Response:
+        """Tell how many sessions and healthy servers there are."""
+        servers = self._state.servers
+        return JSONResponse(
+            {
+                "status": "ok",
+                "model": self._state.model_name,
+                "sessions": len(self._state.sessions),
+                "servers": len(servers),
+                "healthy_servers": sum(bool(server.server_healthy) for server in servers),
+            }
+        )
+
+    async def models(self, request: Request) -> Response:
+        """List the one model, as OpenAI does."""
+        check_anyone(request, self._state.sessions, self._state.settings)
+        return _models(request, self._state.model_name, self._started_at)
+
+    async def session_models(self, request: Request) -> Response:
+        """List the model of a session."""
+        session = session_of(request, self._state.sessions, self._state.settings)
+        return _models(request, session.model_name, session.created_at)
+
+    async def model(self, request: Request) -> Response:
+        """Describe the one model."""
+        check_anyone(request, self._state.sessions, self._state.settings)
+        return _model(request, self._state.model_name, self._started_at)
+
+    async def session_model(self, request: Request) -> Response:
+        """Describe the model of a session."""
+        session = session_of(request, self._state.sessions, self._state.settings)
+        return _model(request, session.model_name, session.created_at)
+
+    async def setup(self, request: Request) -> Response:
+        """Replace the inference servers; open sessions keep theirs."""
+        check_admin(request, self._state.settings)
+        await self._state.set_up(read_body(SetupRequest, await self._body(request)))
+        answer = {"status": "ok", "servers": len(self._state.servers)}
+        return JSONResponse({**answer, "model_name": self._state.model_name})
+
+    async def servers(self, request: Request) -> Response:
+        """List the inference servers."""
+        check_admin(request, self._state.settings)
+        return JSONResponse(
+            {
+                "servers": [
+                    {
+                        "index": i,
+                        "base_url": address_of(server),
+                        "healthy": bool(server.server_healthy),
+                        "model_name": server.config.model_name,
+                        "server_type": getattr(server.config, "server_type", None),
+                    }
+                    for i, server in enumerate(self._state.servers)
+                ]
+            }
+        )
+
+    async def create_session(self, request: Request) -> Response:
+        """Open a session; the answer is the only place where its key is told."""
+        check_admin(request, self._state.settings)
+        wanted = read_body(SessionCreateRequest, await self._body(request))
+        session = self._state.open_session(wanted)
+        answer = SessionCreateResponse(
+            uuid=session.uuid,
+            model_name=session.model_name,
+            tool_parser=session.tool_parser,
+            base_url=session.base_url,
+            created_at=session.created_at,
+            api_key=session.api_key,
+        )
+        return JSONResponse(answer.model_dump())
+
+    async def sessions(self, request: Request) -> Response:
+        """List the open sessions."""
+        check_admin(request, self._state.settings)
+        return JSONResponse(
+            {
+                "sessions": [
+                    {
+                        "uuid": session.uuid,
+                        "model_name": session.model_name,
+                        "base_url": session.base_url,
+                        "created_at": session.created_at,
+                        "last_accessed": session.last_accessed,
+                        "num_nodes": len(session.nodes),
+                    }
+                    for session in self._state.sessions
+                ]
+            }
+        )
+
+    async def nodes(self, request: Request) -> Response:
+        """Return the recorded sequences of a session, or of a part of it."""
+        session = part_of(request, self._state.sessions, self._state.settings, opens=False)
+        # Long sessions hold a million tokens: bytes at once, without objects in between.
+        body = b'{"nodes":' + _NODES.dump_json(session.nodes) + b"}"
+        return Response(body, media_type="application/json")
+
+    async def delete_session(self, request: Request) -> Response:
+        """Delete a session, or a part of it; its requests in flight are answered with 404."""
+        session = session_of(request, self._state.sessions, self._state.settings)
+        part_id = request.headers.get(SESSION_HEADER, "").strip()
+        if part_id and part_id != session.uuid:
+            self._state.sessions.delete_part(session, part_id)
+        else:
+            self._state.sessions.delete(session)
+        return JSONResponse({"status": "deleted", "uuid": session.uuid})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await read_object(request, max_bytes=self._state.settings.max_body_bytes)
+
+
+def _models(request: Request, model_name: str, created: float) -> Response:
+    if ANTHROPIC.version_header in request.headers:
+        return JSONResponse(anthropic_model_list(model_name, created))
+    return JSONResponse(model_list(model_name, created))
+
+
+def _model(request: Request, model_name: str, created: float) -> Response:
+    wanted = request.path_params["model"]
+    if wanted != model_name:
+        raise ProxyRefusal(
+            f"the model {wanted!r} does not exist; this proxy has {model_name!r}, which answers "
+            "requests for any model",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+    is_anthropic = ANTHROPIC.version_header in request.headers
+    card = anthropic_model_card if is_anthropic else model_card
+    return JSONResponse(card(model_name, created))
+
+
+DIALECTS: tuple[Dialect, ...] = (RESPONSES, ANTHROPIC)
+"""Served by the proxy, in this order."""
+
 
 _LONGEST_SWEEP_S = 60.0
 
@@ -76,3 +614,55 @@ async def _sweep(state: ProxyState) -> None:
     while True:
         await asyncio.sleep(pause_s)
         state.sessions.expire()
+
+
+KEEP_ALIVE_S = 120
+"""How long an unused connection stays open: longer than agents usually keep theirs, so that none
+is closed in the moment it is used again."""
+
+_POLL_S = 0.005
+_GRACE_S = 1
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """Leaves the signals of the process to whoever owns the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[int]:
+    """Serve `app` and yield its port; at the end every connection is closed.
+
+    Args:
+        app: The application; its lifespan is run.
+        host: Address to bind.
+        port: Port to bind; 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=2048) as listener:
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            lifespan="on",
+            log_config=None,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_GRACE_S,
+            ws="none",
+        )
+        server = _EmbeddedServer(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            while not server.started and not task.done():  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(_POLL_S)
+            if task.done():
+                raise RuntimeError("the proxy ended while it started; its log says why")
+            yield int(listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await task

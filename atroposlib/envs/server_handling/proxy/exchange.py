@@ -5,25 +5,43 @@
     OpenAI answer ◄── texts, tool calls ◄─────┘
 
 Every dialect goes through here, so a session is one record whatever its agents speak.
+
+What a protocol brings along to be served: its routes and the shape of its errors.
+
+    request ─► session of the key or address ─► bounded JSON body ─► Exchange ─► route's handler
+                                                                                    │
+      HTTP response ◄── `Dialect.error_body` of anything raised ◄──────────────────┘
+
+A handler translates the body to an OpenAI chat request, awaits `Exchange.complete_chat` and
+translates the answer back. It needs no handling of keys, sessions, broken bodies, agents that
+hang up, or failing engines.
+
+Answers in OpenAI's form, made of a managed server's answer and the tokens behind it; pure.
+
+Server-sent events from an answer that is already whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from starlette.responses import Response, StreamingResponse
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.proxy.answers import TextOf, chat_answer, text_answer
-from atroposlib.envs.server_handling.proxy.refusals import bad_request
-from atroposlib.envs.server_handling.proxy.request_models import (
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, bad_request
+from atroposlib.envs.server_handling.proxy.requests import (
     ChatCompletionProxyRequest,
     CompletionProxyRequest,
+    chat_kwargs,
     read_body,
+    text_kwargs,
 )
-from atroposlib.envs.server_handling.proxy.sampling import chat_kwargs, text_kwargs
-from atroposlib.envs.server_handling.proxy.session import SessionState
-from atroposlib.envs.server_handling.proxy.session_server import Sample
+from atroposlib.envs.server_handling.proxy.sessions import Sample, SessionState
 from atroposlib.envs.server_handling.proxy.tool_constraints import (
     demand_of,
     strict_fields,
@@ -34,7 +52,160 @@ from atroposlib.envs.server_handling.tool_formats import registry
 from atroposlib.envs.server_handling.turn_matching import THINKING_START
 from atroposlib.errors import AtroposError, PromptError
 
-__all__ = ["RenderedPrompt", "complete_chat", "complete_text", "render"]
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion import Completion
+
+__all__ = [
+    "IGNORED_HEADER",
+    "Dialect",
+    "Event",
+    "Exchange",
+    "Handler",
+    "RenderedPrompt",
+    "Route",
+    "chat_answer",
+    "complete_chat",
+    "complete_text",
+    "render",
+    "stream_events",
+    "text_answer",
+]
+
+TextOf = Callable[[list[int]], str]
+
+
+def chat_answer(
+    answer: ChatCompletion, samples: Sequence[Sample], *, model: str, text_of: TextOf | None
+) -> dict[str, Any]:
+    """Return a chat completion.
+
+    Args:
+        answer: Of the managed server.
+        samples: What the engine sampled for it; empty for a server without token ids.
+        model: Name in the answer.
+        text_of: Text of ids, to add logprobs; None leaves them out.
+    """
+    rows = _rows_of(samples)
+    choices = []
+    for i, choice in enumerate(answer.choices):
+        message: dict[str, Any] = {"role": "assistant", "content": choice.message.content}
+        if choice.message.tool_calls:
+            # Dictionaries of a managed server, objects of a provider.
+            message["tool_calls"] = [_as_dict(call) for call in choice.message.tool_calls]
+        logprobs = None
+        if text_of is not None and rows:
+            logprobs = {"content": _chat_logprobs(*rows[i], text_of), "refusal": None}
+        choices.append(
+            {
+                "index": i,
+                "message": message,
+                "finish_reason": choice.finish_reason,
+                "logprobs": logprobs,
+            }
+        )
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(6)}",
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": model,
+        "choices": choices,
+        "usage": _usage(samples, [answer.usage]),
+    }
+
+
+def text_answer(
+    answers: Sequence[Completion],
+    samples: Sequence[Sample],
+    *,
+    model: str,
+    text_of: TextOf | None,
+) -> dict[str, Any]:
+    """Return a text completion with the choices of all answers, numbered through.
+
+    Args:
+        answers: One per prompt.
+        samples: What the engine sampled, in the order of the choices.
+        model: Name in the answer.
+        text_of: Text of ids, to add logprobs; None leaves them out.
+    """
+    rows = _rows_of(samples)
+    found = [choice for answer in answers for choice in answer.choices]
+    choices = [
+        {
+            "index": i,
+            "text": choice.text,
+            "finish_reason": choice.finish_reason,
+            "logprobs": _text_logprobs(*rows[i], text_of) if text_of and rows else None,
+        }
+        for i, choice in enumerate(found)
+    ]
+    return {
+        "id": f"cmpl-{secrets.token_hex(6)}",
+        "object": "text_completion",
+        "created": answers[0].created,
+        "model": model,
+        "choices": choices,
+        "usage": _usage(samples, [answer.usage for answer in answers]),
+    }
+
+
+def _rows_of(samples: Sequence[Sample]) -> list[tuple[list[int], list[float]]]:
+    return [
+        (ids, logprobs)
+        for sample in samples
+        for ids, logprobs in zip(sample.completion_ids, sample.completion_logprobs, strict=True)
+    ]
+
+
+def _usage(samples: Sequence[Sample], reported: Sequence[Any]) -> dict[str, int]:
+    """Count tokens: those of the samples, else what the servers reported, else none."""
+    if samples:
+        num_prompt = sum(len(sample.prompt_ids) for sample in samples)
+        num_completion = sum(len(ids) for sample in samples for ids in sample.completion_ids)
+    else:
+        usages = [usage for usage in reported if usage is not None]
+        num_prompt = sum(usage.prompt_tokens for usage in usages)
+        num_completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+    }
+
+
+def _chat_logprobs(
+    ids: Sequence[int], logprobs: Sequence[float], text_of: TextOf
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "token": (text := text_of([token_id])),
+            "logprob": logprob,
+            "bytes": list(text.encode()) if "\ufffd" not in text else None,
+            "top_logprobs": [],
+        }
+        for token_id, logprob in zip(ids, logprobs, strict=True)
+    ]
+
+
+def _text_logprobs(
+    ids: Sequence[int], logprobs: Sequence[float], text_of: TextOf
+) -> dict[str, Any]:
+    tokens = [text_of([token_id]) for token_id in ids]
+    offsets = [0]
+    for token in tokens[:-1]:
+        offsets.append(offsets[-1] + len(token))
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": None,
+        "text_offset": offsets[: len(tokens)],
+    }
+
+
+def _as_dict(call: Any) -> dict[str, Any]:
+    dumped: dict[str, Any] = dict(call) if isinstance(call, dict) else call.model_dump()
+    return dumped
 
 
 class RenderedPrompt(NamedTuple):
@@ -214,3 +385,91 @@ async def _run_all(
 def _text_of(session: SessionState) -> TextOf | None:
     tokenizer = session.managed_server.tokenizer
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
+
+
+IGNORED_HEADER = "X-Atropos-Ignored"
+"""Names fields of the request that changed nothing."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One request of an agent whose session is known."""
+
+    session: SessionState
+    body: dict[str, Any]
+    """The JSON object the agent sent; empty for GET and DELETE."""
+    path_params: Mapping[str, str]
+    """Values of the `{names}` in the route's path, without the session's."""
+    query: Mapping[str, str]
+    """Parameters behind the `?`."""
+    headers: Mapping[str, str]
+    """Headers by lower-case name."""
+    ignored: set[str] = field(default_factory=set)
+    """Fields of the body that are not honoured; handlers add to it, and the response names them
+    in `IGNORED_HEADER`."""
+
+    async def complete_chat(
+        self, request: Mapping[str, Any] | ChatCompletionProxyRequest
+    ) -> dict[str, Any]:
+        """Answer an OpenAI chat request; see `exchange.complete_chat`."""
+        return await complete_chat(self.session, request, ignored=self.ignored)
+
+    def render(self, request: Mapping[str, Any] | ChatCompletionProxyRequest) -> RenderedPrompt:
+        """Return the prompt of an OpenAI chat request; see `exchange.render`."""
+        return render(self.session, request)
+
+
+Handler = Callable[[Exchange], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route of a dialect."""
+
+    path: str
+    """Below `/v1`, as `/messages`. Served at `/v1/messages`, where the key names the session,
+    and at `/{uuid}/v1/messages`."""
+    handler: Handler
+    method: Literal["GET", "POST", "DELETE"] = "POST"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A protocol.
+
+    The key of a session is read from `Authorization: Bearer` and from `x-api-key`, whatever the
+    dialect.
+    """
+
+    name: str
+    """Also the key of its state in `SessionState.dialect_state`."""
+    routes: tuple[Route, ...]
+    error_body: Callable[[ProxyRefusal], dict[str, Any]]
+    """Body of an error response; status and headers come from the refusal."""
+    version_header: str | None = None
+    """Header that every client of the protocol sends and no other one does."""
+
+
+class Event(NamedTuple):
+    """One event."""
+
+    data: dict[str, Any] | str
+    """An object, sent as JSON, or literal text without line breaks, as `[DONE]`."""
+    name: str | None = None
+    """Written as the `event:` line; None leaves the line out."""
+
+
+def stream_events(events: Iterable[Event]) -> StreamingResponse:
+    """Return a `text/event-stream` response of the events."""
+
+    async def lines() -> AsyncIterator[str]:
+        for event in events:
+            data = event.data if isinstance(event.data, str) else json.dumps(event.data)
+            head = "" if event.name is None else f"event: {event.name}\n"
+            yield f"{head}data: {data}\n\n"
+
+    return StreamingResponse(
+        lines(),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )

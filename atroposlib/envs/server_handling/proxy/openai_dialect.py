@@ -1,28 +1,197 @@
-"""OpenAI's own protocol: chat completions, text completions, and the model list of a session."""
+"""OpenAI's own protocol: chat completions, text completions, and the model list of a session.
+
+Stop sequences as OpenAI has them: sampled, yet no part of the text an agent is shown.
+
+    chat answered with `…Observation:` ─► agent is shown `…` ─► sends `…` back
+                  └── remembered ──────────────────────────────► read as `…Observation:` again
+
+So the tokens of the stop sequence stay in the recorded conversation that goes on.
+
+An OpenAI answer cut into the chunks a streaming client expects; pure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange, Route
-from atroposlib.envs.server_handling.proxy.dialects.conversing import was_cut_while_thinking
-from atroposlib.envs.server_handling.proxy.exchange import complete_text
-from atroposlib.envs.server_handling.proxy.openai_stops import as_sampled, cut_chat, cut_text
-from atroposlib.envs.server_handling.proxy.openai_stream import chat_events, text_events
+from atroposlib.envs.server_handling.proxy.exchange import (
+    Dialect,
+    Event,
+    Exchange,
+    Route,
+    complete_text,
+    stream_events,
+)
+from atroposlib.envs.server_handling.proxy.history import (
+    GivenTurn,
+    GivenTurns,
+    SentTurn,
+    was_cut_while_thinking,
+    whole_turn,
+)
 from atroposlib.envs.server_handling.proxy.refusals import openai_error_body
-from atroposlib.envs.server_handling.proxy.request_models import (
+from atroposlib.envs.server_handling.proxy.requests import (
     ChatCompletionProxyRequest,
+    ChatMessage,
     CompletionProxyRequest,
     SamplingRequest,
+    Thought,
+    ignored_fields,
     read_body,
+    split_thinking,
 )
-from atroposlib.envs.server_handling.proxy.sampling import ignored_fields
-from atroposlib.envs.server_handling.proxy.sse import stream_events
-from atroposlib.envs.server_handling.proxy.thinking import Thought, split_thinking
+from atroposlib.envs.server_handling.proxy.sessions import SessionState
 
-__all__ = ["OPENAI", "model_card", "model_list"]
+__all__ = [
+    "OPENAI",
+    "as_sampled",
+    "chat_events",
+    "cut_chat",
+    "cut_text",
+    "model_card",
+    "model_list",
+    "text_events",
+]
+
+_STATE_NAME = "openai"
+
+
+def as_sampled(
+    session: SessionState, request: ChatCompletionProxyRequest
+) -> ChatCompletionProxyRequest:
+    """Return a chat request whose replies that were shown cut hold their stop sequence again.
+
+    The last message stays as it is: a reply that shall go on goes on from what was sent.
+    """
+    turns = session.dialect_state.get(_STATE_NAME)
+    if turns is None:
+        return request
+    entries = [_as_entry(message.as_dict()) for message in request.messages[:-1]]
+    messages = [ChatMessage.model_validate(message) for message in turns.restore(entries)]
+    return request.model_copy(update={"messages": [*messages, *request.messages[-1:]]})
+
+
+def cut_chat(
+    session: SessionState, request: ChatCompletionProxyRequest, answer: Mapping[str, Any]
+) -> None:
+    """Shorten the texts of a chat's answer to what stands before a stop sequence.
+
+    Args:
+        session: Remembers the texts as they were sampled.
+        request: As `as_sampled` returned it.
+        answer: As `complete_chat` returns it; changed.
+    """
+    stops = _stops_of(request)
+    for choice in answer["choices"] if stops else ():
+        sampled = dict(choice["message"])
+        shown = _before(sampled["content"] or "", stops)
+        if "tool_calls" in sampled or shown == sampled["content"]:
+            continue
+        choice["message"]["content"] = shown
+        turns: GivenTurns = session.dialect_state.setdefault(_STATE_NAME, GivenTurns())
+        conversation = [message.as_dict() for message in request.messages]
+        turn, before = whole_turn(GivenTurn(sampled, shown), conversation)
+        turns.remember(turn, ids=(), conversation=before)
+
+
+def cut_text(request: SamplingRequest, answer: Mapping[str, Any]) -> None:
+    """Shorten the texts of a text answer likewise; nothing is remembered.
+
+    An agent writes the stop sequence behind its next prompt's text itself, or goes on without it.
+    """
+    stops = _stops_of(request)
+    for choice in answer["choices"]:
+        choice["text"] = _before(choice["text"], stops)
+
+
+def _as_entry(message: dict[str, Any]) -> dict[str, Any] | SentTurn:
+    if message["role"] == "assistant" and message.keys() == {"role", "content"}:
+        return SentTurn(message["content"])
+    return message
+
+
+def _stops_of(request: SamplingRequest) -> Sequence[str]:
+    """Return the stop sequences to hide; none when they are asked for in the text."""
+    if (request.model_extra or {}).get("include_stop_str_in_output") or not request.stop:
+        return ()
+    return [request.stop] if isinstance(request.stop, str) else request.stop
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    starts = [text.index(stop) for stop in stops if stop and stop in text]
+    return text[: min(starts)] if starts else text
+
+
+_PIECE_CHARS = 64
+
+
+def chat_events(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[Event]:
+    """Yield a chat completion as chunks: role, content, calls and end of each choice, `[DONE]`.
+
+    Args:
+        answer: As `complete_chat` returns it.
+        include_usage: Add a last chunk without choices that tells the usage.
+    """
+    head = {
+        "id": answer["id"],
+        "object": "chat.completion.chunk",
+        "created": answer["created"],
+        "model": answer["model"],
+        **({"usage": None} if include_usage else {}),
+    }
+    for choice in answer["choices"]:
+        for change in _chat_changes(choice):
+            full = {"index": choice["index"], "finish_reason": None, "logprobs": None, **change}
+            yield Event({**head, "choices": [full]})
+    if include_usage:
+        yield Event({**head, "choices": [], "usage": answer["usage"]})
+    yield Event("[DONE]")
+
+
+def text_events(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[Event]:
+    """Yield a text completion as chunks; arguments as in `chat_events`."""
+    head = {name: answer[name] for name in ("id", "object", "created", "model")}
+    if include_usage:
+        head["usage"] = None
+    for choice in answer["choices"]:
+        logprobs = choice["logprobs"]
+        for piece in _pieces(choice["text"]):
+            part = {"index": choice["index"], "text": piece, "logprobs": logprobs}
+            yield Event({**head, "choices": [{**part, "finish_reason": None}]})
+            logprobs = None
+        end = {"index": choice["index"], "text": "", "logprobs": logprobs}
+        yield Event({**head, "choices": [{**end, "finish_reason": choice["finish_reason"]}]})
+    if include_usage:
+        yield Event({**head, "choices": [], "usage": answer["usage"]})
+    yield Event("[DONE]")
+
+
+def _chat_changes(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of one choice; its logprobs come whole with the first piece of text."""
+    message = choice["message"]
+    yield {"delta": {"role": "assistant", "content": None if message["content"] is None else ""}}
+    for piece in _pieces(message.get("reasoning_content") or ""):
+        yield {"delta": {"reasoning_content": piece}}
+    logprobs = choice["logprobs"]
+    for piece in _pieces(message["content"] or ""):
+        yield {"delta": {"content": piece}, "logprobs": logprobs}
+        logprobs = None
+    for i, call in enumerate(message.get("tool_calls") or ()):
+        function = call["function"]
+        opened = {**call, "index": i, "function": {"name": function["name"], "arguments": ""}}
+        yield {"delta": {"tool_calls": [opened]}}
+        for piece in _pieces(function["arguments"]):
+            delta = {"index": i, "function": {"arguments": piece}}
+            yield {"delta": {"tool_calls": [delta]}}
+    yield {"delta": {}, "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), _PIECE_CHARS):
+        yield text[start : start + _PIECE_CHARS]
 
 
 def model_list(model_name: str, created: float) -> dict[str, Any]:

@@ -1,26 +1,377 @@
-"""The open sessions: created within a limit, found by name or key, forgotten when idle."""
+"""The open sessions: created within a limit, found by name or key, forgotten when idle.
+
+One agent's conversation space: its key, its recorded sequences, its requests in flight.
+
+The inference server of one session: what each request sampled, and where it waits for one.
+
+ManagedServer --> SampledServer --> the session's server --down--> another healthy one, or wait
+                      |
+                      +-- Sample of the request that is running
+
+Which inference server a session gets, and the managed server in front of it.
+
+What one proxy serves: inference servers, their model, and the sessions in front of them.
+
+Limits and keys of the proxy.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
-from atroposlib.envs.server_handling.proxy.backends import Backend
+from pydantic import AfterValidator, BaseModel, Field
+
+from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.managed_server import (
+    DummyManagedServer,
+    ManagedServer,
+    SequenceNode,
+)
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.refusals import (
     ProxyRefusal,
     bad_request,
     session_not_found,
+    upstream_unavailable,
 )
-from atroposlib.envs.server_handling.proxy.request_models import SessionCreateRequest
-from atroposlib.envs.server_handling.proxy.session import SessionState
-from atroposlib.envs.server_handling.proxy.settings import ProxySettings
+from atroposlib.envs.server_handling.proxy.requests import (
+    ServerEntry,
+    SessionCreateRequest,
+    SetupRequest,
+)
+from atroposlib.envs.server_handling.retry import ServerDownError
+from atroposlib.envs.server_handling.routing import SessionServer, least_loaded
+from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
+from atroposlib.envs.server_handling.server_manager import make_server, wants_placeholders
+from atroposlib.envs.server_handling.token_server import load_tokenizer
+from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.web_pages import check_allowed_host
 
-__all__ = ["SESSION_HEADER", "SessionStore"]
+__all__ = [
+    "SAMPLES",
+    "SESSION_HEADER",
+    "Backend",
+    "HasServers",
+    "ProxySettings",
+    "ProxyState",
+    "Sample",
+    "SampledServer",
+    "SessionState",
+    "SessionStore",
+    "address_of",
+    "choose_server",
+    "config_of",
+    "open_backend",
+]
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the engine read and wrote for one request."""
+
+    prompt_ids: list[int]
+    """[P] ids the engine read."""
+    completion_ids: list[list[int]]
+    """[n][C] ids it sampled."""
+    completion_logprobs: list[list[float]]
+    """[n][C] their logprobs."""
+
+
+SAMPLES: ContextVar[list[Sample] | None] = ContextVar("SAMPLES", default=None)
+"""Where the running request collects its samples, in the order they were answered."""
+
+
+class SampledServer(SessionServer):
+    """The face of a server towards one session.
+
+    Requests stay at one server, whose cache holds the conversation. When it is down they move to
+    another healthy one, or wait up to `wait_s` for any; then `ServerDownError` is raised.
+
+    Args:
+        server: The server chosen for the session.
+        others: Servers it may move to; empty keeps it where it is.
+        wait_s: Longest wait for a server, in seconds.
+    """
+
+    def __init__(self, server: Any, others: Sequence[Any] = (), *, wait_s: float) -> None:
+        super().__init__(server, self._choose_healthy)
+        self._others = list(others)
+        self._wait_s = wait_s
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
+        """Return ids and logprobs, and keep them as a sample of the running request."""
+        answer: TokensAndLogprobs = await super().tokens_and_logprobs_completion(**kwargs)
+        samples = SAMPLES.get()
+        if samples is not None:
+            samples.append(Sample(answer[0], answer[1], answer[2]))
+        return answer
+
+    async def _choose_healthy(self, current: Any, is_training: bool) -> Any:
+        deadline = time.monotonic() + self._wait_s
+        while not current.server_healthy:
+            healthy = [other for other in self._others if other.server_healthy]
+            if healthy:
+                return least_loaded(healthy, is_training=is_training)
+            if time.monotonic() >= deadline:
+                raise ServerDownError(
+                    f"every server of the session has been down for {self._wait_s:g} s"
+                )
+            await asyncio.sleep(_POLL_S)
+        return current
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class SessionState:
+    """A session. Everything recorded in it dies with it.
+
+    Several requests may run at the same time; each continues the recorded sequence its prompt
+    starts with, or begins one.
+    """
+
+    uuid: str
+    """Name of the session in addresses."""
+    api_key: str = field(repr=False)
+    """Key that identifies the session; never logged."""
+    managed_server: ManagedServer | DummyManagedServer
+    """Records the tokens."""
+    model_name: str
+    """Model name in answers."""
+    tool_parser: str
+    """Name of the tool-call format."""
+    base_url: str | None
+    """Address of the inference server chosen at creation."""
+    max_choices: int
+    """Largest `n` of one request."""
+    created_at: float
+    """Seconds since the epoch."""
+    last_accessed: float
+    """Seconds since the epoch: the last time a request began or ended."""
+    clock: Callable[[], float] = field(repr=False)
+    """Seconds since the epoch."""
+    dialect_state: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What a dialect keeps for this session under its own name, as earlier responses by id."""
+    wanted: SessionCreateRequest = field(default_factory=SessionCreateRequest)
+    """What it was opened with."""
+    parts: dict[str, SessionState] = field(default_factory=dict, repr=False)
+    """Sessions of their own beside its key, by the id that their requests name."""
+    is_closed: bool = False
+    """Whether it was deleted or expired."""
+    _in_flight: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
+
+    @property
+    def nodes(self) -> list[SequenceNode]:
+        """The recorded sequences, oldest first; its own, then those of each part."""
+        state = self.managed_server.get_state()
+        nodes = state["sequences"].values() if "sequences" in state else state["nodes"]
+        return [*nodes, *(node for part in self.parts.values() for node in part.nodes)]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that wait for the engine, those of its parts included."""
+        return len(self._in_flight) + sum(part.num_in_flight for part in self.parts.values())
+
+    @property
+    def last_used(self) -> float:
+        """When it or one of its parts was used last, in seconds since the epoch."""
+        return max([self.last_accessed, *(part.last_accessed for part in self.parts.values())])
+
+    async def run(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, list[Sample]]:
+        """Make one request of the managed server; return its answer and what was sampled for it.
+
+        Cancelling gives the engine's slot back, and nothing is recorded.
+
+        Raises:
+            ProxyRefusal: the session was deleted before or during the request.
+        """
+        if self.is_closed:
+            raise session_not_found()
+        samples: list[Sample] = []
+        token = SAMPLES.set(samples)
+        task = asyncio.ensure_future(call(self.managed_server))
+        SAMPLES.reset(token)
+        self._in_flight.add(task)
+        self.last_accessed = self.clock()
+        try:
+            return await task, samples
+        except asyncio.CancelledError:
+            if self.is_closed:
+                raise session_not_found() from None
+            raise
+        finally:
+            self._in_flight.discard(task)
+            self.last_accessed = self.clock()
+
+    def close(self) -> None:
+        """Cancel what is in flight and forget every sequence."""
+        self.is_closed = True
+        for task in self._in_flight:
+            task.cancel()
+        self.managed_server.reset()
+        self.dialect_state.clear()
+        for part in self.parts.values():
+            part.close()
+        self.parts.clear()
+
+
+class HasServers(Protocol):
+    """What the proxy needs of a `ServerManager`; its `policy_version` is used where it has one."""
+
+    servers: list[Any]
+
+
+class Backend(NamedTuple):
+    """What a new session stands on."""
+
+    managed_server: ManagedServer | DummyManagedServer
+    base_url: str | None
+
+
+def address_of(server: Any) -> str | None:
+    """Return the address of a server as it was configured, None when it has none."""
+    # Servers of tests have a config with a model name and no more.
+    return getattr(server.config, "base_url", None) or None
+
+
+def choose_server(servers: list[Any], base_url: str | None, open_sessions: Counter[int]) -> Any:
+    """Return the server with an address, or the healthy one with most free training slots.
+
+    Args:
+        servers: To choose from.
+        base_url: Wanted address, a trailing slash aside; None for any.
+        open_sessions: Sessions per `id(server)`; fewer wins between equally loaded servers.
+
+    Raises:
+        ProxyRefusal: there is no server (503), or none with this address (404).
+    """
+    if not servers:
+        raise upstream_unavailable("no server is configured; POST /setup names some")
+    if base_url is None:
+        return least_loaded(servers, open_sessions=open_sessions)
+    known = {(address_of(server) or "").rstrip("/"): server for server in servers}
+    if base_url.rstrip("/") not in known:
+        shown = ", ".join(sorted(without_secrets(address) for address in known if address))
+        raise ProxyRefusal(
+            f"no inference server has the address {without_secrets(base_url)!r}; there are: "
+            f"{shown or 'none with an address'}",
+            status=404,
+            code="server_not_found",
+            param="base_url",
+        )
+    return known[base_url.rstrip("/")]
+
+
+def open_backend(
+    servers: list[Any],
+    tokenizer: Any,
+    request: SessionCreateRequest,
+    *,
+    open_sessions: Counter[int],
+    policy_version: Callable[[], int | None],
+    wait_s: float,
+) -> Backend:
+    """Return a managed server for a new session.
+
+    A server without token ids has its texts tokenized; without a tokenizer, or where the
+    environment variable asks for it, the session holds placeholder tokens.
+
+    A session that named its server stays there; others move when theirs is down, to a server of
+    the same kind and model.
+
+    Args:
+        servers: To choose from.
+        tokenizer: Of the served model; None takes the server's.
+        request: What the session was asked for with.
+        open_sessions: Sessions per `id(server)`.
+        policy_version: What the service last called the policy, for engines that do not name
+            their weights.
+        wait_s: Longest wait of a request for a server that is down, in seconds.
+    """
+    server = choose_server(servers, request.base_url, open_sessions)
+    others = [] if request.base_url is not None else _replacements(server, servers)
+    face = SampledServer(server, others, wait_s=wait_s)
+    managed: ManagedServer | DummyManagedServer
+    has_no_ids = isinstance(server, OpenAIServer)
+    if has_no_ids and wants_placeholders():
+        managed = DummyManagedServer(face, tokenizer, track_tree=request.track_tree)
+        return Backend(managed, address_of(server))
+    managed = ManagedServer(
+        face,
+        tokenizer,
+        track_tree=request.track_tree,
+        tool_parser=request.tool_parser,
+        policy_version=policy_version,
+    )
+    if has_no_ids and managed.tokenizer is None:
+        managed = DummyManagedServer(face, track_tree=request.track_tree)
+    return Backend(managed, address_of(server))
+
+
+def _replacements(server: Any, servers: list[Any]) -> list[Any]:
+    return [
+        other
+        for other in servers
+        if type(other) is type(server) and other.config.model_name == server.config.model_name
+    ]
+
+
+class ProxySettings(BaseModel):
+    """How much the proxy allows, and who must show a key."""
+
+    session_idle_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="A session nobody uses for this long is deleted, in seconds. A request in "
+        "flight counts as use.",
+    )
+    max_sessions: int = Field(
+        default=4096, ge=1, description="Sessions open at once; more are refused with status 429."
+    )
+    max_body_bytes: int = Field(
+        default=32 * 1024 * 1024, ge=1, description="Largest body of a request, in bytes."
+    )
+    max_choices: int = Field(
+        default=128, ge=1, description="Largest n of one request, several prompts counted."
+    )
+    upstream_wait_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="How long a request waits for an inference server that is down, in seconds, "
+        "before it is answered with status 503.",
+    )
+    allowed_hosts: tuple[Annotated[str, AfterValidator(check_allowed_host)], ...] = Field(
+        default=(),
+        description="Names beyond this machine's own that agents reach the proxy by where a "
+        "reverse proxy or a tunnel passes them on; with `require_keys` and `admin_key` any name "
+        "is served.",
+    )
+    require_keys: bool = Field(
+        default=False,
+        description="Ask for the session's own key on every route of the session. Without it the "
+        "session's address is enough, as long as no other session's key is shown.",
+    )
+    admin_key: str | None = Field(
+        default=None,
+        min_length=1,
+        repr=False,
+        description="Key that creating, listing and deleting sessions and changing the servers "
+        "asks for; None asks for none.",
+    )
+
 
 SESSION_HEADER = "X-Session-ID"
 """Names the part of a session that a request belongs to, for agents that share one key."""
@@ -190,3 +541,106 @@ class SessionStore:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+logger = logging.getLogger(__name__)
+
+
+def config_of(entry: ServerEntry, *, model_name: str, tokenizer_name: str) -> APIServerConfig:
+    """Return the config of a server named in a setup; raises the 422 for an unknown type."""
+    return APIServerConfig(
+        **entry.model_dump(), model_name=model_name, tokenizer_name=tokenizer_name
+    )
+
+
+class ProxyState:
+    """The state behind the routes.
+
+    Args:
+        server_manager: Its servers are used; its list is replaced by a setup.
+        tokenizer: Of the served model; None takes the servers' own.
+        model_name: Name in answers.
+        settings: Limits and keys.
+        clock: Seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        server_manager: HasServers,
+        tokenizer: Any,
+        model_name: str,
+        settings: ProxySettings,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._server_manager = server_manager
+        self._tokenizer = tokenizer
+        self._replaced: list[Any] = []
+        self.model_name = model_name
+        self.settings = settings
+        self.sessions = SessionStore(settings, clock, self._backend_for)
+
+    @property
+    def servers(self) -> list[Any]:
+        """The inference servers."""
+        return self._server_manager.servers
+
+    def open_session(self, request: SessionCreateRequest) -> SessionState:
+        """Open a session at the server it names, or at the least loaded one.
+
+        Raises:
+            ProxyRefusal: 429 without room, 404 for an unknown address, 503 without servers.
+        """
+        self.sessions.check_room()
+        return self.sessions.add(self._backend_for(request), request, model_name=self.model_name)
+
+    def _backend_for(self, request: SessionCreateRequest) -> Backend:
+        return open_backend(
+            self.servers,
+            self._tokenizer,
+            request,
+            open_sessions=self.sessions.sessions_per_server,
+            # Asked for at every request; a proxy of its own has no service to tell it.
+            policy_version=lambda: getattr(self._server_manager, "policy_version", None),
+            wait_s=self.settings.upstream_wait_s,
+        )
+
+    async def set_up(self, request: SetupRequest) -> None:
+        """Use other servers from now on, and another model and tokenizer where they are named.
+
+        Sessions that are open keep their servers, which are closed with the proxy.
+
+        Raises:
+            ProxyRefusal: 400 when the tokenizer cannot be loaded, 422 for a wrong server.
+        """
+        model_name = request.model_name or self.model_name
+        name = request.tokenizer_name or "none"
+        configs = [
+            config_of(entry, model_name=model_name, tokenizer_name=name)
+            for entry in request.servers
+        ]
+        if request.tokenizer_name or (request.model_name not in (None, self.model_name)):
+            self._tokenizer = await _load(model_name, name)
+        self.model_name = model_name
+        if configs:
+            self._replaced += self.servers
+            self._server_manager.servers = [
+                make_server(config, APIServer, None)  # type: ignore[type-abstract]  # by type
+                for config in configs
+            ]
+
+    async def close(self) -> None:
+        """End every session, and the servers that were replaced."""
+        self.sessions.close()
+        for server in self._replaced:
+            await server.close()
+        self._replaced.clear()
+
+
+async def _load(model_name: str, tokenizer_name: str) -> Any:
+    config = APIServerConfig(model_name=model_name, tokenizer_name=tokenizer_name)
+    try:
+        return await asyncio.to_thread(load_tokenizer, config)
+    except (OSError, ValueError) as error:
+        raise bad_request(
+            f"the tokenizer cannot be loaded: {error}", param="tokenizer_name"
+        ) from error

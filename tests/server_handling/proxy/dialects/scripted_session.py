@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from starlette.responses import Response, StreamingResponse
 
-from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange
-from atroposlib.envs.server_handling.proxy.exchange import RenderedPrompt
+from atroposlib.envs.server_handling.proxy.exchange import Dialect, Exchange, RenderedPrompt
 
 __all__ = ["Reply", "ScriptedSession", "chat_completion", "reply_of", "tool_call"]
 

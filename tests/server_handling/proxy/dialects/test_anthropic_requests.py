@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from anthropic.types import Message
 
-from atroposlib.envs.server_handling.proxy.dialects.anthropic.objects import error_body
-from atroposlib.envs.server_handling.proxy.dialects.anthropic.routes import ANTHROPIC
+from atroposlib.envs.server_handling.proxy.anthropic import ANTHROPIC, error_body
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
 from atroposlib.errors import ContextOverflowError
 from tests.server_handling.proxy.dialects.scripted_session import (

@@ -10,7 +10,7 @@ from anthropic.types import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.proxy.dialects.anthropic.routes import ANTHROPIC
+from atroposlib.envs.server_handling.proxy.anthropic import ANTHROPIC
 from tests.server_handling.proxy.dialects.conversations import Turn, conversations
 from tests.server_handling.proxy.dialects.scripted_session import Reply, ScriptedSession
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.proxy.dialect import Dialect
-from atroposlib.envs.server_handling.proxy.dialects.anthropic.routes import ANTHROPIC
-from atroposlib.envs.server_handling.proxy.dialects.responses.routes import RESPONSES
-from atroposlib.envs.server_handling.proxy.exchange import render
+from atroposlib.envs.server_handling.proxy.anthropic import ANTHROPIC
+from atroposlib.envs.server_handling.proxy.exchange import Dialect, render
 from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
+from atroposlib.envs.server_handling.proxy.responses import RESPONSES
 from tests.server_handling.conversation_plans import Reply
 from tests.server_handling.proxy.dialects.scripted_session import tool_call
 from tests.server_handling.proxy.dialects.test_token_continuity import (

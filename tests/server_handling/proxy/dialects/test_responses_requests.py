@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from atroposlib.envs.server_handling.proxy.dialects.responses.routes import RESPONSES
-from atroposlib.envs.server_handling.proxy.dialects.responses.store import (
+from atroposlib.envs.server_handling.proxy.exchange import RenderedPrompt
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
+from atroposlib.envs.server_handling.proxy.responses import (
+    RESPONSES,
     ResponsesState,
     StoredResponse,
 )
-from atroposlib.envs.server_handling.proxy.exchange import RenderedPrompt
-from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
 from tests.server_handling.proxy.dialects.scripted_session import (
     ScriptedSession,
     chat_completion,

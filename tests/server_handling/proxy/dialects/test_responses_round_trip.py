@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
-from atroposlib.envs.server_handling.proxy.dialects.responses.routes import RESPONSES
+from atroposlib.envs.server_handling.proxy.responses import RESPONSES
 from tests.server_handling.proxy.dialects.conversations import Turn, conversations
 from tests.server_handling.proxy.dialects.scripted_session import Reply, ScriptedSession
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.chat_rendering import check_texts, render_messages
-from atroposlib.envs.server_handling.proxy.dialects.responses.routes import RESPONSES
 from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
+from atroposlib.envs.server_handling.proxy.responses import RESPONSES
 from atroposlib.errors import PromptError
 from tests.server_handling.conversation_plans import Reply
 from tests.server_handling.proxy.dialects.test_token_continuity import (

@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.proxy.thinking import (
-    Thought,
-    split_thinking,
-    with_thinking,
-)
+from atroposlib.envs.server_handling.proxy.requests import Thought, split_thinking, with_thinking
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
-from atroposlib.envs.server_handling.proxy.dialect import Dialect, Exchange
-from atroposlib.envs.server_handling.proxy.dialects.anthropic.routes import ANTHROPIC
-from atroposlib.envs.server_handling.proxy.dialects.responses.routes import RESPONSES
+from atroposlib.envs.server_handling.proxy.anthropic import ANTHROPIC
+from atroposlib.envs.server_handling.proxy.exchange import Dialect, Exchange
 from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI
-from atroposlib.envs.server_handling.proxy.session import SessionState
+from atroposlib.envs.server_handling.proxy.responses import RESPONSES
+from atroposlib.envs.server_handling.proxy.sessions import SessionState
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.server_handling.conversation_plans import TEXTS, Plan, random_plan
 from tests.server_handling.proxy.dialects import test_anthropic_round_trip as anthropic_client

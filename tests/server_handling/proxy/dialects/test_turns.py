@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.proxy.dialects.turns import (
+from atroposlib.envs.server_handling.proxy.history import (
     GivenTurn,
     GivenTurns,
     SentTurn,

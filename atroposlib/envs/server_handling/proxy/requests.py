@@ -1,31 +1,262 @@
-"""Which fields of a request reach the engine; pure.
+"""Bodies of the proxy's requests and replies, in OpenAI's vocabulary.
+
+Which fields of a request reach the engine; pure.
 
 Fields are passed on by name, never wholesale: one that changed the prompt or the shape of the
 engine's answer would break the tokens recorded for the session.
+
+Taking the thinking out of a completion, and writing it back; pure.
+
+<think>            thinking: The sum of ...
+The sum of ...
+</think>           text: It is 4.
+
+It is 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from atroposlib.envs.server_handling.proxy.refusals import bad_request
-from atroposlib.envs.server_handling.proxy.request_models import (
-    MOST_STOPS,
-    ChatCompletionProxyRequest,
-    ChatMessage,
-    CompletionProxyRequest,
-    SamplingRequest,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
+
+from atroposlib.envs.server_handling.config import ServerType
+from atroposlib.envs.server_handling.proxy.refusals import bad_request, invalid_body
+from atroposlib.envs.server_handling.turn_matching import THINKING_END
 
 __all__ = [
+    "LARGEST_LIMIT",
+    "MOST_STOPS",
+    "ChatCompletionProxyRequest",
+    "ChatMessage",
+    "CompletionProxyRequest",
+    "RenderResponse",
+    "SamplingRequest",
+    "ServerEntry",
+    "SessionCreateRequest",
+    "SessionCreateResponse",
+    "SetupRequest",
+    "Thought",
     "chat_kwargs",
     "check_num_choices",
     "ignored_fields",
     "inner_names",
     "not_honoured",
+    "read_body",
+    "split_thinking",
     "text_kwargs",
+    "with_thinking",
 ]
+
+_OPEN = "<think>"
+_CLOSE = "</think>"
+
+
+class Thought(NamedTuple):
+    """A completion in two parts."""
+
+    thinking: str | None
+    """What the model thought first, None where it did not."""
+    text: str
+    """What it says; the completion unchanged where it did not think."""
+
+
+def split_thinking(completion: str) -> Thought:
+    """Split a completion that begins with thinking; the space around both parts is dropped.
+
+    The opening tag may be missing, as templates that open the thinking keep it in the prompt; the
+    closing tag is missing where the completion was cut. Tags further inside stay text.
+    """
+    head, closed, tail = completion.partition(_CLOSE)
+    opened = head.lstrip()
+    if opened.startswith(_OPEN):
+        return Thought(opened[len(_OPEN) :].strip(), tail.strip())
+    if closed and _OPEN not in head:
+        return Thought(head.strip(), tail.strip())
+    return Thought(None, completion)
+
+
+def with_thinking(thinking: str, text: str) -> str:
+    """Return the completion that `split_thinking` would split into these parts."""
+    return f"{_OPEN}\n{thinking}\n{_CLOSE}\n\n{text}" if thinking else text
+
+
+LARGEST_LIMIT = 2**31 - 1
+"""Of tokens of a reply."""
+MOST_STOPS = 128
+"""Stop sequences of a request."""
+_LARGEST_SEED = 2**63 - 1
+
+
+def _not_zero(limit: int) -> int:
+    if limit == 0:
+        raise PydanticCustomError("limit_zero", "Input should be at least 1, or -1 for no limit")
+    return limit
+
+
+_Limit = Annotated[int, Field(ge=-1, le=LARGEST_LIMIT), AfterValidator(_not_zero)]
+_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+_Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+
+class ProxyModel(BaseModel):
+    """A body whose unknown fields are ignored."""
+
+    model_config = ConfigDict(protected_namespaces=())  # `model_name` is a field of the contract
+
+
+class ChatMessage(ProxyModel):
+    """One message of a chat."""
+
+    role: str
+    content: str | None = None
+    """Text; a list of text parts is joined, other parts are refused."""
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    """Thinking of the assistant that its client shows apart; `reasoning` is another name for it."""
+    reasoning: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_text_parts(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for i, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            text = part.get("text") if kind in ("text", "refusal") else None
+            if kind == "refusal":
+                text = part.get("refusal")
+            if not isinstance(text, str):
+                raise PydanticCustomError(
+                    "part_not_text", "part {i} is not text; only text can be tracked", {"i": i}
+                )
+            texts.append(text)
+        return "".join(texts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message without its null fields, as chat templates expect it.
+
+        Thinking that was shown apart stands in front of the assistant's text again.
+        """
+        fields = self.model_dump(exclude_none=True, exclude={"reasoning_content", "reasoning"})
+        thinking = (self.reasoning_content or self.reasoning or "").strip()
+        if thinking and self.role == "assistant" and THINKING_END not in (self.content or ""):
+            fields["content"] = with_thinking(thinking, self.content or "")
+        return fields
+
+
+class SamplingRequest(ProxyModel):
+    """What chat and text requests share. Fields it does not name are kept in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    temperature: float | None = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    n: int = Field(default=1, ge=1)
+    seed: int | None = Field(default=None, ge=-_LARGEST_SEED - 1, le=_LARGEST_SEED)
+    stop: str | list[str] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[_TokenId, _Bias] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+
+    @field_validator("n", "stream", mode="before")
+    @classmethod
+    def _null_is_default(cls, value: Any, info: Any) -> Any:
+        return cls.model_fields[info.field_name].default if value is None else value
+
+
+class ChatCompletionProxyRequest(SamplingRequest):
+    """A chat request. `max_tokens: null` lets the reply fill the context."""
+
+    messages: list[ChatMessage]
+    max_tokens: _Limit | None = 1024
+    max_completion_tokens: _Limit | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    """Show thinking as `reasoning_content`, apart from the text; also `separate_reasoning`."""
+    separate_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+
+
+class CompletionProxyRequest(SamplingRequest):
+    """A text request."""
+
+    prompt: str | list[str]
+    max_tokens: _Limit | None = 16
+    logprobs: int | None = Field(default=None, ge=0)
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class SessionCreateRequest(ProxyModel):
+    """What a session is opened with."""
+
+    tool_parser: str = "hermes"
+    track_tree: bool = False
+    base_url: str | None = None
+    """Inference server to use; None chooses the least loaded one."""
+
+
+class SessionCreateResponse(ProxyModel):
+    """A session, with the key that only its creator is told."""
+
+    uuid: str
+    model_name: str
+    tool_parser: str
+    base_url: str | None
+    created_at: float
+    api_key: str
+
+
+class RenderResponse(ProxyModel):
+    """The prompt of a chat request."""
+
+    prompt_text: str
+    token_ids: list[int]
+    num_tokens: int
+
+
+class ServerEntry(ProxyModel):
+    """One inference server of `POST /setup` or of the configuration file."""
+
+    base_url: str = Field(min_length=1)
+    api_key: str = Field(default="", repr=False)
+    server_type: ServerType = "vllm"
+    num_max_requests_at_once: int = Field(default=512, ge=1)
+    num_requests_for_eval: int = Field(default=64, ge=1)
+    timeout: int = Field(default=1200, gt=0)
+
+
+class SetupRequest(ProxyModel):
+    """Inference servers to use from now on."""
+
+    model_name: str | None = None
+    tokenizer_name: str | None = None
+    servers: list[ServerEntry] = Field(default_factory=list)
+
+
+def read_body(model: type[AnyModel], body: Mapping[str, Any]) -> AnyModel:
+    """Return the body as a model; raises the 422 that names every wrong field."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False, include_context=False)
+        raise invalid_body([dict(entry) for entry in details]) from None
+
 
 _FORMS = ("text", "json_object", "json_schema", "structural_tag")
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -1,0 +1,664 @@
+"""The routes of Anthropic's Messages protocol.
+
+POST /messages               answer, whole or as events
+POST /messages/count_tokens  count what a request's prompt takes
+
+A Messages request as the options of a chat request; pure.
+
+A chat answer as a Message, and a refusal as Anthropic's error; pure.
+
+thinking ─► thinking block, its signature a handle of the turn
+text     ─► text block
+calls    ─► tool_use blocks, each with the id of the chat answer's call
+
+The events of a streamed Message; pure.
+
+message_start, ping
+  per block   content_block_start
+              content_block_delta ...   text_delta | input_json_delta
+                                        | thinking_delta ... signature_delta
+              content_block_stop
+message_delta, message_stop
+
+The messages of a Messages request as chat messages and assistant turns; pure.
+
+user       text        ─► a user message; neighbours are one turn
+           tool_result ─► a tool message
+assistant  thinking    ┐
+           text        ├─ one SentTurn
+           tool_use    ┘
+
+Conversations that a session holds for its clients, who then send only what is new.
+
+{"thread": {"type": "create"}}                               the Message's id names what is held
+{"thread": {"type": "continue", "previous_message_id": ID}}  goes on behind that Message
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from atroposlib.envs.server_handling.proxy.exchange import (
+    Dialect,
+    Event,
+    Exchange,
+    Route,
+    stream_events,
+)
+from atroposlib.envs.server_handling.proxy.history import (
+    SHARED_OPTIONS,
+    Bounded,
+    ChatMessage,
+    GivenTurns,
+    SentTurn,
+    ShownAnswer,
+    answer_turn,
+    chat_request,
+    joined_text,
+    list_at,
+    object_at,
+    pieces,
+    read_fields,
+    refuse,
+    shared_options,
+    text_at,
+    whole_turn,
+)
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
+from atroposlib.envs.server_handling.proxy.requests import (
+    LARGEST_LIMIT,
+    MOST_STOPS,
+    inner_names,
+    not_honoured,
+)
+from atroposlib.errors import ContextOverflowError
+
+__all__ = [
+    "ANTHROPIC",
+    "THREAD_NOT_FOUND",
+    "CountFields",
+    "HeldConversation",
+    "MessagesFields",
+    "MessagesState",
+    "chat_options",
+    "content_blocks",
+    "error_body",
+    "ignored_fields",
+    "message_events",
+    "message_object",
+    "new_id",
+    "read_count",
+    "read_messages",
+    "read_request",
+    "tool_input",
+]
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control")
+_THINKING_KINDS = ("enabled", "adaptive", "between_tools")
+_Stop = Annotated[str, Field(min_length=1)]
+
+
+FieldsT = TypeVar("FieldsT", bound="CountFields")
+
+
+class ThreadField(BaseModel):
+    """Asks to hold the conversation, or to go on with a held one."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+    """The Message to go on from; a request that continues has it."""
+
+
+class CountFields(BaseModel):
+    """What of a request decides the prompt."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    messages: list[Any] = Field(min_length=1)
+    system: Any = None
+    """Text or text blocks; read by `content_blocks`."""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    thread: ThreadField | None = None
+
+    @property
+    def splits_thinking(self) -> bool:
+        """Whether thinking is wanted in blocks of its own."""
+        return (self.thinking or {}).get("type") in _THINKING_KINDS
+
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether the blocks shall carry their signature only."""
+        return (self.thinking or {}).get("display") == "omitted"
+
+
+class MessagesFields(CountFields):
+    """What of a Messages request matters here; other fields are ignored."""
+
+    max_tokens: int = Field(ge=1, le=LARGEST_LIMIT)
+    stop_sequences: list[_Stop] | None = Field(default=None, max_length=MOST_STOPS)
+    stream: bool | None = None
+
+
+def read_request(body: Mapping[str, Any]) -> MessagesFields:
+    """Return the fields of a request; refuses malformed ones, and tools kept elsewhere."""
+    if body.get("mcp_servers"):
+        refuse("mcp_servers", "not supported: only tools of the agent's own")
+    return _read(MessagesFields, body)
+
+
+def read_count(body: Mapping[str, Any]) -> CountFields:
+    """Return the fields of a request to count tokens; refuses malformed ones."""
+    return _read(CountFields, body)
+
+
+def _read(model: type[FieldsT], body: Mapping[str, Any]) -> FieldsT:
+    fields = read_fields(model, body)
+    kinds = (*_THINKING_KINDS, "disabled")
+    if fields.thinking is not None and fields.thinking.get("type") not in kinds:
+        told = f"expected one of {', '.join(kinds)}; got {fields.thinking.get('type')!r}"
+        refuse("thinking.type", told)
+    return fields
+
+
+def ignored_fields(fields: CountFields, body: Mapping[str, Any]) -> list[str]:
+    """Return the names of what a request asks for and does not get; inner ones behind a dot."""
+    known = {*MessagesFields.model_fields, "mcp_servers", "model", *SHARED_OPTIONS}
+    names = not_honoured(body, known)
+    names += inner_names("thinking", fields.thinking, known=("type", "display"))
+    names += inner_names("output_config", fields.output_config, known=("format",))
+    for tool in fields.tools or ():
+        parts = (*_TOOL_FIELDS, *(["allowed_callers"] if _is_called_directly(tool) else []))
+        names += inner_names("tools", tool, known=parts)
+    blocks = (
+        block
+        for message in fields.messages
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for block in message["content"]
+    )
+    if any(isinstance(block, Mapping) and block.get("is_error") for block in blocks):
+        names.append("tool_result.is_error")
+    return names
+
+
+def chat_options(fields: CountFields, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat request without its messages."""
+    options = shared_options(body)
+    if isinstance(fields, MessagesFields):
+        options["max_tokens"] = fields.max_tokens
+        if fields.stop_sequences:
+            options["stop"] = fields.stop_sequences
+    if fields.tools:
+        options["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
+    if fields.tool_choice is not None:
+        options["tool_choice"] = _tool_choice(fields.tool_choice)
+        if fields.tool_choice.get("disable_parallel_tool_use") is True:
+            options["parallel_tool_calls"] = False
+    response_format = _response_format((fields.output_config or {}).get("format"))
+    if response_format is not None:
+        options["response_format"] = response_format
+    return options
+
+
+def _is_called_directly(tool: Mapping[str, Any]) -> bool:
+    return tool.get("allowed_callers") == ["direct"]
+
+
+def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        refuse(path, f"tools of type {kind!r} are not supported: only tools of the agent's own")
+    function: dict[str, Any] = {"name": text_at(tool.get("name"), f"{path}.name")}
+    for field in ("description", "strict"):
+        if tool.get(field) is not None:
+            function[field] = tool[field]
+    function["parameters"] = dict(object_at(tool.get("input_schema"), f"{path}.input_schema"))
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> Any:
+    kind = text_at(choice.get("type"), "tool_choice.type")
+    if kind == "tool":
+        name = text_at(choice.get("name"), "tool_choice.name")
+        return {"type": "function", "function": {"name": name}}
+    if kind not in _TOOL_CHOICES:
+        refuse(
+            "tool_choice.type",
+            f"expected one of {', '.join([*_TOOL_CHOICES, 'tool'])}; got {kind!r}",
+        )
+    return _TOOL_CHOICES[kind]
+
+
+def _response_format(output_format: Any) -> dict[str, Any] | None:
+    if output_format is None:
+        return None
+    wanted = object_at(output_format, "output_config.format")
+    if wanted.get("type") != "json_schema":
+        refuse("output_config.format", f"type {wanted.get('type')!r} is not supported")
+    schema = object_at(wanted.get("schema"), "output_config.format.schema")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+
+
+THREAD_NOT_FOUND = "thread_not_found"
+"""Code of the error upon which clients send the whole conversation again."""
+
+_MAX_HELD = 1024
+
+
+@dataclass(frozen=True)
+class HeldConversation:
+    """A conversation up to and with one Message."""
+
+    messages: Sequence[ChatMessage] = ()
+    """Chat messages, the system message included."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools as the client defined them; requests that continue leave them out."""
+
+
+class MessagesState:
+    """What one session remembers for the Messages protocol.
+
+    Args:
+        max_held: Conversations beyond which the one longest unused is forgotten.
+    """
+
+    def __init__(self, *, max_held: int = _MAX_HELD) -> None:
+        self.turns = GivenTurns()
+        self._held: Bounded[str, HeldConversation] = Bounded(max_held)
+
+    def hold(self, message_id: str, conversation: HeldConversation) -> None:
+        """Keep a conversation under the id of its last Message."""
+        self._held.keep(message_id, conversation)
+
+    def continued(self, fields: CountFields) -> HeldConversation:
+        """Return what a request continues, empty where it does not; raises the 404 if unknown."""
+        if fields.thread is None or fields.thread.type == "create":
+            return HeldConversation()
+        message_id = fields.thread.previous_message_id
+        if message_id is None:
+            refuse("thread.previous_message_id", "expected the id of a Message, got nothing")
+        held = self._held.recall(message_id)
+        if held is None:
+            raise ProxyRefusal(
+                f"this session holds no conversation behind {message_id!r}; send the whole one",
+                status=404,
+                code=THREAD_NOT_FOUND,
+            )
+        return held
+
+
+Block = dict[str, Any]
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_ERROR_CODES = frozenset({THREAD_NOT_FOUND})
+
+
+def new_id(prefix: str) -> str:
+    """Return an id nobody can guess, as `msg_3f...`."""
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def content_blocks(answer: ShownAnswer, *, omits_thinking: bool = False) -> list[Block]:
+    """Return the content of an answer: thinking, text, then calls; empty for an empty answer.
+
+    Args:
+        answer: What to show.
+        omits_thinking: Leave thinking blocks empty but for their signature.
+    """
+    blocks: list[Block] = []
+    if answer.thinking is not None:
+        shown = "" if omits_thinking else answer.thinking
+        blocks.append({"type": "thinking", "thinking": shown, "signature": new_id("sig")})
+    if answer.text.strip() or (answer.text and not answer.calls and not blocks):
+        blocks.append({"type": "text", "text": answer.text})
+    for call in answer.calls:
+        arguments = tool_input(call.arguments)
+        blocks.append(
+            {"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments}
+        )
+    return blocks
+
+
+def tool_input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object; text that is none comes as `arguments`."""
+    try:
+        value = json.loads(arguments or "{}", strict=False)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def message_object(
+    answer: ShownAnswer, content: Sequence[Block], *, model: str, fills_context: bool = False
+) -> dict[str, Any]:
+    """Return the Message of an answer with these content blocks.
+
+    Args:
+        answer: What is shown.
+        content: Its blocks.
+        model: Name of the session's model.
+        fills_context: Whether the answer could be as long as the context allows.
+    """
+    stop_reason = _STOP_REASONS.get(answer.finish_reason, "end_turn")
+    if fills_context and stop_reason == "max_tokens":
+        stop_reason = "model_context_window_exceeded"
+    was_stopped = answer.stop_sequence is not None and stop_reason == "end_turn"
+    return {
+        "id": new_id("msg"),
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": list(content),
+        "stop_reason": "stop_sequence" if was_stopped else stop_reason,
+        "stop_sequence": answer.stop_sequence if was_stopped else None,
+        "usage": {
+            "input_tokens": answer.num_prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": answer.num_completion_tokens,
+            "output_tokens_details": {"thinking_tokens": answer.num_thinking_tokens},
+        },
+    }
+
+
+def anthropic_model_list(model_name: str, created: float) -> dict[str, Any]:
+    """Return Anthropic's list of models, with the one there is."""
+    return {
+        "data": [anthropic_model_card(model_name, created)],
+        "first_id": model_name,
+        "last_id": model_name,
+        "has_more": False,
+    }
+
+
+def anthropic_model_card(model_name: str, created: float) -> dict[str, Any]:
+    """Return Anthropic's description of a model; `created` in seconds since the epoch."""
+    at = datetime.fromtimestamp(int(created), tz=timezone.utc)
+    return {
+        "type": "model",
+        "id": model_name,
+        "display_name": model_name,
+        "created_at": at.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+    }
+
+
+def error_body(refusal: ProxyRefusal) -> dict[str, Any]:
+    """Return `{"type": "error", "error": {"type", "message"}}` in Anthropic's vocabulary.
+
+    `error` has `details` with an `error_code` where clients know one.
+    """
+    fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
+    kind = _ERROR_TYPES.get(refusal.status, fallback)
+    error: dict[str, Any] = {"type": kind, "message": str(refusal)}
+    if refusal.code in _ERROR_CODES:
+        error["details"] = {"error_code": refusal.code}
+    return {"type": "error", "error": error}
+
+
+Fields = dict[str, Any]
+
+
+def message_events(message: Mapping[str, Any], answer: ShownAnswer) -> Iterator[Fields]:
+    """Yield the events of a message.
+
+    Args:
+        message: The whole Message.
+        answer: What it was made of; its calls bring the arguments' text, which is streamed as the
+            model's format gave it.
+    """
+    usage = {**message["usage"], "output_tokens": 0, "output_tokens_details": None}
+    unfinished: Fields = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    yield {"type": "message_start", "message": {**message, **unfinished}}
+    yield {"type": "ping"}
+    arguments = {call.call_id: call.arguments for call in answer.calls}
+    for index, block in enumerate(message["content"]):
+        opened, deltas = _opened_block(block, arguments)
+        yield {"type": "content_block_start", "index": index, "content_block": opened}
+        for delta in deltas:
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ending = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+    yield {"type": "message_delta", "delta": ending, "usage": message["usage"]}
+    yield {"type": "message_stop"}
+
+
+def _opened_block(
+    block: Mapping[str, Any], arguments: Mapping[str, str]
+) -> tuple[Fields, Iterator[Fields]]:
+    """Return a block as it is announced, and the deltas that fill it."""
+    kind = block["type"]
+    if kind == "text":
+        return {**block, "text": ""}, _deltas("text_delta", "text", block["text"])
+    if kind == "thinking":
+        return {**block, "thinking": "", "signature": ""}, _thinking_deltas(block)
+    text = arguments[block["id"]]
+    return {**block, "input": {}}, _deltas("input_json_delta", "partial_json", text)
+
+
+def _thinking_deltas(block: Mapping[str, Any]) -> Iterator[Fields]:
+    yield from _deltas("thinking_delta", "thinking", block["thinking"])
+    yield {"type": "signature_delta", "signature": block["signature"]}
+
+
+def _deltas(kind: str, field: str, text: str) -> Iterator[Fields]:
+    for piece in pieces(text):
+        yield {"type": kind, field: piece}
+
+
+_TEXT = ("text",)
+_ROLES = ("user", "assistant", "system")
+
+
+def read_messages(messages: list[Any], system: Any) -> list[ChatMessage | SentTurn]:
+    """Return the entries of a request's `system` and `messages`.
+
+    Raises:
+        ProxyRefusal: a block cannot be given to a model that reads text and calls tools.
+    """
+    entries: list[ChatMessage | SentTurn] = []
+    instructions = joined_text(system, "system", kinds=_TEXT)
+    if instructions:
+        entries.append({"role": "system", "content": instructions})
+    for i, value in enumerate(messages):
+        path = f"messages[{i}]"
+        message = object_at(value, path)
+        role, content = message.get("role"), message.get("content")
+        if role == "user":
+            _add_user(entries, content, f"{path}.content")
+        elif role == "assistant":
+            entries.append(_assistant_turn(content, f"{path}.content"))
+        elif role == "system":
+            text = joined_text(content, f"{path}.content", kinds=_TEXT)
+            entries.append({"role": "system", "content": text})
+        else:
+            refuse(f"{path}.role", f"expected one of {', '.join(_ROLES)}; got {role!r}")
+    return entries
+
+
+def _add_user(entries: list[ChatMessage | SentTurn], content: Any, path: str) -> None:
+    if content in ("", []):
+        refuse(path, "user messages must have non-empty content")
+    if isinstance(content, str):
+        _add_user_text(entries, content)
+        return
+    for i, entry in enumerate(list_at(content, path)):
+        block = object_at(entry, f"{path}[{i}]")
+        if block.get("type") == "tool_result":
+            entries.append(_tool_message(block, f"{path}[{i}]"))
+        else:
+            _add_user_text(entries, _block_text(block, f"{path}[{i}]"))
+
+
+def _add_user_text(entries: list[ChatMessage | SentTurn], text: str) -> None:
+    """Add text to the user's turn, which may span several messages; templates take turns."""
+    last = entries[-1] if entries else None
+    if isinstance(last, Mapping) and last["role"] == "user":
+        entries[-1] = {"role": "user", "content": f"{last['content']}\n{text}"}
+    else:
+        entries.append({"role": "user", "content": text})
+
+
+def _tool_message(block: Mapping[str, Any], path: str) -> ChatMessage:
+    return {
+        "role": "tool",
+        "tool_call_id": text_at(block.get("tool_use_id"), f"{path}.tool_use_id"),
+        "content": joined_text(block.get("content"), f"{path}.content", kinds=_TEXT),
+    }
+
+
+def _assistant_turn(content: Any, path: str) -> SentTurn:
+    if isinstance(content, str):
+        return SentTurn(content)
+    texts: list[str] = []
+    thinking: list[str] = []
+    signatures: list[str] = []
+    calls: list[ChatMessage] = []
+    for i, entry in enumerate(list_at(content, path)):
+        place = f"{path}[{i}]"
+        block = object_at(entry, place)
+        kind = block.get("type")
+        if kind == "tool_use":
+            calls.append(_call_of(block, place))
+        elif kind == "thinking":
+            thinking.append(text_at(block.get("thinking"), f"{place}.thinking"))
+            signatures.append(text_at(block.get("signature", ""), f"{place}.signature"))
+        elif kind != "redacted_thinking":  # sealed by another model's provider
+            texts.append(_block_text(block, place))
+    return SentTurn("".join(texts), tuple(signatures), tuple(calls), "\n".join(thinking).strip())
+
+
+def _block_text(block: Mapping[str, Any], path: str) -> str:
+    if block.get("type") != "text":
+        refuse(
+            path, f"blocks of type {block.get('type')!r} are not supported: the model reads text"
+        )
+    return text_at(block.get("text"), f"{path}.text")
+
+
+def _call_of(block: Mapping[str, Any], path: str) -> ChatMessage:
+    arguments = json.dumps(object_at(block.get("input"), f"{path}.input"), ensure_ascii=False)
+    function = {"name": text_at(block.get("name"), f"{path}.name"), "arguments": arguments}
+    return {"id": text_at(block.get("id"), f"{path}.id"), "type": "function", "function": function}
+
+
+_NAME = "anthropic"
+
+
+async def create_message(exchange: Exchange) -> Response:
+    """Answer a request with a Message, or with its events when `stream` is set."""
+    state = _state_of(exchange)
+    fields = read_request(exchange.body)
+    prompt = _prompt(fields, exchange)
+    exchange.ignored.update(ignored_fields(fields, exchange.body))
+    answer, fills_context = await _answer(fields, prompt.request, exchange)
+    if "parallel_tool_calls" in exchange.ignored:
+        exchange.ignored.remove("parallel_tool_calls")
+        exchange.ignored.add("tool_choice.disable_parallel_tool_use")
+    content = content_blocks(answer, omits_thinking=fields.omits_thinking)
+    signatures = [block["signature"] for block in content if block["type"] == "thinking"]
+    turn, before = whole_turn(answer.as_turn, prompt.conversation)
+    state.turns.remember(turn, ids=signatures, conversation=before)
+    model = exchange.session.model_name
+    message = message_object(answer, content, model=model, fills_context=fills_context)
+    if fields.thread is not None:
+        messages = [*before, turn.message]
+        state.hold(message["id"], HeldConversation(messages, prompt.tools))
+    if not fields.stream:
+        return JSONResponse(message)
+    events = message_events(message, answer)
+    return stream_events(Event(event, event["type"]) for event in events)
+
+
+async def count_tokens(exchange: Exchange) -> Response:
+    """Return how many tokens the prompt of a request takes."""
+    fields = read_count(exchange.body)
+    prompt = _prompt(fields, exchange)
+    exchange.ignored.update(ignored_fields(fields, exchange.body))
+    return JSONResponse({"input_tokens": len(exchange.render(prompt.request).token_ids)})
+
+
+ANTHROPIC = Dialect(
+    name=_NAME,
+    routes=(
+        Route("/messages", create_message),
+        Route("/messages/count_tokens", count_tokens),
+    ),
+    error_body=error_body,
+    version_header="anthropic-version",
+)
+
+
+class _Prompt(NamedTuple):
+    """What a request asks the session."""
+
+    request: dict[str, Any]
+    """The chat request."""
+    conversation: list[ChatMessage]
+    """Its messages, before any are joined."""
+    tools: list[dict[str, Any]] | None
+    """Tools as the client defined them, now or when it began."""
+
+
+def _state_of(exchange: Exchange) -> MessagesState:
+    state: MessagesState = exchange.session.dialect_state.setdefault(_NAME, MessagesState())
+    return state
+
+
+async def _answer(
+    fields: CountFields, request: dict[str, Any], exchange: Exchange
+) -> tuple[ShownAnswer, bool]:
+    """Answer a request; also tell whether only the context limited the answer.
+
+    Clients must give a limit and often give a large one. One that does not fit behind the prompt
+    is lifted, as Anthropic does it; a prompt that does not fit itself is refused.
+    """
+    splits = fields.splits_thinking
+    try:
+        return await answer_turn(exchange, request, splits_thinking=splits), False
+    except ContextOverflowError:
+        unlimited = {**request, "max_tokens": None}
+        return await answer_turn(exchange, unlimited, splits_thinking=splits), True
+
+
+def _prompt(fields: CountFields, exchange: Exchange) -> _Prompt:
+    state = _state_of(exchange)
+    held = state.continued(fields)
+    tools = held.tools if fields.tools is None else fields.tools
+    entries = read_messages(fields.messages, fields.system)
+    conversation = state.turns.restore(entries, held.messages)
+    options = chat_options(fields.model_copy(update={"tools": tools}), exchange.body)
+    request = chat_request(
+        options, conversation, param="messages", continues_turns=not fields.splits_thinking
+    )
+    begun = conversation[-1] if conversation else {}
+    if begun.get("role") == "assistant" and _ends_with_space(begun.get("content")):
+        refuse("messages", "final assistant content cannot end with trailing whitespace")
+    return _Prompt(request, conversation, tools)
+
+
+def _ends_with_space(text: Any) -> bool:
+    return isinstance(text, str) and text != text.rstrip()

@@ -1,1 +1,0 @@
-"""Anthropic's Messages protocol in front of a session."""

@@ -1,1 +1,0 @@
-"""OpenAI's Responses protocol in front of a session."""

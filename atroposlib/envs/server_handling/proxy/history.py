@@ -1,0 +1,608 @@
+"""The assistant turns a session gave out, and finding them again in a history sent back.
+
+A dialect shows a turn in its own shape: thinking apart, arguments as an object, texts cut at a
+stop sequence. A client sends it back in that shape, often re-serialised. The model's next prompt
+must hold the turn as it was sampled, so the session keeps the chat message behind every turn:
+
+    chat message given --> items or blocks with ids --> client --> the same ids --> chat message
+
+A turn is known by an id it carries: of a call, an item, a signature. One without ids, such as a
+plain text, is known by its place: the same text after the same messages. Space around thoughts and
+text, spacing and the order of keys in arguments make no difference, nor does thinking that is left
+out or repeated, or text left out in front of calls. A turn the client changed otherwise, or took
+calls out of, is not recognised: it is taken as it was sent.
+
+One turn of a dialect: restored messages in, the answer in parts out.
+
+What of a chat completion a client is shown: thinking, text and calls apart; pure.
+
+A mapping that forgets what was longest unused; pure.
+
+Reading untrusted JSON field by field, with errors that name the place; pure.
+
+Options that the dialects pass on to a chat request under the same name; pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from atroposlib.envs.server_handling.proxy.exchange import Exchange
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, bad_request
+from atroposlib.envs.server_handling.proxy.requests import (
+    ChatCompletionProxyRequest,
+    Thought,
+    split_thinking,
+    with_thinking,
+)
+from atroposlib.envs.server_handling.turn_matching import (
+    THINKING_END,
+    THINKING_START,
+    calls_of,
+    reply_forms,
+    said_form,
+)
+
+__all__ = [
+    "SHARED_OPTIONS",
+    "Bounded",
+    "ChatMessage",
+    "GivenTurn",
+    "GivenTurns",
+    "SentTurn",
+    "ShownAnswer",
+    "ShownCall",
+    "answer_turn",
+    "chat_request",
+    "joined_text",
+    "leading_systems_joined",
+    "list_at",
+    "object_at",
+    "pieces",
+    "read_fields",
+    "refuse",
+    "shared_options",
+    "shown_answer",
+    "text_at",
+    "was_cut_while_thinking",
+    "whole_turn",
+]
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+class Bounded(Generic[KeyT, ValueT]):
+    """Keeps up to `max_entries` values by their keys."""
+
+    def __init__(self, max_entries: int) -> None:
+        self.max_entries = max_entries
+        self._entries: OrderedDict[KeyT, ValueT] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def keep(self, key: KeyT, value: ValueT) -> None:
+        """Keep a value, in place of an older one under that key."""
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        while len(self._entries) > self.max_entries:
+            self._entries.popitem(last=False)
+
+    def recall(self, key: KeyT) -> ValueT | None:
+        """Return the value of a key, which counts as use; None for an unknown one."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+
+ChatMessage = Mapping[str, Any]
+Call = tuple[str, str, str]
+
+_MAX_REMEMBERED = 8192
+
+
+@dataclass(frozen=True)
+class SentTurn:
+    """One assistant turn as a client sent it back."""
+
+    text: str
+    """What the client says was said."""
+    ids: tuple[str, ...] = ()
+    """Ids of the turn's items or blocks, without those of its calls."""
+    calls: tuple[ChatMessage, ...] = ()
+    """Tool calls in the form of the chat APIs."""
+    thinking: str = ""
+    """Thinking as the client sent it."""
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the turn as a chat message made of what the client sent alone."""
+        content = with_thinking(self.thinking, self.text)
+        if not self.calls:
+            return {"role": "assistant", "content": content}
+        calls = [dict(call) for call in self.calls]
+        return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+@dataclass(frozen=True)
+class GivenTurn:
+    """One assistant turn as it was given out."""
+
+    message: ChatMessage
+    """The chat message behind it, as the chat completion had it."""
+    text: str
+    """What of it the client was shown as text."""
+
+    @cached_property
+    def calls(self) -> frozenset[Call]:
+        """Id, name and canonical arguments of each tool call."""
+        return frozenset(calls_of(self.message.get("tool_calls")))
+
+    @cached_property
+    def forms(self) -> frozenset[str]:
+        """What its text may come back as, in the form texts are compared in."""
+        has_calls = bool(self.calls)
+        whole = reply_forms(self.message.get("content") or "", has_calls=has_calls)
+        return whole | reply_forms(self.text, has_calls=has_calls)
+
+    def is_meant_by(self, sent: SentTurn) -> bool:
+        """Whether a client that names this turn sent it, or some of its calls, unchanged."""
+        if bool(self.calls) != bool(sent.calls) or said_form(sent.text) not in self.forms:
+            return False
+        return self.calls.issuperset(calls_of(sent.calls))
+
+
+class GivenTurns:
+    """The turns of one session.
+
+    Args:
+        max_remembered: Ids, and places, beyond which the ones longest unused are forgotten.
+    """
+
+    def __init__(self, *, max_remembered: int = _MAX_REMEMBERED) -> None:
+        self._by_id: Bounded[str, GivenTurn] = Bounded(max_remembered)
+        self._by_place: Bounded[bytes, GivenTurn] = Bounded(max_remembered)
+
+    def remember(
+        self, turn: GivenTurn, *, ids: Iterable[str], conversation: Sequence[ChatMessage]
+    ) -> None:
+        """Keep a turn under its ids and its calls' ids, or its place where its text alone is sent.
+
+        Args:
+            turn: What was given out.
+            ids: Ids its items or blocks carry.
+            conversation: Chat messages in front of it.
+        """
+        for turn_id in [*ids, *(call_id for call_id, _, _ in turn.calls)]:
+            self._by_id.keep(turn_id, turn)
+        if not turn.calls and turn.text != turn.message.get("content"):
+            place = _Conversation()
+            place.extend(conversation)
+            self._by_place.keep(place.key(turn.text), turn)
+
+    def restore(
+        self, entries: Sequence[ChatMessage | SentTurn], before: Sequence[ChatMessage] = ()
+    ) -> list[ChatMessage]:
+        """Return the chat messages of a history, recognised turns as they were sampled.
+
+        Clients may list the calls of one turn each with its result behind it; such a turn becomes
+        one message again.
+
+        Args:
+            entries: Chat messages, and the assistant's turns as the client sent them.
+            before: Chat messages in front, restored earlier.
+        """
+        messages = list(before)
+        conversation = _Conversation()
+        num_read = index = 0
+        while index < len(entries):
+            entry = entries[index]
+            index += 1
+            if not isinstance(entry, SentTurn):
+                messages.append(entry)
+                continue
+            if entry.calls:
+                found = self._with_results(entries, index - 1)
+                messages.extend(found.messages)
+                index = found.end
+                continue
+            turn = self._turn_with_id_of(entry)
+            if turn is None and self._by_place:
+                conversation.extend(messages[num_read:])
+                num_read = len(messages)
+                turn = self._by_place.recall(conversation.key(entry.text))
+                if turn is not None and not turn.is_meant_by(entry):
+                    turn = None
+            messages.append(entry.as_message() if turn is None else turn.message)
+        return messages
+
+    def _with_results(self, entries: Sequence[ChatMessage | SentTurn], start: int) -> _Restored:
+        """Return the turn that calls tools at `start`, with results found between its calls."""
+        first = entries[start]
+        assert isinstance(first, SentTurn)
+        alone = _Restored([first.as_message()], start + 1)
+        turn = self._turn_with_id_of(first)
+        if turn is None:
+            return alone
+        calls = set(calls_of(first.calls))
+        results: list[ChatMessage] = []
+        for index in range(start + 1, len(entries) + 1):
+            if calls == turn.calls:
+                return _Restored([turn.message, *results], index)
+            entry = entries[index] if index < len(entries) else None
+            if isinstance(entry, SentTurn) and self._turn_with_id_of(entry) is turn:
+                calls.update(calls_of(entry.calls))
+            elif isinstance(entry, Mapping) and entry["role"] == "tool":
+                results.append(entry)
+            else:
+                break
+        return alone
+
+    def _turn_with_id_of(self, sent: SentTurn) -> GivenTurn | None:
+        """Return the turn one of the ids belongs to, unless the client made another of it."""
+        for turn_id in [*(str(call["id"]) for call in sent.calls), *sent.ids]:
+            turn = self._by_id.recall(turn_id)
+            if turn is not None and turn.is_meant_by(sent):
+                return turn
+        return None
+
+
+class _Restored(NamedTuple):
+    """Chat messages made of some entries."""
+
+    messages: list[ChatMessage]
+    end: int
+    """Index behind the entries."""
+
+
+def whole_turn(
+    turn: GivenTurn, conversation: Sequence[ChatMessage]
+) -> tuple[GivenTurn, Sequence[ChatMessage]]:
+    """Return a turn with the text that its request began it with, and what stands before it.
+
+    Args:
+        turn: What was given out.
+        conversation: Chat messages of the request; the last may be the assistant's.
+    """
+    if not conversation or conversation[-1]["role"] != "assistant":
+        return turn, conversation
+    begun = conversation[-1].get("content") or ""
+    message = {**turn.message, "content": begun + (turn.message.get("content") or "")}
+    return GivenTurn(message, begun + turn.text), conversation[:-1]
+
+
+def leading_systems_joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with the system messages at the front as one; templates take one."""
+    num_systems = 0
+    while num_systems < len(messages) and messages[num_systems]["role"] == "system":
+        num_systems += 1
+    if num_systems < 2:
+        return list(messages)
+    joined = "\n\n".join(str(message["content"]) for message in messages[:num_systems])
+    return [{"role": "system", "content": joined}, *messages[num_systems:]]
+
+
+class _Conversation:
+    """A running digest of messages, so that each is read once however many turns are looked up.
+
+    Of the assistant's messages it holds the calls and what is said behind the thinking: clients
+    leave thinking out of a history at one time and not at another.
+    """
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def extend(self, messages: Iterable[ChatMessage]) -> None:
+        for message in messages:
+            text = message.get("content") or ""
+            calls = [call[1:] for call in calls_of(message.get("tool_calls"))]
+            if message["role"] == "assistant":
+                text = "" if calls else _said(text)
+            head = [message["role"], len(text), calls]
+            self._digest.update(json.dumps(head).encode())
+            self._digest.update(_bytes_of(text))  # not as JSON: histories are long
+
+    def key(self, text: str) -> bytes:
+        digest = self._digest.copy()
+        digest.update(_bytes_of(_said(text)))
+        return digest.digest()
+
+
+def _said(text: str) -> str:
+    return said_form(text.rpartition(THINKING_END)[2])
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+_DELTA_CHARACTERS = 48
+
+
+@dataclass(frozen=True)
+class ShownCall:
+    """One tool call of an answer."""
+
+    call_id: str
+    """Names the call in its result."""
+    name: str
+    """The tool."""
+    arguments: str
+    """JSON text as the model's format gave it."""
+
+
+@dataclass(frozen=True)
+class ShownAnswer:
+    """One answer in the parts that dialects give names of their own."""
+
+    message: ChatMessage
+    """The chat message behind it."""
+    thinking: str | None
+    """What the model thought first; None where it did not, or nobody asked to see it apart."""
+    text: str
+    """What it says besides, without the stop sequence that ended it."""
+    calls: tuple[ShownCall, ...]
+    """The tools it calls."""
+    finish_reason: str
+    """`stop`, `length`, `tool_calls` or `content_filter`."""
+    stop_sequence: str | None
+    """Which of the request's stop sequences ended it."""
+    num_prompt_tokens: int
+    """Tokens the model read."""
+    num_completion_tokens: int
+    """Tokens it wrote."""
+
+    @property
+    def num_thinking_tokens(self) -> int:
+        """Tokens of the thinking, about: its share of the completion's characters."""
+        content = self.message.get("content") or ""
+        calls = sum(len(call.name) + len(call.arguments) for call in self.calls)
+        share = len(self.thinking or "") / max(1, len(content) + calls)
+        return min(self.num_completion_tokens, round(self.num_completion_tokens * share))
+
+    @property
+    def as_turn(self) -> GivenTurn:
+        """What a session keeps of it."""
+        return GivenTurn(self.message, self.text)
+
+
+def shown_answer(
+    completion: Mapping[str, Any],
+    *,
+    splits_thinking: bool,
+    stops: Sequence[str] = (),
+    was_thinking: bool = False,
+) -> ShownAnswer:
+    """Take an OpenAI chat completion of one choice apart.
+
+    Args:
+        completion: The completion as JSON.
+        splits_thinking: Whether the client wants thinking apart from the text.
+        stops: Stop sequences of the request; the text ends before the first one in it.
+        was_thinking: Whether the prompt ended inside of the model's thinking.
+    """
+    choice = completion["choices"][0]
+    message = choice["message"]
+    content = message.get("content") or ""
+    thought = split_thinking(content) if splits_thinking else Thought(None, content)
+    if splits_thinking and was_thinking and thought.thinking is None:
+        thought = Thought(content.strip(), "")
+    text, stop = _cut(thought.text, stops)
+    usage = completion.get("usage") or {}
+    return ShownAnswer(
+        message=message,
+        thinking=thought.thinking or None,
+        text=text,
+        calls=tuple(_shown_call(call) for call in message.get("tool_calls") or ()),
+        finish_reason=choice.get("finish_reason") or "stop",
+        stop_sequence=stop,
+        num_prompt_tokens=usage.get("prompt_tokens") or 0,
+        num_completion_tokens=usage.get("completion_tokens") or 0,
+    )
+
+
+def pieces(text: str) -> Iterable[str]:
+    """Yield a text in the pieces that a stream sends."""
+    for start in range(0, len(text), _DELTA_CHARACTERS):
+        yield text[start : start + _DELTA_CHARACTERS]
+
+
+def _shown_call(call: Mapping[str, Any]) -> ShownCall:
+    function = call["function"]
+    return ShownCall(str(call["id"]), function["name"], function["arguments"])
+
+
+def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first stop sequence in it, and that sequence.
+
+    Engines leave the sequence in the tokens they report, so the text made of them has it too.
+    """
+    found = [(text.index(stop), stop) for stop in stops if stop and stop in text]
+    if not found:
+        return text, None
+    start, stop = min(found, key=lambda place: place[0])
+    return text[:start], stop
+
+
+FieldsT = TypeVar("FieldsT", bound=BaseModel)
+
+
+def refuse(path: str, message: str) -> NoReturn:
+    """Raise the refusal of one place of a body, `path` as in `input[2].content`."""
+    raise bad_request(f"{path}: {message}", param=path)
+
+
+def text_at(value: Any, path: str) -> str:
+    """Return a text; refuses anything else."""
+    if not isinstance(value, str):
+        refuse(path, f"expected text, got {_kind_of(value)}")
+    return value
+
+
+def list_at(value: Any, path: str) -> list[Any]:
+    """Return a list; refuses anything else."""
+    if not isinstance(value, list):
+        refuse(path, f"expected a list, got {_kind_of(value)}")
+    return value
+
+
+def object_at(value: Any, path: str) -> Mapping[str, Any]:
+    """Return an object; refuses anything else."""
+    if not isinstance(value, Mapping):
+        refuse(path, f"expected an object, got {_kind_of(value)}")
+    return value
+
+
+def joined_text(value: Any, path: str, *, kinds: Iterable[str], separator: str = "\n") -> str:
+    """Return the text of a content: text itself, or a list of parts that hold text.
+
+    Args:
+        value: Content as the client sent it; None counts as empty.
+        path: Where it was found.
+        kinds: Types of parts that are text, the one a client should send first.
+        separator: Put between parts.
+
+    Raises:
+        ProxyRefusal: a part of another type, such as an image.
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    known = tuple(kinds)
+    texts = []
+    for i, entry in enumerate(list_at(value, path)):
+        part = object_at(entry, f"{path}[{i}]")
+        kind = part.get("type")
+        if kind not in known:
+            refuse(
+                f"{path}[{i}]",
+                f"type {kind!r} is not supported: the model reads text; send {known[0]!r}",
+            )
+        texts.append(text_at(part.get("text", part.get("refusal")), f"{path}[{i}].text"))
+    return separator.join(texts)
+
+
+def read_fields(model: type[FieldsT], body: Mapping[str, Any]) -> FieldsT:
+    """Return the fields of a body; the refusal of a bad one names its first bad field."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        refuse(_path_of(problem["loc"]), problem["msg"][:1].lower() + problem["msg"][1:])
+
+
+def _path_of(location: Iterable[int | str]) -> str:
+    path = ""
+    for step in location:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    return path
+
+
+def _kind_of(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean"}
+    if value is None:
+        return "nothing"
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else "a value")
+
+
+def chat_request(
+    options: Mapping[str, Any],
+    messages: Sequence[ChatMessage],
+    *,
+    param: str,
+    continues_turns: bool = False,
+) -> dict[str, Any]:
+    """Return the chat request of a conversation whose next turn is the assistant's.
+
+    Args:
+        options: The request but for its messages.
+        messages: The conversation.
+        param: Names the field that holds it.
+        continues_turns: Whether a text of the assistant at the end is to be continued.
+
+    Raises:
+        ProxyRefusal: the last turn is the assistant's already and cannot be continued.
+    """
+    if not messages:
+        refuse(param, "nothing to answer; give at least one message")
+    last = messages[-1]
+    can_continue = continues_turns and not last.get("tool_calls")
+    if last.get("role") == "assistant" and not can_continue:
+        raise bad_request(
+            f"{param}: the last turn is the assistant's; a turn can be answered, not continued",
+            param=param,
+        )
+    return {**options, "messages": leading_systems_joined(messages)}
+
+
+async def answer_turn(
+    exchange: Exchange, request: Mapping[str, Any], *, splits_thinking: bool
+) -> ShownAnswer:
+    """Let the session answer a chat request and return the answer in parts.
+
+    Args:
+        exchange: The agent's request.
+        request: The chat request made of it.
+        splits_thinking: Whether the agent wants thinking apart from the text.
+    """
+    completion = await exchange.complete_chat(request)
+    return shown_answer(
+        completion,
+        splits_thinking=splits_thinking,
+        stops=_stops_of(request),
+        was_thinking=splits_thinking
+        and was_cut_while_thinking(exchange, request, completion["choices"][0]),
+    )
+
+
+def _stops_of(request: Mapping[str, Any]) -> Sequence[str]:
+    stop = request.get("stop") or ()
+    return (stop,) if isinstance(stop, str) else stop
+
+
+def was_cut_while_thinking(
+    exchange: Exchange,
+    request: Mapping[str, Any] | ChatCompletionProxyRequest,
+    choice: Mapping[str, Any],
+) -> bool:
+    """Whether an answer without any tag is thinking that the prompt opened."""
+    content = choice["message"].get("content") or ""
+    if choice["finish_reason"] != "length" or "think>" in content:
+        return False
+    try:
+        prompt = exchange.render(request).text
+    except ProxyRefusal:  # the session's server renders prompts itself
+        return False
+    return prompt.rstrip().endswith(THINKING_START)
+
+
+SHARED_OPTIONS = (
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "structured_outputs",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+"""Sampling options; those the dialects do not define come with `extra_body` of a client."""
+
+
+def shared_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling options of a body that are set; the chat request checks their values."""
+    return {name: body[name] for name in SHARED_OPTIONS if body.get(name) is not None}
