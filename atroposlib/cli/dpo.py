@@ -17,9 +17,8 @@ from atroposlib.cli.export_command import (
     grab_group,
     run_command,
 )
-from atroposlib.exporting.dpo_formats import DPO_FORMATS
-from atroposlib.exporting.pairing import STRATEGIES, PairRule
-from atroposlib.exporting.recipes import DpoRecipe
+from atroposlib.exporting.formats import DPO_FORMATS, DpoRecipe
+from atroposlib.exporting.selection import STRATEGIES, PairRule
 from atroposlib.utils.command_parser import CommandParser
 
 __all__ = [

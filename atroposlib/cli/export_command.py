@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
-from atroposlib.exporting.groups import ExportGroup
+from atroposlib.exporting.formats import Recipe
+from atroposlib.exporting.groups import ExportGroup, fetch_batch, register_trainer, registration
 from atroposlib.exporting.output import Mode, kind_of
-from atroposlib.exporting.recipes import Recipe
 from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.run import ExportRequest, ExportStoppedError, SourceRequest, run_export
-from atroposlib.exporting.sources.consumed import fetch_batch, register_trainer, registration
-from atroposlib.exporting.splitting import common_prefix_length
+from atroposlib.exporting.selection import common_prefix_length
 from atroposlib.exporting.texts import decoder_of
 from atroposlib.utils.command_parser import end_command
 from atroposlib.utils.secret_masking import without_secrets
@@ -342,7 +341,7 @@ def _export_and_report(
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         if args.push_to_hub:
-            from atroposlib.exporting.hub import check_repository
+            from atroposlib.exporting.output import check_repository
 
             check_repository(args.push_to_hub)
         report = _with_bar(request, unit)
@@ -389,7 +388,7 @@ def _shortfall(request: ExportRequest, report: ExportReport) -> str:
 
 
 def _push(command: str, path: Path, args: argparse.Namespace) -> None:
-    from atroposlib.exporting.hub import push_to_hub
+    from atroposlib.exporting.output import push_to_hub
 
     try:
         push_to_hub(path, args.push_to_hub, is_public=args.public)

@@ -17,11 +17,17 @@ from typing import Any
 
 from atroposlib.cli.export_command import tell
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
-from atroposlib.exporting.groups import ExportGroup, RawGroup, full_group
-from atroposlib.exporting.pipeline import read_groups
+from atroposlib.exporting.groups import (
+    ExportGroup,
+    RawGroup,
+    find_run,
+    full_group,
+    open_jsonl,
+    read_jsonl,
+    read_run,
+)
 from atroposlib.exporting.report import ExportReport
-from atroposlib.exporting.sources.jsonl import open_jsonl, read_jsonl
-from atroposlib.exporting.sources.stored_run import find_run, read_run
+from atroposlib.exporting.run import read_groups
 from atroposlib.utils.command_parser import CommandParser, end_command
 from atroposlib.utils.writable import require_writable_file
 
@@ -54,7 +60,7 @@ def main() -> None:
 def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
     from atroposlib.envs.commands import load_yaml, process_command
     from atroposlib.envs.settings import flags_of, read_flags
-    from atroposlib.exporting.replay import rescoring
+    from atroposlib.exporting import replay as rescoring
 
     if args.save is not None:
         if Path(args.save).exists():
@@ -101,7 +107,7 @@ def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any])
 
 
 def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
-    from atroposlib.exporting.replay.posting import PostingStoppedError, posting_text
+    from atroposlib.exporting.posting import PostingStoppedError, posting_text
 
     source = _source(args.groups, args.data_dir)
     stop = None if args.num_groups is None else args.skip + args.num_groups
@@ -117,7 +123,7 @@ def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
 
 async def _post_all(args: argparse.Namespace, groups: Iterator[tuple[str, Any]]) -> Any:
     from atroposlib.api.client import RetryRule, TrajectoryApiClient
-    from atroposlib.exporting.replay.posting import post_groups
+    from atroposlib.exporting.posting import post_groups
 
     rule = RetryRule(attempts=None, deadline_s=args.patience_s)
     token = os.environ.get("ATROPOS_API_TOKEN")
@@ -129,7 +135,7 @@ async def _post_all(args: argparse.Namespace, groups: Iterator[tuple[str, Any]])
 
 
 def _diff(args: argparse.Namespace, _: Sequence[str]) -> None:
-    from atroposlib.exporting.replay.comparing import comparison_text, record_run
+    from atroposlib.exporting.replay import comparison_text, record_run
 
     sources = [_source(name, args.data_dir) for name in (args.first, args.second)]
     first, second = (record_run(_export_groups(source)) for source in sources)

@@ -16,9 +16,8 @@ from atroposlib.cli.export_command import (
     register_to_api,
     run_command,
 )
-from atroposlib.exporting.recipes import SftRecipe
+from atroposlib.exporting.formats import SFT_FORMATS, SftRecipe
 from atroposlib.exporting.selection import SelectionRule
-from atroposlib.exporting.sft_formats import SFT_FORMATS
 from atroposlib.utils.command_parser import CommandParser
 
 __all__ = [

@@ -2,20 +2,59 @@
 
 JSON is decoded by msgspec, four fields only; text that msgspec refuses although Python's reader
 takes it (a lone surrogate that a model wrote) goes the slow way.
+
+Groups of a JSON Lines file, as `process` writes them, one group per line.
+
+Groups of a live service, looked at without taking any; waits for more until stopped.
+
+Groups of a stored run, read from its SQLite file without its service.
+
+The file may be in use: a reader disturbs nobody. It holds the groups that wait, those in flight and
+the last delivered ones.
+
+Groups taken from a service as its trainer: resets the run, registers, takes every batch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from atroposlib.errors import GroupError
+from atroposlib.api.client_consumer import Consumer, InspectionClient
+from atroposlib.api.client_protocol import auth_headers
+from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
+from atroposlib.utils.inert_text import inert_block
+from atroposlib.utils.secret_masking import without_secrets
 from atroposlib.wire import Lane
 
-__all__ = ["ExportGroup", "RawGroup", "export_group", "full_group", "lane_of_payload"]
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = [
+    "ExportGroup",
+    "RawGroup",
+    "check_inspectable",
+    "consume_groups",
+    "export_group",
+    "fetch_batch",
+    "find_run",
+    "full_group",
+    "lane_of_payload",
+    "open_jsonl",
+    "read_jsonl",
+    "read_run",
+    "register_trainer",
+    "registration",
+    "run_names",
+    "watch_groups",
+]
 
 _MAX_UNPACKED_BYTES = 2**31
 
@@ -135,3 +174,277 @@ def _without_content(error: Exception) -> str:
 
 def _kind(value: Any) -> str:
     return {list: "a list", str: "a text", type(None): "null"}.get(type(value), "a number")
+
+
+def open_jsonl(path: Path) -> Path:
+    """Return the path if a file can be read there.
+
+    Raises:
+        ConfigError: there is none, or it may not be read.
+    """
+    try:
+        with path.open("rb"):
+            return path
+    except OSError as error:
+        raise ConfigError(f"the groups in {path} cannot be read: {error.strerror}") from error
+
+
+def read_jsonl(path: Path) -> Iterator[RawGroup]:
+    """Yield the lines of a file that are not blank; whether each is a group is not looked at."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            content = line.strip()
+            if content:
+                yield RawGroup(f"line {number}", "json", content)
+
+
+_STATES = ("past", "in_flight", "queued")
+_POLL_S = 1.0
+_QUIET_ROUNDS_BEFORE_HINT = 5
+
+
+def check_inspectable(client: InspectionClient) -> None:
+    """Make sure that the service is there and lets itself be looked at.
+
+    Raises:
+        ConfigError: it is a service without the inspection routes.
+        TrajectoryApiError: it is away, or the token is not enough.
+    """
+    try:
+        client.groups("queued", limit=1)
+    except TrajectoryApiError as error:
+        if error.status in (404, 405):
+            raise ConfigError(
+                f"the service at {without_secrets(client.base_url)} has no routes to look at "
+                "groups; --consume takes its batches as a trainer would"
+            ) from error
+        raise
+
+
+def watch_groups(
+    client: InspectionClient,
+    *,
+    is_endless: bool,
+    tell: Callable[[str], None] = lambda _: None,
+    consumer: Consumer | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[RawGroup]:
+    """Yield every group once: the last delivered ones, those in flight, those that wait, new ones.
+
+    Groups that leave between two looks and are not kept by the service any more are missed.
+
+    Args:
+        client: of the service.
+        is_endless: whether to wait for more groups once all were seen.
+        tell: gets a sentence when nothing comes and the reason is known.
+        consumer: stands in for a trainer while there is none, and takes what was yielded; None
+            only looks.
+        sleep: waits; replaced in tests.
+    """
+    seen: set[int] = set()
+    told: set[str] = set()
+    num_quiet_rounds = 0
+    try:
+        while True:
+            has_leased = consumer is not None and consumer.attend()
+            entries = (entry for state in _STATES for entry in client.new_groups(state, seen))
+            new = sorted({entry["id"] for entry in entries})
+            for payload in client.payloads(new):
+                if payload is not None:
+                    yield RawGroup(f"group {payload.group_id}", payload.lane, payload.content)
+            seen.update(new)
+            if not is_endless:
+                return
+            if consumer is not None:
+                consumer.settle()
+            num_quiet_rounds = 0 if new else num_quiet_rounds + 1
+            if num_quiet_rounds == _QUIET_ROUNDS_BEFORE_HINT:
+                reason = _why_quiet(client)
+                if reason not in told:  # groups come and go; each reason is news once
+                    tell(reason)
+                told.add(reason)
+            sleep(0.0 if new or has_leased else _POLL_S)
+    finally:
+        if consumer is not None:
+            consumer.release()
+
+
+def _why_quiet(client: InspectionClient) -> str:
+    if int(client.info()["batch_size"]) < 0:
+        return (
+            "no trainer is registered, so environments do not start; start one, or let this "
+            "command be the trainer with --consume"
+        )
+    if not any(env["is_connected"] for env in client.envs()):
+        return (
+            "no environment is connected yet: start one with `serve`, and with "
+            f"--env.rollout_server_url {without_secrets(client.base_url)} where that is not its "
+            "default"
+        )
+    return "waiting for new groups; Ctrl-C ends the export and keeps what is written"
+
+
+_SUFFIX = ".sqlite3"
+_ROWS_PER_READ = 500
+_APPLICATION_ID = 0x41_54_52_50
+
+
+def run_names(data_dir: Path) -> list[str]:
+    """Return the names of the runs in a directory, the one changed last first."""
+    files = sorted(
+        data_dir.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
+    return [path.name.removesuffix(_SUFFIX) for path in files]
+
+
+def find_run(run: str, data_dir: Path) -> Path:
+    """Return the file of a run.
+
+    Args:
+        run: the name of a run in `data_dir`, or the path of its file.
+        data_dir: where the service keeps runs.
+
+    Raises:
+        ConfigError: there is no such run, or the file is not one of a run.
+    """
+    path = Path(run) if run.endswith(_SUFFIX) else data_dir / f"{run}{_SUFFIX}"
+    if not path.is_file():
+        known = ", ".join(run_names(data_dir)[:5])
+        hint = f"; {data_dir} has {known}" if known else f"; {data_dir} has no runs"
+        raise ConfigError(f"there is no run {run}{hint}; --data-dir names another directory")
+    connection = _connect(path)
+    try:
+        (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(f"{path} is not the file of a run: {error}") from error
+    finally:
+        connection.close()
+    if application_id != _APPLICATION_ID:
+        raise ConfigError(f"{path} is a database of another program")
+    return path
+
+
+def read_run(path: Path) -> Iterator[RawGroup]:
+    """Yield the groups of a run in order of arrival; discarded ones are left out."""
+    connection = _connect(path)
+    after = -1
+    try:
+        while rows := connection.execute(
+            "SELECT group_id, content FROM payload WHERE group_id > ?"
+            " AND group_id NOT IN (SELECT group_id FROM garbage) ORDER BY group_id LIMIT ?",
+            (after, _ROWS_PER_READ),
+        ).fetchall():
+            for group_id, content in rows:
+                yield RawGroup(f"group {group_id}", lane_of_payload(content), content)
+            after = rows[-1][0]
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(f"{path} cannot be read behind group {after}: {error}") from error
+    finally:
+        connection.close()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open a file of a run for reading only; one that nobody has open needs no files beside it."""
+    is_at_rest = not path.with_name(path.name + "-wal").exists()
+    options = "mode=ro&immutable=1" if is_at_rest else "mode=ro"
+    uri = f"{path.resolve().as_uri()}?{options}"
+    # Generators may be closed by another thread than the one that began to read.
+    return sqlite3.connect(uri, uri=True, timeout=10.0, check_same_thread=False)
+
+
+_TIMEOUT_S = 60.0
+
+
+def registration(
+    *, group_size: int, tasks_per_step: int, max_token_len: int, num_steps: int
+) -> dict[str, Any]:
+    """Return what this tool registers as a trainer with."""
+    return {
+        "wandb_group": "test",
+        "wandb_project": "test",
+        "batch_size": group_size * tasks_per_step,
+        "max_token_len": max_token_len,
+        "checkpoint_dir": "checkpoints",
+        "save_checkpoint_interval": 10,
+        "starting_step": 0,
+        "num_steps": num_steps,
+    }
+
+
+async def register_trainer(
+    api_url: str, settings: dict[str, Any], *, token: str | None = None
+) -> list[Any]:
+    """Reset the run at an address and register as its trainer; return both answers.
+
+    Raises:
+        TrajectoryApiError: the service is away or refuses.
+    """
+    import httpx
+
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=auth_headers(token)) as client:
+        return [
+            await _answer(client, "GET", f"{api_url}/reset_data"),
+            await _answer(client, "POST", f"{api_url}/register", settings),
+        ]
+
+
+async def fetch_batch(api_url: str, *, token: str | None = None) -> list[dict[str, Any]] | None:
+    """Return the groups of the next batch; None when none is ready or no trainer is registered.
+
+    Raises:
+        TrajectoryApiError: the service is away or refuses.
+    """
+    import httpx
+
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=auth_headers(token)) as client:
+        answer = await _answer(client, "GET", f"{api_url}/batch")
+    if not isinstance(answer, dict) or answer.get("status") == "error":
+        return None
+    return answer.get("batch")
+
+
+def consume_groups(
+    fetch: Callable[[], list[dict[str, Any]] | None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[RawGroup]:
+    """Yield the groups of batch after batch, for ever.
+
+    Args:
+        fetch: takes the next batch, None when there is none.
+        sleep: waits; replaced in tests.
+    """
+    number = 0
+    while True:
+        batch = fetch()
+        for group in batch or ():
+            number += 1
+            yield RawGroup(f"received group {number}", "json", json.dumps(group).encode())
+        if not batch:
+            sleep(_POLL_S)
+
+
+async def _answer(
+    client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None
+) -> Any:
+    import httpx
+
+    try:
+        reply = await client.request(method, url, json=body)
+    except (httpx.HTTPError, asyncio.TimeoutError) as error:
+        raise TrajectoryApiError(
+            f"{method} {without_secrets(url)} got no answer: {type(error).__name__}; is the "
+            "trajectory service running there? `run-api` starts one"
+        ) from error
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{without_secrets(url)} is no address: {error}") from error
+    if reply.status_code >= 400:
+        raise TrajectoryApiError(
+            f"{method} {without_secrets(url)} answered {reply.status_code}: "
+            f"{inert_block(reply.text[:500])}",
+            status=reply.status_code,
+        )
+    try:
+        return reply.json()
+    except ValueError:
+        return reply.text

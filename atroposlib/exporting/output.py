@@ -3,23 +3,190 @@
 JSON Lines grow in place, whole lines per write. Parquet and dataset folders cannot grow: their
 records are kept in `NAME.part.jsonl` beside them, which becomes the output when the export ends,
 also when it ends early; after a crash it is what `--resume` goes on with.
+
+Lines of the output: their text, their content keys, and what becomes of odd characters; pure.
+
+Records as Parquet: one file, or a folder that `datasets.load_dataset` takes.
+
+Putting an export on the Hugging Face hub.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import msgspec
 
 from atroposlib.errors import ConfigError
-from atroposlib.exporting.columns import read_columns, write_columns
-from atroposlib.exporting.lines import Line, content_key
 from atroposlib.utils.writable import unwritable
 
-__all__ = ["Existing", "Mode", "Output", "OutputKind", "kind_of", "open_output"]
+__all__ = [
+    "Existing",
+    "Line",
+    "Mode",
+    "Output",
+    "OutputKind",
+    "check_repository",
+    "content_key",
+    "encode_line",
+    "kind_of",
+    "open_output",
+    "parquet_of",
+    "push_to_hub",
+    "read_columns",
+    "without_lone_surrogates",
+    "write_columns",
+]
+
+_SCORE = "score"
+_KEY_BYTES = 16
+_encoder = msgspec.json.Encoder()
+_canonical = msgspec.json.Encoder(order="deterministic")
+
+
+class Line(NamedTuple):
+    """One record as it is written."""
+
+    content: bytes
+    """JSON, without the line break."""
+    key: bytes
+    """Same for records that say the same, whatever their score."""
+    is_repaired: bool
+    """Whether half characters, which no file can hold, were replaced."""
+
+
+def encode_line(record: Mapping[str, Any], *, score: float | None) -> Line:
+    """Write a record.
+
+    Args:
+        record: the fields of its format.
+        score: added as the field `score`; None leaves it out.
+    """
+    is_repaired = False
+    try:
+        key = content_key(record)
+    except UnicodeEncodeError:
+        record = without_lone_surrogates(record)
+        key, is_repaired = content_key(record), True
+    fields = record if score is None else _with_score(record, score)
+    return Line(_encoder.encode(fields), key, is_repaired)
+
+
+def content_key(record: Mapping[str, Any]) -> bytes:
+    """Return what tells records apart: a digest of all fields but the score."""
+    said = {name: value for name, value in record.items() if name != _SCORE}
+    return hashlib.blake2b(_canonical.encode(said), digest_size=_KEY_BYTES).digest()
+
+
+def without_lone_surrogates(value: Any) -> Any:
+    """Return a value in which halves of surrogate pairs are joined, or replaced where alone."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, Mapping):
+        return {
+            without_lone_surrogates(name): without_lone_surrogates(entry)
+            for name, entry in value.items()
+        }
+    if isinstance(value, list):
+        return [without_lone_surrogates(entry) for entry in value]
+    return value
+
+
+def _with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
+    """Put the score where it always was: behind the chosen side of a pair, else at the end."""
+    fields: dict[str, Any] = {}
+    for name, value in record.items():
+        fields[name] = value
+        if name == "pos":
+            fields[_SCORE] = score
+    fields.setdefault(_SCORE, score)
+    return fields
+
+
+_SHARD = Path("data") / "train-00000-of-00001.parquet"
+# Without a list of its files: `datasets` then finds them by their names and caches by what they
+# hold. With one it caches by the folder's name alone, and shows an earlier export of that name.
+_CARD = "{num_rows} rows with the columns {columns}.\n"
+_ROWS_PER_GROUP = 10_000
+
+
+def parquet_of(path: Path) -> Path:
+    """Return the Parquet file of an output: itself, or the one in the folder."""
+    return path / _SHARD if path.is_dir() else path
+
+
+def read_columns(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of an output that `write_columns` made.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(parquet_of(path)) as file:
+            for batch in file.iter_batches(_ROWS_PER_GROUP):
+                yield from (_without_padding(row) for row in batch.to_pylist())
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{path} is not an export that can be added to: {error}") from error
+
+
+def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: bool) -> None:
+    """Write records in place of what is at `path`; whoever looks sees the old or the new one.
+
+    Args:
+        records: with the same fields all.
+        path: file or folder.
+        is_folder: whether to make a folder with a card, as the hub has them.
+
+    Raises:
+        ConfigError: a field holds values of several kinds, which a column cannot.
+    """
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    try:
+        table = pyarrow.Table.from_pylist(list(records))
+    except pyarrow.ArrowException as error:
+        raise ConfigError(
+            f"{path} cannot be written: a field holds values of several kinds ({error}); "
+            "--output jsonl can hold them"
+        ) from error
+    unfinished = path.with_name(f"{path.name}.tmp")
+    if not is_folder:
+        parquet.write_table(table, unfinished, row_group_size=_ROWS_PER_GROUP)
+        unfinished.replace(path)
+        return
+    shutil.rmtree(unfinished, ignore_errors=True)
+    (unfinished / _SHARD).parent.mkdir(parents=True)
+    parquet.write_table(table, unfinished / _SHARD, row_group_size=_ROWS_PER_GROUP)
+    card = _CARD.format(num_rows=table.num_rows, columns=", ".join(table.column_names))
+    (unfinished / "README.md").write_text(card, encoding="utf-8")
+    if path.is_dir():
+        # A folder cannot take another's place in one step: file by file it can.
+        (unfinished / _SHARD).replace(path / _SHARD)
+        (unfinished / "README.md").replace(path / "README.md")
+        shutil.rmtree(unfinished)
+    else:
+        unfinished.replace(path)
+
+
+def _without_padding(value: Any) -> Any:
+    """Drop the nulls that a column adds to objects which lack a field others have."""
+    if isinstance(value, dict):
+        return {name: _without_padding(entry) for name, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_without_padding(entry) for entry in value]
+    return value
+
 
 OutputKind = Literal["jsonl", "parquet", "dataset"]
 Mode = Literal["new", "append", "resume"]
@@ -213,3 +380,49 @@ def _decoded(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
+
+
+def check_repository(name: str) -> str:
+    """Return the name of a repository if the hub could have it; ConfigError otherwise."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"--push-to-hub {name}: expected OWNER/NAME ({error})") from error
+    return name
+
+
+def push_to_hub(
+    path: Path, repository: str, *, is_public: bool, load: Callable[..., Any] | None = None
+) -> None:
+    """Upload an export as the split `train`; the account is the one of `hf auth login`.
+
+    Args:
+        path: JSONL, Parquet or dataset folder.
+        repository: OWNER/NAME; made when missing.
+        is_public: whether everybody may read a repository that is made here.
+        load: reads the export; `datasets.load_dataset` by default.
+
+    Raises:
+        ConfigError: the hub cannot be reached or refuses; the export is unharmed.
+    """
+    if load is None:
+        from datasets import load_dataset
+
+        load = load_dataset
+    try:
+        load(*_load_arguments(path), split="train").push_to_hub(repository, private=not is_public)
+    except Exception as error:  # of three libraries, each with errors of its own
+        raise ConfigError(
+            f"{path} is written but not on the hub ({type(error).__name__}: {error}); "
+            f"when the hub can be reached: hf upload --repo-type dataset {repository} {path}"
+        ) from error
+
+
+def _load_arguments(path: Path) -> tuple[Any, ...]:
+    if path.is_dir():
+        return (str(path),)
+    kind = "parquet" if path.suffix == ".parquet" else "json"
+    return (kind, None, None, str(path))

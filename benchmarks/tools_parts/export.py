@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.exporting.dpo_formats import DPO_FORMATS
-from atroposlib.exporting.groups import ExportGroup
+from atroposlib.exporting.formats import DPO_FORMATS, SFT_FORMATS, DpoRecipe, SftRecipe
+from atroposlib.exporting.groups import ExportGroup, read_jsonl
 from atroposlib.exporting.output import open_output
-from atroposlib.exporting.pairing import PairRule
-from atroposlib.exporting.pipeline import export_groups, read_groups
-from atroposlib.exporting.recipes import DpoRecipe, SftRecipe
 from atroposlib.exporting.report import ExportReport
-from atroposlib.exporting.selection import SelectionRule
-from atroposlib.exporting.sft_formats import SFT_FORMATS
-from atroposlib.exporting.sources.jsonl import read_jsonl
+from atroposlib.exporting.run import export_groups, read_groups
+from atroposlib.exporting.selection import PairRule, SelectionRule
 from atroposlib.exporting.texts import Decoder, decoder_of
 
 __all__ = ["ExportFigure", "make_tokenizer", "measure_export", "write_groups"]

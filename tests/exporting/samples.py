@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atroposlib.exporting.dpo_formats import DPO_FORMATS
+from atroposlib.exporting.formats import DPO_FORMATS, SFT_FORMATS, DpoRecipe, SftRecipe
 from atroposlib.exporting.output import kind_of
-from atroposlib.exporting.pairing import PairRule
-from atroposlib.exporting.recipes import DpoRecipe, SftRecipe
 from atroposlib.exporting.run import ExportRequest, SourceRequest
-from atroposlib.exporting.selection import SelectionRule
-from atroposlib.exporting.sft_formats import SFT_FORMATS
+from atroposlib.exporting.selection import PairRule, SelectionRule
 
 SCORES = (1.0, -1.0, 0.0, 2.0)
 

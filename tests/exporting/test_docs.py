@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from atroposlib.cli import dpo, replay, sft
-from atroposlib.exporting.dpo_formats import DPO_FORMATS
-from atroposlib.exporting.pairing import STRATEGIES
-from atroposlib.exporting.sft_formats import SFT_FORMATS
+from atroposlib.exporting.formats import DPO_FORMATS, SFT_FORMATS
+from atroposlib.exporting.selection import STRATEGIES
 from tests.exporting.conftest import Service
 from tests.exporting.samples import read_records
 from tests.exporting.test_replay import SINGLE_TURN

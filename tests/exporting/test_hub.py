@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.exporting.hub import push_to_hub
+from atroposlib.exporting.output import push_to_hub
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

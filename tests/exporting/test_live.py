@@ -20,9 +20,7 @@ import pytest
 from atroposlib.api.client_consumer import InspectionClient
 from atroposlib.cli import dpo, sft
 from atroposlib.errors import ConfigError
-from atroposlib.exporting.groups import full_group
-from atroposlib.exporting.sources.live import watch_groups
-from atroposlib.exporting.sources.stored_run import find_run, read_run
+from atroposlib.exporting.groups import find_run, full_group, read_run, watch_groups
 from tests.exporting.conftest import Service
 from tests.exporting.samples import make_groups, read_records
 

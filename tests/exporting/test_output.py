@@ -12,8 +12,7 @@ import pytest
 
 from atroposlib.cli import sft
 from atroposlib.errors import ConfigError
-from atroposlib.exporting.lines import encode_line
-from atroposlib.exporting.output import Output, open_output
+from atroposlib.exporting.output import Output, encode_line, open_output
 from atroposlib.exporting.report import DUPLICATE
 from atroposlib.exporting.run import ExportStoppedError, run_export
 from tests.exporting.samples import dpo_request, read_records, sft_request, write_groups

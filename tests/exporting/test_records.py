@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 
-from atroposlib.exporting.chats import ChatError, split_chats
-from atroposlib.exporting.dpo_formats import DPO_FORMATS
+from atroposlib.exporting.formats import (
+    DPO_FORMATS,
+    SFT_FORMATS,
+    ChatError,
+    DpoRecipe,
+    SftRecipe,
+    split_chats,
+)
 from atroposlib.exporting.groups import ExportGroup
-from atroposlib.exporting.lines import content_key, encode_line
-from atroposlib.exporting.pairing import PairRule
-from atroposlib.exporting.recipes import DpoRecipe, SftRecipe
-from atroposlib.exporting.selection import SelectionRule
-from atroposlib.exporting.sft_formats import SFT_FORMATS
+from atroposlib.exporting.output import content_key, encode_line
+from atroposlib.exporting.selection import PairRule, SelectionRule, TruncationRule
 from atroposlib.exporting.texts import decoder_of, split_texts
-from atroposlib.exporting.trajectories import TruncationRule
 
 X = -100
 ASK = {"role": "user", "content": "P:"}

@@ -16,11 +16,12 @@ import pytest
 
 from atroposlib.cli import replay
 from atroposlib.exporting.groups import ExportGroup
-from atroposlib.exporting.replay.comparing import comparison_text, record_run
-from atroposlib.exporting.replay.recorded_engine import (
+from atroposlib.exporting.replay import (
     NotRecordedError,
     RecordedGroup,
     RecordedModel,
+    comparison_text,
+    record_run,
 )
 from tests.exporting.conftest import Service
 from tests.exporting.samples import make_group, make_groups, read_records, write_groups
@@ -309,7 +310,7 @@ def test_service_that_is_gone_is_said_with_how_to_go_on(
 
 async def test_posting_stops_where_the_service_went_away(groups: list[Any]) -> None:
     from atroposlib.errors import TrajectoryApiError
-    from atroposlib.exporting.replay.posting import PostingStoppedError, post_groups
+    from atroposlib.exporting.posting import PostingStoppedError, post_groups
 
     class Failing:
         num_posts = 0

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 
 from atroposlib.exporting.groups import ExportGroup
-from atroposlib.exporting.pairing import GroupChooser, Pair, PairRule, pair_up
-from atroposlib.exporting.selection import SelectionRule, select
-from atroposlib.exporting.splitting import (
+from atroposlib.exporting.selection import (
+    GroupChooser,
+    Pair,
+    PairRule,
+    SelectionRule,
     Span,
     common_prefix_length,
     pair_prompt_length,
+    pair_up,
     prompt_lengths,
+    select,
     trained_spans,
 )
 

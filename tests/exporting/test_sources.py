@@ -11,8 +11,7 @@ import pytest
 from atroposlib.api.client_consumer import InspectionClient
 from atroposlib.api.store.sqlite_file import open_writer
 from atroposlib.errors import ConfigError
-from atroposlib.exporting.groups import export_group
-from atroposlib.exporting.sources.stored_run import find_run, read_run, run_names
+from atroposlib.exporting.groups import export_group, find_run, read_run, run_names
 from atroposlib.wire import encode_group
 
 

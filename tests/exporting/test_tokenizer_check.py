@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from atroposlib.exporting.groups import ExportGroup
-from atroposlib.exporting.message_texts import find_text, message_texts
-from atroposlib.exporting.tokenizer_check import check_tokenizer
+from atroposlib.exporting.texts import check_tokenizer, find_text, message_texts
 from tests.templates.make_tokenizers import load_tokenizer
 
 PAIRS = [("qwen2_5", "llama3"), ("llama3", "qwen2_5")]

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.exporting.dpo_formats import DPO_FORMATS
+from atroposlib.exporting.formats import DPO_FORMATS, SFT_FORMATS
 from atroposlib.exporting.run import run_export
-from atroposlib.exporting.sft_formats import SFT_FORMATS
 from tests.exporting.samples import dpo_request, sft_request
 
 pytestmark = [

@@ -12,7 +12,12 @@ from typing import Any
 from atroposlib.api.client import TrajectoryApiClient
 from atroposlib.errors import GroupError, TrajectoryApiError
 
-__all__ = ["Posted", "PostingStoppedError", "post_groups", "posting_text"]
+__all__ = [
+    "Posted",
+    "PostingStoppedError",
+    "post_groups",
+    "posting_text",
+]
 
 _REFUSED = (400, 413, 422)
 

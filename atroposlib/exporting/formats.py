@@ -1,0 +1,577 @@
+"""Records of examples to imitate, one function per format; pure.
+
+What a function gets is a trajectory with everything a format may need; what it returns is one line
+of the output, without the score.
+
+Records of preference pairs, one function per format; pure.
+
+From a decoded group to records: what an SFT and a DPO export do differently; pure.
+
+pick(group) ─► picks, a few per group          build(picks of many groups) ─► records
+               └ reasons for all left out                  texts decoded together
+
+Chats of trajectories in the forms that trainers take; pure.
+
+A chat that a form cannot hold is refused with a reason, which the report counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from atroposlib.exporting.groups import ExportGroup
+from atroposlib.exporting.selection import (
+    UNKNOWN_ENDS,
+    GroupChooser,
+    PairRule,
+    SelectionRule,
+    Span,
+    TrajectoryReader,
+    TruncationRule,
+    pair_prompt_length,
+    pair_up,
+    select,
+    trained_spans,
+)
+from atroposlib.exporting.texts import Decoder, TextPair, split_texts
+from atroposlib.scored_data import IGNORE_INDEX
+
+__all__ = [
+    "DPO_FORMATS",
+    "SFT_FORMATS",
+    "Built",
+    "ChatError",
+    "DpoFormat",
+    "DpoRecipe",
+    "Example",
+    "Picked",
+    "Preference",
+    "Recipe",
+    "SftFormat",
+    "SftRecipe",
+    "check_chat",
+    "openai_chat",
+    "plain_chat",
+    "split_chats",
+]
+
+Chat = list[dict[str, Any]]
+
+_OPENAI_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_ASSISTANT_ROLES = frozenset({"assistant", "agent"})
+
+
+class ChatError(ValueError):
+    """A chat that the asked form cannot hold; the message is the reason for the report."""
+
+
+def check_chat(messages: Any) -> Chat:
+    """Return a chat if it is one that ends with what the policy wrote.
+
+    Raises:
+        ChatError: it is not.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ChatError("no messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ChatError("a message without a role")
+    if messages[-1]["role"] not in _ASSISTANT_ROLES:
+        raise ChatError("the last message is not the assistant's")
+    return messages
+
+
+def plain_chat(messages: Any) -> Chat:
+    """Return a chat with role, content and tool calls only; raises `ChatError`."""
+    chat = []
+    for message in check_chat(messages):
+        role = "assistant" if message["role"] in _ASSISTANT_ROLES else message["role"]
+        content = message.get("content")
+        plain: dict[str, Any] = {"role": role, "content": "" if content is None else content}
+        for name in ("tool_calls", "tool_call_id", "name"):
+            if message.get(name):
+                plain[name] = message[name]
+        chat.append(plain)
+    return chat
+
+
+def openai_chat(messages: Any) -> Chat:
+    """Return a chat as OpenAI's fine-tuning takes it; raises `ChatError`."""
+    chat = plain_chat(messages)
+    for message in chat:
+        if message["role"] not in _OPENAI_ROLES:
+            raise ChatError("a role that OpenAI's format does not have")
+        if message["role"] == "tool" and not message.get("tool_call_id"):
+            raise ChatError("a tool message without tool_call_id")
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_openai_call(call) for call in message["tool_calls"]]
+    return chat
+
+
+def split_chats(chosen: Sequence[Any], rejected: Sequence[Any]) -> tuple[Chat, Chat, Chat]:
+    """Return the messages two chats begin with, and the rest of each.
+
+    Raises:
+        ChatError: one of the chats is the beginning of the other: nothing is left to prefer.
+    """
+    shared = 0
+    for a, b in zip(chosen, rejected, strict=False):
+        if a != b:
+            break
+        shared += 1
+    prompt, preferred, other = list(chosen[:shared]), list(chosen[shared:]), list(rejected[shared:])
+    if not preferred or not other:
+        raise ChatError("both chats say the same")
+    return prompt, preferred, other
+
+
+def _openai_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatError("a tool call without a function")
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {
+        "id": str(call.get("id") or f"call_{function['name']}"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": text},
+    }
+
+
+class Example(NamedTuple):
+    """One chosen trajectory."""
+
+    tokens: Sequence[int]
+    """[L]."""
+    mask: Sequence[int] | None
+    """[L]; None when the group says nothing about what to train on."""
+    prompt_length: int
+    """Tokens of the prompt."""
+    text: TextPair | None
+    """Where the format asks for text."""
+    segments: Sequence[str]
+    """Text of each of `spans`, where the format asks for them."""
+    messages: Any
+    """The chat, whatever the environment gave."""
+
+    def spans(self) -> list[Span]:
+        """Return what is trained on and what is not."""
+        return spans_of(self.tokens, self.mask, self.prompt_length)
+
+
+class SftFormat(NamedTuple):
+    """A format of the output."""
+
+    build: Callable[[Example], dict[str, Any]]
+    about: str
+    """For people: who reads it."""
+    needs_text: bool = False
+    needs_segments: bool = False
+    needs_messages: bool = False
+    has_score: bool = False
+    """Whether records carry the score unasked."""
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Whether tokens are decoded."""
+        return self.needs_text or self.needs_segments
+
+
+def spans_of(tokens: Sequence[int], mask: Sequence[int] | None, prompt_length: int) -> list[Span]:
+    """Return trained and other stretches; without a mask all behind the prompt is trained on."""
+    if mask:
+        return trained_spans(mask)
+    spans = [Span(0, prompt_length, False), Span(prompt_length, len(tokens), True)]
+    return [span for span in spans if span.start < span.end]
+
+
+def _prefix_completion(example: Example) -> dict[str, Any]:
+    assert example.text is not None
+    return {"prefix": example.text.prompt, "completion": example.text.completion}
+
+
+def _prompt_completion(example: Example) -> dict[str, Any]:
+    assert example.text is not None
+    return {"prompt": example.text.prompt, "completion": example.text.completion}
+
+
+def _messages_as_given(example: Example) -> dict[str, Any]:
+    return {"messages": example.messages}
+
+
+def _messages(example: Example) -> dict[str, Any]:
+    return {"messages": plain_chat(example.messages)}
+
+
+def _chat_prompt_completion(example: Example) -> dict[str, Any]:
+    chat = plain_chat(check_chat(example.messages))
+    return {"prompt": chat[:-1], "completion": chat[-1:]}
+
+
+def _segments(example: Example) -> dict[str, Any]:
+    pairs = zip(example.spans(), example.segments, strict=True)
+    return {"segments": [{"label": span.is_trained, "text": text} for span, text in pairs]}
+
+
+def _openai(example: Example) -> dict[str, Any]:
+    return {"messages": openai_chat(example.messages)}
+
+
+def _token_ids(example: Example) -> dict[str, Any]:
+    labels = list(example.mask or [])
+    if not labels:
+        ignored = [IGNORE_INDEX] * example.prompt_length
+        labels = [*ignored, *example.tokens[example.prompt_length :]]
+    return {
+        "input_ids": list(example.tokens),
+        "attention_mask": [1] * len(example.tokens),
+        "labels": labels,
+    }
+
+
+SFT_FORMATS: Mapping[str, SftFormat] = {
+    "atropos": SftFormat(
+        _prefix_completion, "prefix, completion, score", needs_text=True, has_score=True
+    ),
+    "atropos-messages": SftFormat(
+        _messages_as_given,
+        "messages as the environment gave them, score",
+        needs_messages=True,
+        has_score=True,
+    ),
+    "trl": SftFormat(_prompt_completion, "TRL: prompt, completion", needs_text=True),
+    "trl-messages": SftFormat(_messages, "TRL: conversational messages", needs_messages=True),
+    "trl-chat": SftFormat(
+        _chat_prompt_completion,
+        "TRL: conversational prompt, completion",
+        needs_messages=True,
+    ),
+    "axolotl": SftFormat(
+        _segments, "Axolotl, type input_output: segments as trained on", needs_segments=True
+    ),
+    "axolotl-chat": SftFormat(
+        _messages, "Axolotl, type chat_template: messages", needs_messages=True
+    ),
+    "openai": SftFormat(_openai, "OpenAI fine-tuning: messages", needs_messages=True),
+    "tokens": SftFormat(_token_ids, "TRL and Axolotl: input_ids, attention_mask, labels"),
+}
+"""The formats of `atropos-sft-gen`, by name."""
+
+
+class Preference(NamedTuple):
+    """One pair."""
+
+    chosen: TextPair | None
+    """Where the format asks for text; both sides have the same prompt."""
+    rejected: TextPair | None
+    chosen_messages: Any
+    rejected_messages: Any
+
+
+class DpoFormat(NamedTuple):
+    """A format of the output."""
+
+    build: Callable[[Preference], dict[str, Any]]
+    about: str
+    needs_text: bool = False
+    needs_messages: bool = False
+    has_score: bool = False
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Whether tokens are decoded."""
+        return self.needs_text
+
+
+def _texts(pair: Preference) -> tuple[TextPair, TextPair]:
+    assert pair.chosen is not None
+    assert pair.rejected is not None
+    return pair.chosen, pair.rejected
+
+
+def _prefix_pos_neg(pair: Preference) -> dict[str, Any]:
+    chosen, rejected = _texts(pair)
+    return {"prefix": chosen.prompt, "pos": chosen.completion, "neg": rejected.completion}
+
+
+def _dpo_formats_messages_as_given(pair: Preference) -> dict[str, Any]:
+    return {"pos": pair.chosen_messages, "neg": pair.rejected_messages}
+
+
+def _explicit(pair: Preference) -> dict[str, Any]:
+    chosen, rejected = _texts(pair)
+    return {
+        "prompt": chosen.prompt,
+        "chosen": chosen.completion,
+        "rejected": rejected.completion,
+    }
+
+
+def _implicit(pair: Preference) -> dict[str, Any]:
+    chosen, rejected = _texts(pair)
+    return {"chosen": "".join(chosen), "rejected": "".join(rejected)}
+
+
+def _chat_explicit(pair: Preference) -> dict[str, Any]:
+    prompt, chosen, rejected = _split(pair)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _chat_implicit(pair: Preference) -> dict[str, Any]:
+    prompt, chosen, rejected = _split(pair)
+    return {"chosen": [*prompt, *chosen], "rejected": [*prompt, *rejected]}
+
+
+def _axolotl_chat(pair: Preference) -> dict[str, Any]:
+    prompt, chosen, rejected = _split(pair)
+    _check_single(chosen, rejected)
+    return {"messages": prompt, "chosen": chosen[0], "rejected": rejected[0]}
+
+
+def _dpo_formats_openai(pair: Preference) -> dict[str, Any]:
+    prompt, chosen, rejected = split_chats(
+        openai_chat(pair.chosen_messages), openai_chat(pair.rejected_messages)
+    )
+    _check_single(chosen, rejected)
+    return {
+        "input": {"messages": prompt},
+        "preferred_output": chosen,
+        "non_preferred_output": rejected,
+    }
+
+
+def _check_single(chosen: Any, rejected: Any) -> None:
+    """Raise where one of the sides has more than the last message of its own."""
+    if len(chosen) > 1 or len(rejected) > 1:
+        raise ChatError("the chats part before their last message")
+
+
+def _split(pair: Preference) -> tuple[Any, Any, Any]:
+    return split_chats(plain_chat(pair.chosen_messages), plain_chat(pair.rejected_messages))
+
+
+DPO_FORMATS: Mapping[str, DpoFormat] = {
+    "atropos": DpoFormat(
+        _prefix_pos_neg, "prefix, pos, neg, score of pos", needs_text=True, has_score=True
+    ),
+    "atropos-messages": DpoFormat(
+        _dpo_formats_messages_as_given,
+        "pos and neg as the environment gave them, score of pos",
+        needs_messages=True,
+        has_score=True,
+    ),
+    "trl": DpoFormat(_explicit, "TRL: prompt, chosen, rejected", needs_text=True),
+    "trl-implicit": DpoFormat(
+        _implicit, "TRL: chosen and rejected with the prompt in both", needs_text=True
+    ),
+    "trl-chat": DpoFormat(
+        _chat_explicit, "TRL: conversational prompt, chosen, rejected", needs_messages=True
+    ),
+    "trl-chat-implicit": DpoFormat(
+        _chat_implicit, "TRL: conversational chosen and rejected", needs_messages=True
+    ),
+    "axolotl": DpoFormat(
+        _explicit, "Axolotl, type user_defined.default: prompt, chosen, rejected", needs_text=True
+    ),
+    "axolotl-chat": DpoFormat(
+        _axolotl_chat,
+        "Axolotl, type chat_template.default: messages, chosen, rejected",
+        needs_messages=True,
+    ),
+    "openai": DpoFormat(_dpo_formats_openai, "OpenAI preference fine-tuning", needs_messages=True),
+}
+"""The formats of `atropos-dpo-gen`, by name."""
+
+
+class Built(NamedTuple):
+    """One record on its way to the output."""
+
+    record: dict[str, Any] | None
+    """None when the format cannot hold it."""
+    score: float
+    num_tokens: int
+    """Of the completion, both sides of a pair together."""
+    is_truncated: bool
+    where: str
+    reason: str = ""
+    """Why there is no record."""
+
+
+class Picked(NamedTuple):
+    """What is taken of one group."""
+
+    picks: list[Any]
+    """Opaque; for `build` of the same recipe."""
+    refused: dict[str, int]
+    """Trajectories left out, by reason."""
+
+
+class Recipe(Protocol):
+    """One way to make records."""
+
+    def pick(self, group: ExportGroup, where: str) -> Picked:
+        """Choose what becomes records."""
+
+    def build(self, picks: Sequence[Any]) -> list[Built]:
+        """Make the records, decoding all texts together."""
+
+
+class SftRecipe:
+    """Examples to imitate.
+
+    Args:
+        form: the format of the output.
+        rule: which trajectories are good enough.
+        decode: of the tokenizer; None when the format needs no text.
+        truncation: what is done with completions that were cut.
+    """
+
+    def __init__(
+        self,
+        form: SftFormat,
+        rule: SelectionRule,
+        decode: Decoder | None,
+        truncation: TruncationRule = UNKNOWN_ENDS,
+    ) -> None:
+        self._form = form
+        self._rule = rule
+        self._decode = decode
+        self._reader = TrajectoryReader(truncation, needs_messages=form.needs_messages)
+
+    def pick(self, group: ExportGroup, where: str) -> Picked:
+        """Choose the best trajectories of a group."""
+        sides, refused = self._reader.read(group)
+        selection = select(group.scores, self._rule, eligible=list(sides))
+        picks = [(where, sides[i]) for i in selection.chosen]
+        return Picked(picks, {**refused, **selection.refused})
+
+    def build(self, picks: Sequence[Any]) -> list[Built]:
+        """Make the records of chosen trajectories."""
+        texts = self._texts(picks)
+        segments = self._segments(picks)
+        built = []
+        for i, (where, side) in enumerate(picks):
+            example = Example(
+                tokens=side.tokens,
+                mask=side.mask,
+                prompt_length=side.prompt_length,
+                text=texts[i] if texts else None,
+                segments=segments[i] if segments else (),
+                messages=side.messages,
+            )
+            place = f"{where}, trajectory {side.position + 1}"
+            record, reason = _record_or_reason(self._form, example)
+            num_tokens = len(side.tokens) - side.prompt_length
+            built.append(Built(record, side.score, num_tokens, side.is_truncated, place, reason))
+        return built
+
+    def _texts(self, picks: Sequence[Any]) -> list[TextPair]:
+        if not self._form.needs_text:
+            return []
+        assert self._decode is not None
+        return split_texts([(side.tokens, side.prompt_length) for _, side in picks], self._decode)
+
+    def _segments(self, picks: Sequence[Any]) -> list[list[str]]:
+        if not self._form.needs_segments:
+            return []
+        assert self._decode is not None
+        spans = [
+            Example(side.tokens, side.mask, side.prompt_length, None, (), None).spans()
+            for _, side in picks
+        ]
+        rows = [
+            side.tokens[span.start : span.end]
+            for (_, side), own in zip(picks, spans, strict=True)
+            for span in own
+        ]
+        texts = iter(self._decode(rows))
+        return [[next(texts) for _ in own] for own in spans]
+
+
+class DpoRecipe:
+    """Preference pairs.
+
+    Args:
+        form: the format of the output.
+        rule: which pairs are made.
+        decode: of the tokenizer; None when the format needs no text.
+        truncation: what is done with completions that were cut.
+        seed: of random draws.
+    """
+
+    def __init__(
+        self,
+        form: DpoFormat,
+        rule: PairRule,
+        decode: Decoder | None,
+        truncation: TruncationRule = UNKNOWN_ENDS,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._form = form
+        self._rule = rule
+        self._decode = decode
+        self._seed = seed
+        self._reader = TrajectoryReader(truncation, needs_messages=form.needs_messages)
+
+    def pick(self, group: ExportGroup, where: str) -> Picked:
+        """Pair the trajectories of a group."""
+        sides, refused = self._reader.read(group)
+        positions = list(sides)
+        if not positions:
+            return Picked([], refused)
+        scores = [group.scores[i] for i in positions]
+        pairing = pair_up(scores, self._rule, GroupChooser(self._seed, where))
+        picks = [
+            (where, sides[positions[pair.chosen]], sides[positions[pair.rejected]])
+            for pair in pairing.pairs
+        ]
+        return Picked(picks, {**refused, **pairing.refused})
+
+    def build(self, picks: Sequence[Any]) -> list[Built]:
+        """Make the records of pairs."""
+        lengths = [
+            pair_prompt_length(
+                chosen.tokens,
+                rejected.tokens,
+                chosen_prompt=chosen.prompt_length,
+                rejected_prompt=rejected.prompt_length,
+            )
+            for _, chosen, rejected in picks
+        ]
+        texts = self._texts(picks, lengths)
+        built = []
+        for i, (where, chosen, rejected) in enumerate(picks):
+            pair = Preference(
+                texts[2 * i] if texts else None,
+                texts[2 * i + 1] if texts else None,
+                chosen.messages,
+                rejected.messages,
+            )
+            place = f"{where}, trajectories {chosen.position + 1} and {rejected.position + 1}"
+            record, reason = _record_or_reason(self._form, pair)
+            num_tokens = len(chosen.tokens) + len(rejected.tokens) - 2 * lengths[i]
+            is_cut = chosen.is_truncated or rejected.is_truncated
+            built.append(Built(record, chosen.score, num_tokens, is_cut, place, reason))
+        return built
+
+    def _texts(self, picks: Sequence[Any], lengths: Sequence[int]) -> list[TextPair]:
+        if not self._form.needs_text:
+            return []
+        assert self._decode is not None
+        parts = [
+            (side.tokens, length)
+            for (_, *pair), length in zip(picks, lengths, strict=True)
+            for side in pair
+        ]
+        return split_texts(parts, self._decode)
+
+
+def _record_or_reason(form: Any, source: Any) -> tuple[dict[str, Any] | None, str]:
+    """Build a record; a chat that the format cannot hold gives the reason instead."""
+    try:
+        return form.build(source), ""
+    except ChatError as error:
+        return None, str(error)
