@@ -1,29 +1,395 @@
-"""Page of groups: `python -m atroposlib.frontend.jsonl2html INPUT [OUTPUT]`.
+r"""Page of groups: `python -m atroposlib.frontend.jsonl2html INPUT [OUTPUT]`.
 
 Reads JSON Lines, one group with `messages` and `scores` a line, and writes one HTML file that can
 be opened, sent or archived by itself.
-"""
 
-# ruff: noqa: T201 - this is a door: it tells on the terminal what it wrote
+Rendering groups as HTML: pure functions, text in, markup out.
+
+Model output is untrusted. Raw HTML in it is shown as text, Markdown makes plain tags of the rest,
+without links or images, and the page's content policy lets only the page's own script run and
+nothing load.
+
+Texts of messages as safe HTML that still shows each of their characters: pure.
+
+Markdown makes long answers readable, and hides what a reward may hang on: the backslash of `\{`,
+the `#` of a board, a row of `_ _ _`, the stars of `2*3*4`. So rules that swallow such characters
+are off, the page's style puts back the marks of headings and stress, and spaces stay as they are.
+Raw HTML is text, links and images are not made.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import json
+import logging
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from string import Template
+from typing import TYPE_CHECKING, Any
 
-from atroposlib.frontend.group_page import (
-    create_html_for_group,
-    get_score_class,
-    render_page,
-    scores_differ,
-)
 from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.inert_text import inert_block, inert_line, inert_markup
 from atroposlib.utils.loose_json import decode_line
+from atroposlib.utils.short_score import short_score
 
-__all__ = ["create_html_for_group", "generate_html", "get_score_class", "main"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from markdown_it.rules_inline import StateInline
+
+__all__ = [
+    "create_html_for_group",
+    "generate_html",
+    "get_score_class",
+    "main",
+    "render_markdown",
+    "render_page",
+    "scores_differ",
+]
+
+MAX_MARKDOWN_CHARACTERS = 200_000
+"""Longer texts are shown as they are: Markdown's cost grows faster than the text."""
+
+KEPT_TEXTS = 256
+"""Prompts repeat within a group: rendering them once halves the time of a page."""
+
+ACTIVE_RULES = ["link", "image", "autolink", "reference", "html_inline", "html_block", "entity"]
+SWALLOWING_RULES = ["escape", "hr", "lheading"]
+WORDED_HEADING = re.compile(r" {0,3}#{1,6}[ \t]+[^\W_].*(?<![#\s])\s*")
+"""A heading with words, not a row of a board such as `# # _`."""
+
+
+@lru_cache(maxsize=KEPT_TEXTS)
+def render_markdown(text: str) -> str:
+    """Return Markdown text as safe HTML; raw HTML in it appears as text, control codes as signs."""
+    if len(text) > MAX_MARKDOWN_CHARACTERS:
+        return _as_is(text)
+    try:
+        rendered: str = _converter().render(inert_block(text))
+        return rendered
+    except (RecursionError, ValueError, IndexError) as error:
+        logger.debug("shown without Markdown: %s", error)
+        return _as_is(text)
+
+
+@cache
+def _converter() -> Any:
+    from markdown_it import MarkdownIt
+    from markdown_it.rules_block import heading
+    from markdown_it.rules_inline import emphasis
+
+    # Raw HTML is ordinary text and gets escaped. Links stay text as well: a reader sees the
+    # address, and nobody is led anywhere.
+    converter = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("table")
+    converter.disable([*ACTIVE_RULES, *SWALLOWING_RULES])
+    converter.block.ruler.at(
+        "heading", _only_worded(heading), {"alt": ["paragraph", "reference", "blockquote"]}
+    )
+    converter.inline.ruler.at("emphasis", _only_stars(emphasis.tokenize))
+    converter.inline.ruler.at("newline", _break_line)
+    # The language a fence names would become an attribute; nothing on the page uses it.
+    converter.add_render_rule("fence", lambda _, tokens, i, *__: _code_block(tokens[i].content))
+    # The style keeps line ends, so a second one in the markup would be an empty line.
+    converter.add_render_rule("softbreak", lambda *_: "<br>")
+    return converter
+
+
+def _only_worded(heading: Callable[..., bool]) -> Callable[..., bool]:
+    def rule(state: Any, start: int, end: int, silent: bool) -> bool:
+        line = state.src[state.bMarks[start] : state.eMarks[start]]
+        return bool(WORDED_HEADING.fullmatch(line)) and heading(state, start, end, silent)
+
+    return rule
+
+
+def _only_stars(tokenize: Callable[..., bool]) -> Callable[..., bool]:
+    """Leave `__init__` and `_ _` alone."""
+
+    def rule(state: StateInline, silent: bool) -> bool:
+        return state.src[state.pos] != "_" and tokenize(state, silent)
+
+    return rule
+
+
+def _break_line(state: StateInline, silent: bool) -> bool:
+    """End a line as Markdown's own rule does, but keep the spaces on both sides."""
+    if state.src[state.pos] != "\n":
+        return False
+    if not silent:
+        state.push("softbreak", "br", 0)
+    state.pos += 1
+    return True
+
+
+def _code_block(text: str) -> str:
+    return f"<pre><code>{html.escape(text, quote=False)}</code></pre>\n"
+
+
+def _as_is(text: str) -> str:
+    return f"<pre>{html.escape(inert_block(text), quote=False)}</pre>"
+
+
+logger = logging.getLogger(__name__)
+
+IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
+"""How base64 of an image begins."""
+PROMPT_ROLES = frozenset({"system", "developer", "user", "environment"})
+MAX_QUESTION_CHARACTERS = 120
+INLINE_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
+
+
+def get_score_class(score: Any) -> str:
+    """Return the CSS class of a score: positive, negative or zero; empty when it is no number."""
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        return ""
+    if score > 0:
+        return "reward-positive"
+    return "reward-negative" if score < 0 else "reward-zero"
+
+
+def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
+    """Return one group as a collapsible block.
+
+    Args:
+        group_data: `messages` [G], each a text or a chat, and `scores` [G]. Unequal lengths are
+            cut to the shorter one with a warning. A prompt that all of them begin with is
+            folded from the second on. Base64 texts in `images` are shown above them, each once,
+            and so is `gold_answer`, a text or one per turn. `reward_parts` [G], numbers by name,
+            are shown after the score. The heading has the `step`, else `policy_version`, and the
+            first line of the question.
+        index: number of the group on the page.
+
+    Returns:
+        The block, empty when there is nothing to show.
+    """
+    messages = group_data.get("messages") or []
+    scores = group_data.get("scores") or []
+    if len(messages) != len(scores):
+        logger.warning(
+            "group %d has %d messages and %d scores; showing the first %d",
+            index,
+            len(messages),
+            len(scores),
+            min(len(messages), len(scores)),
+        )
+    pairs = list(zip(messages, scores))  # noqa: B905 - cut to the shorter, as announced above
+    if not pairs:
+        return ""
+    num_shared = _num_shared([chat for chat, _ in pairs])
+    parts = group_data.get("reward_parts")
+    parts = parts if isinstance(parts, list) else []
+    items = "\n".join(
+        _item(
+            _render_chat(chat, num_folded=num_shared if i else 0),
+            score,
+            index,
+            i,
+            parts=parts[i] if i < len(parts) else None,
+        )
+        for i, (chat, score) in enumerate(pairs)
+    )
+    numbers = [score for _, score in pairs if get_score_class(score)]
+    best = max(numbers, default="")
+    mean = sum(numbers) / len(numbers) if numbers else ""
+    return (
+        f'<details class="group" id="group-{index}" data-index="{index}" data-best="{best}" '
+        f'data-mean="{mean}" data-differs="{int(len(set(numbers)) > 1)}">\n'
+        f"<summary>Group {index}{_about(group_data, pairs[0][0])}</summary>\n"
+        f"{_from_text(group_data)}"
+        f"{_group_images(group_data.get('images'))}{_gold(group_data.get('gold_answer'))}"
+        f"{items}\n</details>"
+    )
+
+
+def render_page(input_name: str, groups: Sequence[str], *, num_from_text: int = 0) -> str:
+    """Return the whole page: one file that loads nothing from elsewhere.
+
+    Args:
+        input_name: named in the title.
+        groups: what `create_html_for_group` returned, in the order they are to be shown.
+        num_from_text: how many of them are `tokenized_from_text`.
+    """
+    script = _resource("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    empty = '<p class="empty">No data: no line held messages and scores.</p>'
+    return Template(_resource("template.html")).substitute(
+        title=inert_markup(f"Rendered Messages - {input_name}"),
+        style=_resource("page.css"),
+        note=(
+            f'<p class="hint">{num_from_text} of {len(groups)} groups are tokenized from text: the '
+            "server reported no token ids.</p>"
+            if num_from_text
+            else ""
+        ),
+        groups="\n".join(groups) or empty,
+        script=script,
+        script_hash=digest,
+    )
+
+
+def scores_differ(group_data: Mapping[str, Any]) -> bool:
+    """Whether the group has at least two different scores, and so something to learn from."""
+    scores = group_data.get("scores")
+    numbers = {s for s in scores if get_score_class(s)} if isinstance(scores, list) else set()
+    return len(numbers) > 1
+
+
+def _about(group_data: Mapping[str, Any], chat: Any) -> str:
+    """Return what a heading says after the number: the step and the question, where known."""
+    steps = (group_data.get(key) for key in ("step", "policy_version"))
+    step = next((s for s in steps if isinstance(s, int) and not isinstance(s, bool)), None)
+    facts = [] if step is None else [f"step {step}"]
+    question = _question(chat)
+    facts += [question] if question else []
+    return f'<span class="about">{inert_markup(": ".join(facts))}</span>' if facts else ""
+
+
+def _question(chat: Any) -> str:
+    """Return the first message of a user on one line, empty where there is none."""
+    for message in chat if isinstance(chat, list) else []:
+        if isinstance(message, dict) and str(message.get("role")).lower() == "user":
+            text, _ = _split_content(message.get("content"))
+            return inert_line(text, max_characters=MAX_QUESTION_CHARACTERS)
+    return ""
+
+
+def _item(content: str, score: Any, group: int, i: int, *, parts: Any) -> str:
+    classes = f"item {get_score_class(score)}".strip()
+    number = short_score(score) if get_score_class(score) else ""
+    return (
+        f'<div class="{classes}" id="group-{group}-item-{i}" tabindex="0" data-score="{number}">\n'
+        f"<h3>Content {i}</h3>\n"
+        f'<div class="content-block">{content}</div>\n'
+        f'<p class="reward">Reward: {inert_markup(str(short_score(score)))}</p>\n'
+        f"{_parts(parts)}</div>"
+    )
+
+
+def _parts(parts: Any) -> str:
+    """Return the named parts of a reward, before they were weighed."""
+    if not isinstance(parts, dict) or not parts:
+        return ""
+    texts = ", ".join(f"{name} {short_score(value)}" for name, value in parts.items())
+    return f'<p class="reward-parts">Parts: {inert_markup(texts)}</p>\n'
+
+
+def _num_shared(chats: Sequence[Any]) -> int:
+    """Return how many messages of the prompt, from the first on, are the same in all chats."""
+    first, *others = chats
+    if not isinstance(first, list) or not all(isinstance(chat, list) for chat in others):
+        return 0
+    num_shared = 0
+    for message in first:
+        role = message.get("role") if isinstance(message, dict) else None
+        is_prompt = isinstance(role, str) and role.lower() in PROMPT_ROLES
+        if not is_prompt or any(chat[num_shared : num_shared + 1] != [message] for chat in others):
+            break
+        num_shared += 1
+    return num_shared
+
+
+def _render_chat(chat: Any, *, num_folded: int) -> str:
+    if not isinstance(chat, list):
+        return render_markdown(str(chat))
+    folded = "\n".join(map(_render_message, chat[:num_folded]))
+    rest = "\n".join(map(_render_message, chat[num_folded:]))
+    if not folded:
+        return rest
+    return f'<details class="folded"><summary>prompt as above</summary>\n{folded}</details>\n{rest}'
+
+
+def _render_message(message: Any) -> str:
+    if not isinstance(message, dict):
+        return render_markdown(str(message))
+    text, images = _split_content(message.get("content"))
+    calls = message.get("tool_calls")
+    if calls:
+        text += f"\n\n```json\n{json.dumps(calls, indent=1, ensure_ascii=False, default=str)}\n```"
+    role = str(message.get("role") or "unknown").capitalize()
+    kind = "message prompt" if role.lower() in PROMPT_ROLES else "message"
+    # The role has a line of its own: a fence or a table begins a line.
+    return (
+        f'<div class="{kind}"><p class="role"><strong>{inert_markup(role)}</strong>:</p>\n'
+        f"{render_markdown(text)}{''.join(_image(url) for url in images)}</div>"
+    )
+
+
+def _split_content(content: Any) -> tuple[str, list[str]]:
+    """Part message content into its text and the addresses of its images."""
+    if content is None:
+        return "", []
+    if not isinstance(content, list):
+        return str(content), []
+    texts: list[str] = []
+    images: list[str] = []
+    for part in content:
+        if not isinstance(part, dict):
+            texts.append(str(part))
+        elif part.get("type") == "text":
+            texts.append(str(part.get("text", "")))
+        elif part.get("type") in ("image_url", "input_image", "image"):
+            images.append(_image_address(part))
+        else:
+            texts.append(f"[{part.get('type', 'unknown')} part]")
+    return "\n\n".join(texts), images
+
+
+def _image_address(part: Mapping[str, Any]) -> str:
+    value = part.get("image_url", part.get("image", ""))
+    return str(value.get("url", "")) if isinstance(value, dict) else str(value)
+
+
+def _group_images(images: Any) -> str:
+    """Return the images of the whole group; one is often repeated for every trajectory."""
+    texts = [images] if isinstance(images, str) else images
+    found = [text for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
+    addresses = (_as_address(text) for text in dict.fromkeys(found))
+    return "".join(f"{_image(address)}\n" for address in addresses)
+
+
+def _from_text(group: Mapping[str, Any]) -> str:
+    """Say of a group whose tokens no engine reported where they come from."""
+    if not group.get("tokenized_from_text"):
+        return ""
+    return '<p class="hint">tokenized from text: no token ids or logprobs of the server</p>\n'
+
+
+def _gold(answer: Any) -> str:
+    """Return a perfect answer, one per turn where it is a list; folded, as it gives all away."""
+    turns = answer if isinstance(answer, list) else [answer]
+    texts = "\n".join(render_markdown(turn) for turn in turns if isinstance(turn, str))
+    if not texts:
+        return ""
+    return (
+        '<details class="gold"><summary>Gold answer</summary>\n'
+        f'<div class="content-block">{texts}</div></details>\n'
+    )
+
+
+def _as_address(text: str) -> str:
+    kind = next((kind for start, kind in IMAGE_STARTS.items() if text.startswith(start)), None)
+    return text if kind is None else f"data:image/{kind};base64,{text}"
+
+
+def _image(url: str) -> str:
+    if INLINE_IMAGE.fullmatch(url):
+        return f'<img class="image" alt="image in the message" src="{url}">'
+    # An address elsewhere is named, not loaded: opening a page must not call anybody.
+    return f'<p class="image">[image: {inert_markup(url[:200]) or "no address"}]</p>'
+
+
+@cache
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+# ruff: noqa: T201 - this is a door: it tells on the terminal what it wrote
 
 
 def generate_html(input_path: str | Path, output_path: str | Path | None = None) -> None:
