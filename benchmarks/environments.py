@@ -47,7 +47,7 @@ from atroposlib.envs.commands import check_command  # noqa: E402
 from atroposlib.envs.hooks import settle  # noqa: E402
 from atroposlib.envs.running import favour_event_loop  # noqa: E402
 from atroposlib.sandbox import SandboxUnavailableError, open_sandbox, run_python  # noqa: E402
-from atroposlib.sandbox.programs import PYTHON  # noqa: E402
+from atroposlib.sandbox.interface import PYTHON  # noqa: E402
 from environments.card_table import find_cards  # noqa: E402
 
 TARGET_HOLD_MS = 50.0

@@ -7,8 +7,8 @@ from atroposlib.sandbox.interface import (
     SandboxLimits,
     SandboxResult,
     SandboxUnavailableError,
+    run_python,
 )
-from atroposlib.sandbox.programs import run_python
 
 __all__ = [
     "Sandbox",

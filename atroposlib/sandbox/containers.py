@@ -5,6 +5,16 @@
 
 There is no image: /usr of the machine is the root, read-only. The first program is preceded by
 trials of every limit: a runtime under which one does not hold is refused.
+
+What a container is allowed, as the `config.json` of the OCI runtime specification.
+
+Own pid, network, mount, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm; a user
+of its own without capabilities; a filter of system calls. The limits of each process are set
+within, by prlimit, as gVisor enforces no others.
+
+Source: Open Container Initiative, "Runtime Specification", version 1.0.2, config.md.
+
+Programs that run into every limit, to learn whether it holds before another program runs.
 """
 
 from __future__ import annotations
@@ -14,38 +24,195 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from atroposlib.sandbox.box_files import checked_path
-from atroposlib.sandbox.container_spec import FOLDERS, container_spec
-from atroposlib.sandbox.control_groups import (
-    PARENT,
-    ControlGroups,
-    bounded_tcp,
-    bounds_swap,
-    remove_abandoned,
-    remove_group,
-    require_bound,
-)
 from atroposlib.sandbox.interface import (
     MEBIBYTE,
     SandboxError,
     SandboxLimits,
     SandboxResult,
     SandboxUnavailableError,
+    checked_path,
 )
-from atroposlib.sandbox.process_limits import find_program, limit_words, next_user
-from atroposlib.sandbox.results import result_of
-from atroposlib.sandbox.streams import run_bounded
-from atroposlib.sandbox.system_calls import has_filter
-from atroposlib.sandbox.trials import TRIALS
+from atroposlib.sandbox.limits import (
+    OOM_SCORE,
+    PARENT,
+    ControlGroups,
+    bounded_tcp,
+    bounds_swap,
+    find_program,
+    limit_words,
+    next_user,
+    remove_abandoned,
+    remove_group,
+    require_bound,
+)
+from atroposlib.sandbox.streams import result_of, run_bounded
+from atroposlib.sandbox.system_calls import call_rules, has_filter
 
-__all__ = ["CONTAINER", "GVISOR", "Containers", "Runtime"]
+__all__ = [
+    "CONTAINER",
+    "FOLDERS",
+    "GVISOR",
+    "TRIALS",
+    "Containers",
+    "Runtime",
+    "Trial",
+    "container_spec",
+]
+
+GRACE_S = 5
+MASKED = ("/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/scsi")
+WRITABLE = ("/tmp", "/box", "/dev/shm")
+FOLDERS = ("proc", "dev", "usr", "tmp", "box", "input")
+"""The empty folders a root needs for the mounts."""
+COPY_AND_RUN = 'cp -r /input/. . && exec "$@"'
+
+
+def container_spec(
+    command: Sequence[str],
+    *,
+    root: str,
+    files: str,
+    limits: SandboxLimits,
+    limit_words: Sequence[str],
+    group: str | None,
+    bounds_swap: bool,
+    user: int,
+    is_memory_counted: bool,
+    has_own_kernel: bool,
+) -> dict[str, Any]:  # JSON
+    """Return the configuration of one program's container.
+
+    Args:
+        command: the program and its arguments.
+        root: the folder that becomes /, with `FOLDERS` in it.
+        files: the folder whose content the program finds in /box.
+        limits: of memory, processes and disk.
+        limit_words: what sets the limits of each process and then runs the words behind it.
+        group: path of the control group the runtime makes; None for none.
+        bounds_swap: whether the runtime can bound memory and swap together.
+        user: whom the program runs as.
+        is_memory_counted: whether a control group bounds its memory.
+        has_own_kernel: whether the runtime is gVisor.
+    """
+    # The first process cannot be killed from within, and with it all others end: the container
+    # outlives nobody, even when this process ends without removing it.
+    end = ["/usr/bin/timeout", "--signal=KILL", str(math.ceil(limits.wall_s) + GRACE_S)]
+    words = [*end, "/usr/bin/sh", "-c", COPY_AND_RUN, "sh", *limit_words, *command]
+    linux: dict[str, Any] = {
+        "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
+        "maskedPaths": list(MASKED),
+        "readonlyPaths": ["/proc/sys", "/proc/irq", "/proc/bus", "/proc/sysrq-trigger"],
+        "seccomp": call_rules(is_memory_counted=is_memory_counted, has_own_kernel=has_own_kernel),
+    }
+    if group is not None:
+        memory = limits.memory_bytes + 2 * limits.disk_bytes  # its folders lie in memory
+        processes = limits.max_processes + 1  # and the one that ends it
+        linux["cgroupsPath"] = group
+        bounds = dict.fromkeys(("limit", "swap") if bounds_swap else ("limit",), memory)
+        linux["resources"] = {"memory": bounds, "pids": {"limit": processes}}
+    sets = ("bounding", "effective", "permitted", "inheritable", "ambient")
+    return {
+        "ociVersion": "1.0.2",
+        "hostname": "sandbox",
+        "root": {"path": root, "readonly": True},
+        "process": {
+            "terminal": False,
+            "user": {"uid": user, "gid": user},
+            "args": words,
+            "env": ["HOME=/box", "PATH=/usr/bin", "LANG=C.UTF-8"],
+            "cwd": "/box",
+            "capabilities": {name: [] for name in sets},
+            "noNewPrivileges": True,
+            "oomScoreAdj": OOM_SCORE,
+        },
+        "mounts": _mounts(files, limits.disk_bytes),
+        "linux": linux,
+    }
+
+
+def _mounts(files: str, disk_bytes: int) -> list[dict[str, Any]]:
+    mounts = [
+        _mount("/proc", "proc", "proc", "noexec", "ro"),
+        _mount("/dev", "tmpfs", "tmpfs", "mode=755", "size=65536"),
+    ]
+    mounts += [_mount(path, "bind", path, "rbind", "ro") for path in ("/usr",)]
+    for path in WRITABLE:
+        mounts.append(_mount(path, "tmpfs", "tmpfs", "mode=1777", f"size={disk_bytes}"))
+    return [*mounts, _mount("/input", "bind", files, "rbind", "ro")]
+
+
+def _mount(path: str, kind: str, source: str, *options: str) -> dict[str, Any]:
+    options = ("nosuid", "nodev", *options) if path != "/dev" else ("nosuid", *options)
+    return {"destination": path, "type": kind, "source": source, "options": list(options)}
+
+
+PYTHON = ("/usr/bin/python3", "-I", "-S", "-B", "-c")
+LIMITS = SandboxLimits(
+    wall_s=60.0,
+    cpu_s=30,
+    memory_bytes=256 * MEBIBYTE,
+    max_processes=8,
+    disk_bytes=MEBIBYTE,
+    output_bytes=10_000,
+)
+SPIN = "while True: pass"
+ALLOCATE = """
+try:
+    bytearray(512 * 2**20)
+except MemoryError:
+    print('held')
+"""
+FORK = """
+import os, signal
+signal.alarm(30)
+try:
+    for _ in range(32):
+        if os.fork() == 0:
+            signal.pause()
+except OSError:
+    print('held')
+"""
+FILL = """
+for folder in ('/box', '/tmp', '/dev/shm'):
+    try:
+        for number in range(4):
+            open(f'{folder}/{number}', 'wb').write(bytes(600_000))
+    except OSError:
+        print('held')
+"""
+
+
+class Trial(NamedTuple):
+    """A program that goes beyond a limit."""
+
+    limit: str
+    command: tuple[str, ...]
+    holds: Callable[[SandboxResult], bool]
+    """Whether the limit stopped it."""
+    limits: SandboxLimits = LIMITS
+
+
+TRIALS = (
+    Trial("memory", (*PYTHON, ALLOCATE), lambda result: result.stdout == "held\n"),
+    Trial("processes", (*PYTHON, FORK), lambda result: result.stdout == "held\n"),
+    Trial("disk", (*PYTHON, FILL), lambda result: result.stdout == "held\n" * 3),
+    Trial(
+        "processor time",
+        (*PYTHON, SPIN),
+        lambda result: result.ended_by == "cpu_time",
+        replace(LIMITS, cpu_s=1),
+    ),
+)
+
 
 JOIN_GROUPS = 'set -e; for file in $1; do echo 0 > "$file"; done; shift; exec "$@"'
 KERNEL_BYTES = 256 * MEBIBYTE  # of gVisor itself

@@ -1,21 +1,34 @@
-"""What every sandbox promises: the limits, the result, the errors."""
+"""What every sandbox promises: the limits, the result, the errors.
+
+Running a Python program in a sandbox.
+
+The files put into a sandbox's folder: their names, and their content without a host file.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
 from atroposlib.errors import AtroposError
 
 __all__ = [
+    "PYTHON",
     "Ending",
     "Sandbox",
     "SandboxError",
     "SandboxLimits",
     "SandboxResult",
     "SandboxUnavailableError",
+    "checked_path",
+    "content_fd",
+    "run_python",
 ]
 
 Ending = Literal["exit", "wall_time", "cpu_time", "memory", "output", "signal"]
@@ -102,3 +115,65 @@ class Sandbox(Protocol):
             SandboxError: the sandbox could not be set up.
             ValueError: a path of `files` leaves the folder.
         """
+
+
+PYTHON = ("/usr/bin/python3", "-I", "-B")
+"""The interpreter a sandbox sees: the system's, without the user's packages and settings."""
+
+
+async def run_python(
+    sandbox: Sandbox,
+    source: str,
+    *,
+    stdin: str | bytes = b"",
+    files: Mapping[str, str | bytes] | None = None,
+    limits: SandboxLimits | None = None,
+) -> SandboxResult:
+    """Run a Python program, given as its text.
+
+    Args:
+        sandbox: where.
+        source: the program; it becomes `main.py` in the sandbox's folder.
+        stdin: its standard input.
+        files: further files beside it, relative path -> content.
+        limits: None for the sandbox's own.
+
+    Raises:
+        SandboxError: the sandbox could not be set up.
+    """
+    return await sandbox.run(
+        [*PYTHON, "main.py"],
+        files={**(files or {}), "main.py": source},
+        stdin=stdin,
+        limits=limits,
+    )
+
+
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+def checked_path(path: str) -> str:
+    """Return a relative path within the folder.
+
+    Raises:
+        ValueError: it is empty, absolute, has a NUL or leads out of the folder.
+    """
+    pure = PurePosixPath(path)
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in path:
+        raise ValueError(f"files: {path!r} is no relative path within the sandbox's folder")
+    return str(pure)
+
+
+@contextlib.contextmanager
+def content_fd(content: str | bytes) -> Iterator[int]:
+    """Hold some content in memory behind a file descriptor, for another process to read only."""
+    data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    fd = os.memfd_create("sandbox-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)

@@ -17,7 +17,7 @@ import pytest
 
 from atroposlib.sandbox import SandboxError, SandboxLimits, run_python
 from atroposlib.sandbox.bubblewrap import Bubblewrap
-from atroposlib.sandbox.control_groups import ControlGroups
+from atroposlib.sandbox.limits import ControlGroups
 from tests.sandbox.processes import children
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing")
@@ -43,7 +43,7 @@ WITHIN = f"""
 import asyncio
 from atroposlib.sandbox import SandboxLimits, run_python
 from atroposlib.sandbox.bubblewrap import Bubblewrap
-from atroposlib.sandbox.process_limits import may_limit_others
+from atroposlib.sandbox.limits import may_limit_others
 
 async def main():
     limits = SandboxLimits(wall_s=50.0, memory_bytes=2**28, max_processes=5)
@@ -171,7 +171,7 @@ import asyncio, os, signal
 from pathlib import Path
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.sandbox.bubblewrap import Bubblewrap
-from atroposlib.sandbox.control_groups import ControlGroups
+from atroposlib.sandbox.limits import ControlGroups
 
 async def main():
     groups = ControlGroups(Path({str(tmp_path)!r}))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.sandbox import SandboxLimits, SandboxUnavailableError, open_sandbox
-from atroposlib.sandbox.control_groups import PARENT, ControlGroups, require_bound
+from atroposlib.sandbox.limits import PARENT, ControlGroups, require_bound
 
 
 @pytest.mark.parametrize(

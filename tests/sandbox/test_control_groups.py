@@ -9,8 +9,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from atroposlib.sandbox import SandboxLimits, control_groups
-from atroposlib.sandbox.control_groups import PARENT, ControlGroups
+from atroposlib.sandbox import SandboxLimits
+from atroposlib.sandbox import limits as control_groups
+from atroposlib.sandbox.limits import PARENT, ControlGroups
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.sandbox import process_limits
-from atroposlib.sandbox.process_limits import NOBODY, next_user
+from atroposlib.sandbox import limits as process_limits
+from atroposlib.sandbox.limits import NOBODY, next_user
 
 
 @pytest.fixture
