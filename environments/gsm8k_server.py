@@ -30,7 +30,7 @@ from atroposlib.envs.single_turn_env import (
 )
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
 

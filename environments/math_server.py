@@ -45,7 +45,7 @@ from atroposlib.tasks.math_problems import (
     score,
     solve_messages,
 )
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 from atroposlib.utils.math_check import answer_text
 
 __all__ = ["MathEnv", "RSConfig"]

@@ -35,7 +35,7 @@ from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig, hub_dataset
 from atroposlib.tasks.judge import Case, Votes, ask_judge, quoted_answers
 from atroposlib.tasks.single_turn_parts import deep_hermes_settings
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
 
 __all__ = ["Chat", "RLAIFConfig", "RLAIFEnv", "pair_scores", "read_chat"]

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from atroposlib.api.client import LeasedBatch, TrainerClient
 from atroposlib.errors import TrajectoryApiError
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 from example_trainer.config import TrainingConfig
 
 __all__ = [

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 
 from atroposlib.errors import InferenceError
-from atroposlib.utils.inert_text import inert_block
-from atroposlib.utils.secret_masking import hide_secrets_of_requests, without_secrets
+from atroposlib.utils.text import hide_secrets_of_requests, inert_block, without_secrets
 
 __all__ = ["EngineConnection"]
 

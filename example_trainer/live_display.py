@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from atroposlib.utils.inert_text import inert_block
 from atroposlib.utils.line_stream import can_show, diverted
+from atroposlib.utils.text import inert_block
 from example_trainer.live_view import RunState, RunView
 
 __all__ = ["LiveDisplay", "can_show"]

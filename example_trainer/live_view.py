@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from atroposlib.utils.inert_text import inert_line
+from atroposlib.utils.text import inert_line
 from example_trainer.reporting.series import short_number
 
 if TYPE_CHECKING:

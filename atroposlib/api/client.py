@@ -58,8 +58,8 @@ from atroposlib.api.client_protocol import (
 )
 from atroposlib.api.client_transport import AsyncTransport, SyncClient
 from atroposlib.errors import ConfigError, TrajectoryApiError
-from atroposlib.utils.secret_masking import without_secrets
-from atroposlib.utils.side_thread import SideThread
+from atroposlib.utils.aio import SideThread
+from atroposlib.utils.text import without_secrets
 from atroposlib.wire import encode_group, encode_groups
 
 __all__ = [

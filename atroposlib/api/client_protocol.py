@@ -22,7 +22,7 @@ import msgspec
 
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.io import retry_after_s
-from atroposlib.utils.secret_masking import hide_secrets, without_secrets
+from atroposlib.utils.text import hide_secrets, without_secrets
 from atroposlib.wire import MEDIA_TYPES, Lane, decode_batch
 
 __all__ = [

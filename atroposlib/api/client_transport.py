@@ -28,7 +28,7 @@ from atroposlib.api.client_protocol import (
     unreachable,
 )
 from atroposlib.errors import TrajectoryApiError
-from atroposlib.utils.secret_masking import hide_secrets_of_requests
+from atroposlib.utils.text import hide_secrets_of_requests
 
 __all__ = [
     "AsyncTransport",

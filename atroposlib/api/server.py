@@ -84,7 +84,7 @@ from atroposlib.api.store.base import RunStore, StoreFullError, WatchedStore
 from atroposlib.api.store.open import fresh_run_name, open_store
 from atroposlib.errors import ConfigError, GroupError, RunStoreError
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.utils.awaiting import end_task
+from atroposlib.utils.aio import end_task
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule
 from atroposlib.wire import BODY_NOT_TEXT, BODY_TYPES, WireError, decode_group
 

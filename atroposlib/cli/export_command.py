@@ -27,7 +27,7 @@ from atroposlib.exporting.run import ExportRequest, ExportStoppedError, SourceRe
 from atroposlib.exporting.selection import common_prefix_length
 from atroposlib.exporting.texts import decoder_of
 from atroposlib.utils.command_parser import end_command
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING:
     from tqdm import tqdm

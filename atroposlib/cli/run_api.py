@@ -26,7 +26,7 @@ from atroposlib.api.store.open import (
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import CommandParser, end_command
 from atroposlib.utils.listening import require_free_port
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 from atroposlib.utils.web_pages import names_of_address
 
 if TYPE_CHECKING:

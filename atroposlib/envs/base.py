@@ -47,10 +47,10 @@ from atroposlib.envs.service_session import EngineWatch
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
+from atroposlib.utils.aio import SideThread
 from atroposlib.utils.gymnasium_names import keep_removed_games
 from atroposlib.utils.model_paths import missing_folder
 from atroposlib.utils.run_log import RunLog
-from atroposlib.utils.side_thread import SideThread
 from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
 
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ from atroposlib.errors import (
 )
 from atroposlib.utils.cli import UsageError, near_name, refused_values
 from atroposlib.utils.command_parser import exit_code_of
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:

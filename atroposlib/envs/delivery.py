@@ -28,10 +28,9 @@ from atroposlib.envs.service_session import EnvSession
 from atroposlib.errors import GroupError, TrajectoryApiError
 from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, ScoredDataGroup
 from atroposlib.type_definitions import Item
-from atroposlib.utils.long_decode import decode_long
-from atroposlib.utils.milestones import is_milestone
-from atroposlib.utils.plain_json import encode_mapping, to_plain
-from atroposlib.utils.side_thread import SideThread
+from atroposlib.utils.aio import SideThread, decode_long
+from atroposlib.utils.json_text import encode_mapping, to_plain
+from atroposlib.utils.text import is_milestone
 
 __all__ = [
     "DeliveringEnv",

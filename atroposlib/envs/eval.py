@@ -22,7 +22,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser
 from atroposlib.utils.display import display_metrics_table
-from atroposlib.utils.plain_json import to_plain
+from atroposlib.utils.json_text import to_plain
 
 __all__ = [
     "EvalBase",

@@ -48,9 +48,8 @@ from rich.live_render import LiveRender
 from rich.panel import Panel
 from rich.text import Text
 
-from atroposlib.utils.inert_text import inert_block, inert_line
 from atroposlib.utils.line_stream import LineStream, can_show, diverted
-from atroposlib.utils.milestones import is_milestone
+from atroposlib.utils.text import inert_block, inert_line, is_milestone
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult

@@ -75,7 +75,7 @@ from atroposlib.utils.advantages import (
     compute_grpo_process_supervision_advantages,
     compute_stats,
 )
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 
 __all__ = [
     "ChatMessage",

@@ -23,7 +23,7 @@ from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.server_handling.weight_versions import sampled_versions
 from atroposlib.envs.serving import ServingEnv, cancelled
 from atroposlib.errors import InferenceError, NoDataError
-from atroposlib.utils.short_score import short_score
+from atroposlib.utils.text import short_score
 
 __all__ = [
     "OfflineEnv",

@@ -41,9 +41,9 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import NoDataError
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
-from atroposlib.utils.long_decode import decode_long
+from atroposlib.utils.aio import decode_long
+from atroposlib.utils.json_text import encode_mapping
 from atroposlib.utils.metrics import get_std_min_max_avg
-from atroposlib.utils.plain_json import encode_mapping
 from atroposlib.utils.run_log import RunLog
 from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.writable import unwritable

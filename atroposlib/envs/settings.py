@@ -50,7 +50,7 @@ from atroposlib.utils.cli import (
     near_name,
     refused_values,
 )
-from atroposlib.utils.secret_masking import is_masked, mask_secrets
+from atroposlib.utils.text import is_masked, mask_secrets
 
 __all__ = [
     "COMMANDS",

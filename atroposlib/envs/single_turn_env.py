@@ -36,7 +36,7 @@ from atroposlib.envs.reward_parts import (
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.errors import NoTextCompletionsError
 from atroposlib.scored_data import IGNORE_INDEX
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
 
 __all__ = [

@@ -30,8 +30,7 @@ import msgspec
 from atroposlib.api.client_consumer import Consumer, InspectionClient
 from atroposlib.api.client_protocol import auth_headers
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
-from atroposlib.utils.inert_text import inert_block
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import inert_block, without_secrets
 from atroposlib.wire import Lane
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from atroposlib.exporting.output import Line, Mode, Output, OutputKind, encode_l
 from atroposlib.exporting.report import DUPLICATE, ExportReport
 from atroposlib.exporting.selection import TruncationRule
 from atroposlib.exporting.texts import Decoder, check_tokenizer, decoder_of, load_tokenizer
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 
 __all__ = [
     "CHUNK_GROUPS",

@@ -34,9 +34,8 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.utils.command_parser import CommandParser
-from atroposlib.utils.inert_text import inert_block, inert_line, inert_markup
-from atroposlib.utils.loose_json import decode_line
-from atroposlib.utils.short_score import short_score
+from atroposlib.utils.json_text import decode_line
+from atroposlib.utils.text import inert_block, inert_line, inert_markup, short_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable

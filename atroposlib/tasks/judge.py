@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atroposlib.envs.conversation import visible_text
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 
 __all__ = [
     "Case",

@@ -29,7 +29,7 @@ from atroposlib.envs.single_turn_env import Trajectory
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.hub_items import hub_rows
 from atroposlib.tasks.judge import quotation_code
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 from atroposlib.utils.local_records import read_splits
 from atroposlib.utils.math_check import MathVerdict, check_math_answer
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from atroposlib.errors import ConfigError, MissingExtraError
-from atroposlib.utils.inert_text import inert_block
 from atroposlib.utils.local_records import read_records
+from atroposlib.utils.text import inert_block
 
 __all__ = [
     "KEY_VARIABLE",

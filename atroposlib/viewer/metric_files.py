@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from atroposlib.utils.loose_json import decode_line
+from atroposlib.utils.json_text import decode_line
 
 __all__ = ["drops_in_metrics"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atroposlib.utils.inert_text import inert_block
+from atroposlib.utils.text import inert_block
 from atroposlib.viewer.group_index import GroupFilter
 from atroposlib.viewer.pages.compare import compare_page
 from atroposlib.viewer.pages.conversation import conversation_page

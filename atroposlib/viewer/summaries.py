@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from atroposlib.utils.inert_text import inert_line
+from atroposlib.utils.text import inert_line
 from atroposlib.viewer.rollouts import Group, group_of, text_of_content
 
 __all__ = ["GroupSummary", "searchable_text", "summarise"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.utils.inert_text import inert_line
+from atroposlib.utils.text import inert_line
 from atroposlib.viewer.group_index import GroupFilter, GroupIndex, Matches, Order
 from atroposlib.viewer.metric_files import drops_in_metrics
 from atroposlib.viewer.rollouts import Group, group_of

@@ -19,7 +19,7 @@ import msgspec
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, GroupField, check_group
-from atroposlib.utils.plain_json import to_plain
+from atroposlib.utils.json_text import to_plain
 from atroposlib.wire.checks import Lengths, check_layout, is_loose
 from atroposlib.wire.row_text import write_row
 from atroposlib.wire.rows import (

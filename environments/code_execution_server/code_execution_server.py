@@ -42,7 +42,7 @@ from atroposlib.tasks.code_tests import (
     pass_at_k,
     passes_all_tests,
 )
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 
 __all__ = [
     "Answer",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from atroposlib.errors import AtroposError
 from atroposlib.tasks.siblings import sibling_imports
-from atroposlib.utils.inert_text import inert_line
+from atroposlib.utils.text import inert_line
 
 if TYPE_CHECKING or __package__:
     from environments.dataset_environment.dataset_env import DatasetEnv, RunFile, read_run_file

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.siblings import sibling_imports
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING or __package__:
     from environments.dataset_environment.dataset_env import RunFile, read_run_file

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from atroposlib.errors import InferenceError
-from atroposlib.utils.inert_text import inert_block
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import inert_block, without_secrets
 from example_trainer.demo.task import Problem
 
 __all__ = ["HeldOutResult", "measure_held_out"]

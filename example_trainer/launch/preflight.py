@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
-from atroposlib.utils.inert_text import shown_name
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 from atroposlib.utils.writable import require_writable_folder, unwritable
 from example_trainer.config import require_model_folder, unloadable

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 from example_trainer.launch import report
 from example_trainer.launch.loop import TrainingLoop
 from example_trainer.launch.options import TrainOptions

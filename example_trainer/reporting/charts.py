@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from atroposlib.utils.inert_text import inert_markup
+from atroposlib.utils.text import inert_markup
 from example_trainer.reporting.series import (
     Series,
     rolling_mean,

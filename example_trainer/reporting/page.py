@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from atroposlib.utils.inert_text import inert_line, inert_markup
+from atroposlib.utils.text import inert_line, inert_markup
 from example_trainer.reporting.charts import legend, line_chart, stacked_chart
 from example_trainer.reporting.page_style import STYLE
 from example_trainer.reporting.records import series_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.secret_masking import mask_secrets
+from atroposlib.utils.text import mask_secrets
 from example_trainer.checkpointing import write_file
 from example_trainer.reporting.findings import find
 from example_trainer.reporting.page import Fact, HeldOut, make_page

@@ -8,7 +8,7 @@ import pytest
 
 from atroposlib.envs.live_view import RecentErrors, score_bars
 from atroposlib.envs.reporting import RunFigures
-from atroposlib.utils.inert_text import inert_block, inert_line
+from atroposlib.utils.text import inert_block, inert_line
 
 
 class Clock:

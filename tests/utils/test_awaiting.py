@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atroposlib.utils.awaiting import end_task
+from atroposlib.utils.aio import end_task
 
 
 async def test_end_task_cancels_again_when_a_cancellation_was_lost():

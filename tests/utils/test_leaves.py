@@ -10,18 +10,12 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.display import display_metrics_table, format_metrics_table
-from atroposlib.utils.inert_text import shown_name
 from atroposlib.utils.io import parse_http_response
+from atroposlib.utils.json_text import encode_mapping
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.local_records import find_split, read_records
 from atroposlib.utils.metrics import get_std_min_max_avg
-from atroposlib.utils.plain_json import encode_mapping
-from atroposlib.utils.secret_masking import (
-    hide_secrets,
-    is_masked,
-    mask_secrets,
-    without_secrets,
-)
+from atroposlib.utils.text import hide_secrets, is_masked, mask_secrets, shown_name, without_secrets
 
 
 class Response:

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.utils import long_decode
-from atroposlib.utils.long_decode import decode_long
+from atroposlib.utils import aio as long_decode
+from atroposlib.utils.aio import decode_long
 from tests.fakes import CharTokenizer
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from atroposlib.utils import long_json
-from atroposlib.utils.long_json import decode_in_steps
+from atroposlib.utils import json_text as long_json
+from atroposlib.utils.json_text import decode_in_steps
 
 ANSWER = {
     "id": "c",

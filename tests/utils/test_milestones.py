@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from atroposlib.utils.milestones import is_milestone
+from atroposlib.utils.text import is_milestone
 
 
 def test_what_repeats_is_told_at_powers_of_ten() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.utils.short_score import short_score
+from atroposlib.utils.text import short_score
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from atroposlib.utils.side_thread import SideThread
+from atroposlib.utils.aio import SideThread
 
 
 async def test_side_thread_makes_one_call_at_a_time_beside_the_loop() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from atroposlib.api.store.base import RunStore
 from atroposlib.api.store.memory import MemoryRunStore
 from atroposlib.errors import ConfigError
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 
 __all__ = [
     "check_run_name",

@@ -67,7 +67,7 @@ from atroposlib.api.store.base import (
     check_payloads,
 )
 from atroposlib.errors import ConfigError, MissingExtraError, RunStoreError
-from atroposlib.utils.awaiting import end_task
+from atroposlib.utils.aio import end_task
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

@@ -43,7 +43,7 @@ from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.running import build_environment
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.utils.plain_json import to_plain
+from atroposlib.utils.json_text import to_plain
 
 __all__ = [
     "COLLECTING",

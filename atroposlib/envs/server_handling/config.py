@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.cli import UsageError, refused_values
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 
 __all__ = [
     "LOCAL_API_KEY",

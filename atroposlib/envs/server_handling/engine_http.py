@@ -28,10 +28,9 @@ import msgspec
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.semaphore import LoopTurns, answer_cost_s
 from atroposlib.errors import EngineSetupError
-from atroposlib.utils.inert_text import inert_block, shown_name
 from atroposlib.utils.io import retry_after_s
-from atroposlib.utils.long_json import STEP_BYTES, decode_in_steps
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.json_text import STEP_BYTES, decode_in_steps
+from atroposlib.utils.text import inert_block, shown_name, without_secrets
 
 __all__ = [
     "EngineHttp",

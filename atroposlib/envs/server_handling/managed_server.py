@@ -70,7 +70,7 @@ from atroposlib.envs.server_handling.weight_versions import (
 )
 from atroposlib.errors import NoTokenIdsError, PromptError
 from atroposlib.scored_data import IGNORE_INDEX, PLACEHOLDER_TOKENS
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
 if TYPE_CHECKING:

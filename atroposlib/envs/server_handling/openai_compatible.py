@@ -30,7 +30,7 @@ from atroposlib.envs.server_handling.retry import as_missing_completions, http_s
 from atroposlib.envs.server_handling.semaphore import LoopTurns
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
-from atroposlib.utils.secret_masking import hide_secrets_of_requests, without_secrets
+from atroposlib.utils.text import hide_secrets_of_requests, without_secrets
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion

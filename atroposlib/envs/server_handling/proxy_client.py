@@ -18,7 +18,7 @@ import aiohttp
 from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.envs.server_handling.weight_versions import note_node
 from atroposlib.errors import InferenceError
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion

@@ -20,8 +20,7 @@ from atroposlib.errors import (
     NoTextCompletionsError,
 )
 from atroposlib.utils import io
-from atroposlib.utils.inert_text import inert_line
-from atroposlib.utils.secret_masking import hide_secrets, without_secrets
+from atroposlib.utils.text import hide_secrets, inert_line, without_secrets
 
 __all__ = [
     "MAX_ATTEMPTS",

@@ -61,7 +61,7 @@ from atroposlib.envs.server_handling.semaphore import (
     SemaphoreWithOwnSlot,
 )
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError
-from atroposlib.utils.awaiting import end_task
+from atroposlib.utils.aio import end_task
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion

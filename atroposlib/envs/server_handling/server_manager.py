@@ -62,7 +62,7 @@ from atroposlib.envs.server_handling.weight_versions import (
     versions_in,
 )
 from atroposlib.errors import ConfigError, EngineSetupError, NoTokenIdsError
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion

@@ -35,7 +35,7 @@ from atroposlib.envs.server_handling.token_server import (
 )
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ from atroposlib.envs.server_handling.turn_matching import (
 )
 from atroposlib.envs.server_handling.weight_versions import FROM_TEXT
 from atroposlib.errors import PromptError
-from atroposlib.utils.long_decode import decode_long
+from atroposlib.utils.aio import decode_long
 
 __all__ = [
     "ChatRequest",

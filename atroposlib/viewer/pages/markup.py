@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from atroposlib.utils.inert_text import inert_markup
+from atroposlib.utils.text import inert_markup
 
 __all__ = [
     "block",

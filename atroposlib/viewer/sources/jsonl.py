@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.inert_text import inert_line
-from atroposlib.utils.loose_json import decode_line
+from atroposlib.utils.json_text import decode_line
+from atroposlib.utils.text import inert_line
 from atroposlib.viewer.group_index import GroupIndex
 from atroposlib.viewer.sources.base import GroupGoneError, Problems, ServiceFigures
 from atroposlib.viewer.summaries import searchable_text, summarise

@@ -19,7 +19,7 @@ from typing import Any
 from atroposlib.api.client_consumer import GROUP_STATES, Consumer, InspectionClient
 from atroposlib.api.client_protocol import RetryRule
 from atroposlib.errors import GroupError, TrajectoryApiError
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 from atroposlib.viewer.group_index import GroupIndex
 from atroposlib.viewer.sources.base import GroupGoneError, Problems, ServiceFigures
 from atroposlib.viewer.sources.payloads import decode_payload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atroposlib.errors import GroupError
-from atroposlib.utils.loose_json import decode_line
+from atroposlib.utils.json_text import decode_line
 from atroposlib.wire import StoredPayload, convert_payload
 
 __all__ = ["decode_payload"]

@@ -54,7 +54,7 @@ from atroposlib.envs.server_handling.routing import SessionServer, least_loaded
 from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_manager import make_server, wants_placeholders
 from atroposlib.envs.server_handling.token_server import load_tokenizer
-from atroposlib.utils.secret_masking import without_secrets
+from atroposlib.utils.text import without_secrets
 from atroposlib.utils.web_pages import check_allowed_host
 
 __all__ = [

@@ -38,7 +38,7 @@ from atroposlib.tasks.blackjack import (
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import NUM_TRAINING_SEEDS, evaluation_seeds, load_gymnasium
 from atroposlib.tasks.single_turn_parts import deep_hermes_settings
-from atroposlib.utils.awaiting import all_results
+from atroposlib.utils.aio import all_results
 from atroposlib.utils.best_of_n_selection import select_best_index
 
 __all__ = ["BlackjackEnv", "BlackjackEnvConfig"]

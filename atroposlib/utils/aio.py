@@ -1,0 +1,118 @@
+"""Work beside the event loop, one call after the other.
+
+Threads take the interpreter from the event loop, and from each other: with several at work the
+loop waits for all of them in turn. With one it waits for one short step.
+
+Waiting for several tasks, and ending one, without leaving any behind.
+
+Decode long sequences without holding up what else runs on the event loop.
+
+A tokenizer keeps the interpreter to itself while it decodes, also in a thread: tens of thousands of
+tokens take it longer than other rollouts should wait. In pieces, others run in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+__all__ = [
+    "SideThread",
+    "all_results",
+    "decode_long",
+    "end_task",
+]
+
+Result = TypeVar("Result")
+
+
+class SideThread:
+    """A thread that is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    async def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Return `function(*args, **kwargs)`, called once the calls before it are done.
+
+        Cancelling is safe; a call that has begun runs to its end all the same.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="beside-the-loop")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """End the thread after the calls that wait; a later `run` starts another."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+
+_CANCEL_AGAIN_S = 0.25
+
+
+async def all_results(steps: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Wait for all steps, then return their results in order.
+
+    Unlike a bare `asyncio.gather` nothing runs on when one step fails.
+
+    Raises:
+        BaseException: what the first step that failed raised, once all have ended.
+    """
+    outcomes = await asyncio.gather(*steps, return_exceptions=True)
+    results = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
+async def end_task(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait until it has ended; what it raised is dropped.
+
+    A task that goes on is cancelled again. Some libraries (redis) and `asyncio.wait_for` before
+    Python 3.12 lose a cancellation that comes together with a reply, and a loop would then run on.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()  # so that it is not logged as never retrieved
+
+
+PIECE_TOKENS = 512
+CONTEXT_TOKENS = 8
+"""Tokens decoded again in front of a piece, so that spaces and letters join as in the whole."""
+
+UNFINISHED_LETTER = "\ufffd"
+
+
+async def decode_long(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
+    """Return `tokenizer.decode(ids, **options)`, decoded in pieces where that gives the same text.
+
+    A piece ends where a letter does. A tokenizer whose texts cannot be joined decodes everything
+    at once.
+    """
+    ids = list(ids)
+    pieces: list[str] = []
+    start = 0
+    while start < len(ids):
+        end = min(start + PIECE_TOKENS, len(ids))
+        context = ids[max(0, start - CONTEXT_TOKENS) : start]
+        before = tokenizer.decode(context, **options) if context else ""
+        for end in range(end, min(end + CONTEXT_TOKENS, len(ids)) + 1):  # noqa: B020
+            text = str(tokenizer.decode(context + ids[start:end], **options))
+            if end == len(ids) or not text.endswith(UNFINISHED_LETTER):
+                break
+        if not text.startswith(before):
+            return str(tokenizer.decode(ids, **options))
+        pieces.append(text[len(before) :])
+        start = end
+        if start < len(ids):
+            await asyncio.sleep(0)
+    return "".join(pieces)

@@ -1,0 +1,173 @@
+"""Text from anywhere, made harmless for a terminal or a page: pure.
+
+A model may write anything, and errors quote it: codes that clear the screen, move the cursor or set
+the window's title, characters that turn the writing direction, half a surrogate pair.
+
+When something that repeats is told in the log: at first, then ever more rarely. Pure.
+
+Scores for people: sums of tenths without the digits that floating point adds.
+
+Hiding keys and passwords in settings before they are shown or saved.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "MASK",
+    "hide_secrets",
+    "hide_secrets_of_requests",
+    "inert_block",
+    "inert_line",
+    "inert_markup",
+    "is_masked",
+    "is_milestone",
+    "mask_secrets",
+    "short_score",
+    "shown_name",
+    "without_secrets",
+]
+
+CONTROL_PICTURES = 0x2400  # U+2400 + n is the visible sign of control character n
+REPLACEMENT = "\ufffd"
+MAX_NAME_CHARACTERS = 100
+USUAL_NAME = re.compile(rf"[\w./:@+-]{{1,{MAX_NAME_CHARACTERS}}}")
+UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def inert_line(text: str, *, max_characters: int) -> str:
+    """Return text as one line of visible characters.
+
+    Args:
+        text: may be long; only its beginning is looked at.
+        max_characters: longest result; a longer one ends in `…`.
+    """
+    start = " ".join(text[: 4 * max_characters].split())
+    cut = len(start) > max_characters or len(text) > 4 * max_characters
+    shown = start[: max_characters - 1] + "…" if cut else start
+    return inert_block(shown)
+
+
+def shown_name(name: str) -> str:
+    """Return a name that another program chose as a message may quote it.
+
+    One of the usual characters stays as it is, so that it can be copied. Any other is quoted as
+    Python does, and a long one is cut.
+    """
+    if USUAL_NAME.fullmatch(name):
+        return name
+    return repr(inert_line(name, max_characters=MAX_NAME_CHARACTERS))
+
+
+def inert_block(text: str) -> str:
+    """Return text with its lines and tabs kept and all else that is no glyph made visible."""
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(c if c in "\n\t" or c.isprintable() else _visible(c) for c in text)
+
+
+def inert_markup(text: str) -> str:
+    """Return text as HTML that shows it and does nothing: fit for content and for attributes."""
+    return html.escape(inert_block(text), quote=True)
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if code < 0x20:
+        return chr(CONTROL_PICTURES + code)
+    is_glyph = unicodedata.category(character) not in UNPRINTABLE
+    return character if is_glyph else REPLACEMENT
+
+
+def is_milestone(count: int, *, added: int = 1) -> bool:
+    """Whether a count has reached 1, 10, 100, ... by what was added to it last.
+
+    Example:
+        [n for n in range(1, 200) if is_milestone(n)] == [1, 10, 100]
+    """
+    before = count - added
+    return count > 0 and (before <= 0 or len(str(count)) > len(str(before)))
+
+
+def short_score(score: Any) -> Any:
+    """Return a float with six significant digits; anything else as it is."""
+    return float(f"{score:.6g}") if isinstance(score, float) else score
+
+
+MASK = "***"
+"""What stands in place of a secret."""
+
+SECRET_NAME = re.compile(
+    r"(api_?key|secret|password|passwd|authorization|credentials?|(access|auth|hf|hub|api)_token)$",
+    re.IGNORECASE,
+)
+HTTP_CLIENT_LOGGERS = ("httpx", "httpx2")
+USER_INFO = re.compile(r"(?:\w+://)?[^/]*@")
+URL_PASSWORD = re.compile(r"(?<=://)[^/\s]+@")
+URL_KEY = re.compile(
+    r"(?<=[?&])((?:[\w.-]*[-_.])?(?:(?:api)?key|token|passw(?:or)?d|secret|sig(?:nature)?|credentials?"
+    r"|auth))=[^&\s\"']+",
+    re.IGNORECASE,
+)
+
+
+def mask_secrets(settings: Any) -> Any:
+    """Return a copy of nested settings in which secrets are replaced by `MASK`.
+
+    A value is secret when its key says so (`api_key`, `password`, `hf_token`, ...); a user, a
+    password or a key inside a URL is hidden too. Empty values stay, so that one sees what was not
+    set.
+
+    Args:
+        settings: mappings, lists and scalars, as `model_dump()` gives them.
+    """
+    if isinstance(settings, Mapping):
+        return {
+            key: MASK if value and SECRET_NAME.search(str(key)) else mask_secrets(value)
+            for key, value in settings.items()
+        }
+    if isinstance(settings, list | tuple):
+        return [mask_secrets(value) for value in settings]
+    if isinstance(settings, str):
+        return hide_secrets(settings)
+    return settings
+
+
+def is_masked(value: Any) -> bool:
+    """Whether a saved setting is what `mask_secrets` left of a secret."""
+    return value == MASK or (isinstance(value, str) and f"://{MASK}@" in value)
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text without the users, passwords and keys of the URLs in it."""
+    return URL_KEY.sub(rf"\1={MASK}", URL_PASSWORD.sub(f"{MASK}@", text))
+
+
+def hide_secrets_of_requests() -> None:
+    """Hide the secrets of URLs in what HTTP clients log of each request; later calls do nothing."""
+    for name in HTTP_CLIENT_LOGGERS:
+        client = logging.getLogger(name)
+        if _hides_secrets not in client.filters:
+            client.addFilter(_hides_secrets)
+
+
+def _hides_secrets(record: logging.LogRecord) -> bool:
+    record.msg, record.args = hide_secrets(record.getMessage()), ()
+    return True
+
+
+def without_secrets(url: str) -> str:
+    """Return what was given as a URL, without user, password and options, as messages show it."""
+    # A password may hold a question mark that nobody has escaped.
+    user = USER_INFO.match(url)
+    start = user.end() if user else 0
+    address = url[:start] + url[start:].partition("?")[0]
+    access, at, place = address.rpartition("@")
+    scheme = re.match(r"\w+://", access)
+    return f"{scheme.group() if scheme else ''}{MASK}@{place}" if at else address
