@@ -21,7 +21,7 @@ from atroposlib.utils.command_parser import CommandParser, end_command, exit_cod
 from atroposlib.utils.listening import require_free_port
 
 if TYPE_CHECKING:
-    from atroposlib.viewer.sources.base import GroupSource
+    from atroposlib.viewer.sources import GroupSource
     from atroposlib.viewer.viewer import Viewer
 
 __all__ = ["build_interface", "find_common_prefix", "main", "view"]
@@ -95,7 +95,7 @@ async def build_interface(
         port: to listen on.
     """
     from atroposlib.viewer.app import build_app, launch_app
-    from atroposlib.viewer.sources.live import LiveSource
+    from atroposlib.viewer.sources import LiveSource
 
     source = LiveSource(DEFAULT_URL, token=os.environ.get(TOKEN_VARIABLE))
     app = build_app(_viewer(source, tokenizer, None), group_size=group_size)
@@ -105,7 +105,7 @@ async def build_interface(
 
 def find_common_prefix(strings: list[str]) -> str:
     """Return the text all strings begin with; empty without strings."""
-    from atroposlib.viewer.texts import find_common_prefix as common_prefix
+    from atroposlib.viewer.token_reader import find_common_prefix as common_prefix
 
     return common_prefix(strings)
 
@@ -195,16 +195,16 @@ def _load_tokenizer(name: str) -> Any:
 
 def _source(prog: str, args: argparse.Namespace) -> GroupSource:
     if args.file:
-        from atroposlib.viewer.sources.jsonl import JsonlSource
+        from atroposlib.viewer.sources import JsonlSource
 
         return JsonlSource(Path(args.file))
     if args.run:
-        from atroposlib.viewer.sources.stored_run import StoredRunSource
+        from atroposlib.viewer.sources import StoredRunSource
 
         return StoredRunSource(_run_path(args.run, Path(args.data_dir)))
     from atroposlib.api.client_consumer import Consumer, consumer_registration
     from atroposlib.api.client_protocol import RetryRule
-    from atroposlib.viewer.sources.live import LiveSource
+    from atroposlib.viewer.sources import LiveSource
 
     token = os.environ.get(TOKEN_VARIABLE)
     consumer = Consumer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atroposlib.cli.view_run import build_interface, find_common_prefix, view
-from atroposlib.viewer.chat_text import extract_image_from_chat, extract_text_from_chat
+from atroposlib.viewer.rollouts import extract_image_from_chat, extract_text_from_chat
 
 __all__ = [
     "build_interface",

@@ -2,6 +2,10 @@
 
 Every event changes the view of one browser tab and shows the page it is on again; nothing reaches
 the run. Events skip Gradio's queue, which would cost more than the pages.
+
+The Gradio widgets of the viewer and where they stand.
+
+What stands on each page for a view: the viewer's data through the pages' markup.
 """
 
 from __future__ import annotations
@@ -9,19 +13,330 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 from atroposlib.errors import MissingExtraError
 from atroposlib.utils.listening import require_free_port
+from atroposlib.utils.text import inert_block
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule, names_of_address
-from atroposlib.viewer.screen import Screen
-from atroposlib.viewer.view_state import ROWS_PER_PAGE, BrowserTab, ViewState, filter_of
-from atroposlib.viewer.viewer import Viewer
-from atroposlib.viewer.widgets import Widgets, lay_out
+from atroposlib.viewer.index import ORDERS, GroupFilter
+from atroposlib.viewer.pages import (
+    COLOURS,
+    compare_page,
+    conversation_page,
+    empty,
+    images_of_group,
+    images_page,
+    listing_page,
+    notice,
+    number,
+    overview_page,
+    score_chip,
+    shown,
+    side_by_side_page,
+    tokens_page,
+)
+from atroposlib.viewer.rollouts import Group, Rollout
+from atroposlib.viewer.sources import GroupGoneError
+from atroposlib.viewer.token_reader import RolloutText, answer_of, find_common_prefix, texts_of
+from atroposlib.viewer.viewer import PAGES, ROWS_PER_PAGE, BrowserTab, Viewer, ViewState, filter_of
 
-__all__ = ["build_app", "launch_app"]
+__all__ = [
+    "Screen",
+    "Widgets",
+    "build_app",
+    "launch_app",
+    "lay_out",
+]
+
+_CLICKS = """
+element.addEventListener("click", (event) => {
+  const found = event.target.closest("[data-group],[data-rollout],[data-other],[data-tokens]");
+  if (!found || getSelection().toString()) { return; }
+  const name = ["group", "rollout", "other", "tokens"].find((key) => key in found.dataset);
+  trigger("click", { name: name, value: Number(found.dataset[name]) });
+});
+"""
+_TITLES = {"plain": "Plain text", "groups": "Groups", "rollouts": "Side by side"}
+
+
+@dataclass(frozen=True)
+class Widgets:
+    """Every widget that an event reads or changes; they are Gradio components."""
+
+    head: Any
+    tabs: Any
+    tab_of: dict[str, Any]
+    """A tab for each page."""
+    html_of: dict[str, Any]
+    """The content of each page but that of plain text."""
+    filters: list[Any]
+    """In the order in which `filter_of` takes them."""
+    cleared: list[Any]
+    """What the filters hold when nothing is filtered."""
+    clear: Any
+    environment: Any
+    status: Any
+    colour: Any
+    next_group: Any
+    previous_group: Any
+    next_rollout: Any
+    previous_rollout: Any
+    next_rows: Any
+    previous_rows: Any
+    grab: Any
+    plain: list[Any]
+    """Prefix, then a box per score, then a box per output."""
+
+    @property
+    def shown(self) -> list[Any]:
+        """What showing a view may change."""
+        pages = self.html_of.values()
+        return [self.head, *pages, self.status, self.environment, *self.plain]
+
+
+def lay_out(gr: Any, *, start_page: str, group_size: int) -> Widgets:
+    """Make the widgets; called inside a `gradio.Blocks`."""
+    parts: dict[str, Any] = {"tab_of": {}, "html_of": {}}
+    with gr.Row(elem_id="v-top", equal_height=True):
+        parts["head"] = gr.HTML("", js_on_load=_CLICKS, elem_id="v-head", scale=8)
+        for name, sign in (
+            ("previous_group", "◀ group"),
+            ("next_group", "group ▶"),
+            ("previous_rollout", "◀ rollout"),
+            ("next_rollout", "rollout ▶"),
+        ):
+            parts[name] = _button(gr, sign, name)
+    with gr.Tabs(selected=start_page, elem_id="v-tabs") as parts["tabs"]:
+        for page in PAGES:
+            title = _TITLES.get(page, page.capitalize())
+            with gr.Tab(title, id=page, elem_id=f"v-tab-{page}") as parts["tab_of"][page]:
+                _fill(gr, page, parts, group_size)
+    return Widgets(**parts)
+
+
+def _fill(gr: Any, page: str, parts: dict[str, Any], group_size: int) -> None:
+    """Put the widgets of one page into its tab."""
+    if page == "plain":
+        _plain(gr, parts, group_size)
+        return
+    if page == "groups":
+        _filters(gr, parts)
+    if page == "tokens":
+        parts["colour"] = gr.Radio(
+            list(COLOURS), value=COLOURS[0], label="colour", show_label=False, container=False,
+            elem_id="v-colour",
+        )  # fmt: skip
+    parts["html_of"][page] = gr.HTML(
+        "", js_on_load=_CLICKS, elem_id=f"v-{page}", elem_classes="v-page"
+    )
+
+
+def _filters(gr: Any, parts: dict[str, Any]) -> None:
+    with gr.Row(elem_id="v-filters"):
+        text = gr.Textbox(label="text", placeholder="words in a question or answer",
+                          elem_id="v-search", scale=3, min_width=200)  # fmt: skip
+        parts["environment"] = _choice(gr, "environment", ["all"])
+        order = _choice(gr, "order", list(ORDERS))
+        signal = _choice(gr, "scores", ["any", "differ", "all equal"])
+        ranges = [
+            # A box of numbers would show 0 where nothing was asked.
+            gr.Textbox(label=label, min_width=84, elem_classes="v-number")
+            for label in ("score from", "to", "tokens from", "to", "step from", "to")
+        ]
+    with gr.Row(elem_id="v-turn"):
+        parts["status"] = gr.HTML("", elem_id="v-status", scale=8)
+        parts["previous_rows"] = _button(gr, "◀ page", "previous_rows")
+        parts["next_rows"] = _button(gr, "page ▶", "next_rows")
+        parts["clear"] = _button(gr, "clear filter", "clear")
+    parts["filters"] = [text, parts["environment"], order, signal, *ranges]
+    parts["cleared"] = ["", "all", ORDERS[0], "any", *[""] * len(ranges)]
+
+
+def _plain(gr: Any, parts: dict[str, Any], group_size: int) -> None:
+    parts["grab"] = gr.Button("Grab Next Batch", elem_id="v-grab")
+    prefix = gr.Textbox(label="Prefix", lines=3, max_lines=8)
+    with gr.Row():
+        scores = [gr.Textbox(label=f"Score_{i + 1}") for i in range(group_size)]
+    with gr.Row():
+        outputs = [
+            gr.Textbox(label=f"Output_{i + 1}", lines=8, max_lines=16) for i in range(group_size)
+        ]
+    parts["plain"] = [prefix, *scores, *outputs]
+
+
+def _choice(gr: Any, label: str, choices: list[str]) -> Any:
+    return gr.Dropdown(
+        choices, value=choices[0], label=label, min_width=120,
+        allow_custom_value=True,
+    )  # fmt: skip
+
+
+def _button(gr: Any, text: str, name: str) -> Any:
+    elem_id = f"v-{name.replace('_', '-')}"
+    return gr.Button(text, size="sm", elem_id=elem_id, min_width=90, scale=0)
+
+
+_MAX_CHIPS = 32
+
+
+class Screen:
+    """Markup of every page for a viewer."""
+
+    def __init__(self, viewer: Viewer) -> None:
+        self.viewer = viewer
+
+    def head(self, view: ViewState) -> str:
+        """Return what stands above all pages: the source, the open group and its rollouts."""
+        viewer = self.viewer
+        count = f"{len(viewer.index):,} groups" + (", reading on" if viewer.is_reading else "")
+        source = f'<span class="v-source">{shown(viewer.source.title)}: {count}</span>'
+        if view.group is None:
+            return f'<div class="v-head">{source}{self._notices()}</div>'
+        row = viewer.index[view.group]
+        facts = [row.label, row.environment, "" if row.step is None else f"step {row.step}"]
+        name = shown(" · ".join(fact for fact in facts if fact))
+        group = self._group(view)
+        chips, warning = "", ""
+        if isinstance(group, Group):
+            chips = self._chips(group, view)
+            warning = self._mismatch(group)
+        return (
+            f'<div class="v-head">{source}<span class="v-name">{name}</span>'
+            f'<span class="v-rollouts">{chips}</span>{self._notices()}{warning}</div>'
+        )
+
+    def page(self, view: ViewState) -> str:
+        """Return the content of the page a view is on."""
+        if view.page == "overview":
+            return self._overview()
+        if view.page == "groups":
+            return self._listing(view)
+        group = self._group(view)
+        if group is None:
+            return empty("No group to show: none is here yet, or none passes the filters.")
+        if not isinstance(group, Group):
+            return notice(group, "bad")
+        if not group.rollouts:
+            return empty("This group has no rollouts.")
+        return self._group_page(group, view)
+
+    def status(self, view: ViewState) -> str:
+        """Say which rows of how many the list shows."""
+        matches = self.viewer.match(view.wanted, view.order)
+        count = len(matches.positions)
+        last = min(view.offset + ROWS_PER_PAGE, count)
+        text = f"{view.offset + 1:,} to {last:,} of {count:,}" if count else "none"
+        if not matches.is_complete:
+            text += f" (searched {matches.num_searched:,} groups so far)"
+        elif view.wanted.text and matches.num_searched < len(self.viewer.index):
+            unread = len(self.viewer.index) - matches.num_searched
+            text += f" ({unread:,} groups have no text that could be searched)"
+        return text
+
+    def plain(self, view: ViewState) -> tuple[str, list[str], list[str]]:
+        """Return the open group as plain text: common prefix, scores, what follows the prefix."""
+        group = self._group(view)
+        if not isinstance(group, Group) or not group.rollouts:
+            return "", [], []
+        texts = [f"{text.prompt}\n{text.answer}" for text in self._texts(group)]
+        prefix = find_common_prefix(texts)
+        scores = [number(rollout.score) for rollout in group.rollouts]
+        return inert_block(prefix), scores, [inert_block(text[len(prefix) :]) for text in texts]
+
+    def within(self, view: ViewState) -> ViewState:
+        """Return a view whose rollouts exist."""
+        group = self._group(view)
+        count = max(1, len(group.rollouts)) if isinstance(group, Group) else 1
+        other = None if view.other is None else view.other % count
+        return replace(view, rollout=view.rollout % count, other=other)
+
+    def _group(self, view: ViewState) -> Group | str | None:
+        """Return the open group, None without one, or why it cannot be read."""
+        if view.group is None:
+            return None
+        try:
+            return self.viewer.group(view.group)
+        except GroupGoneError as error:
+            return str(error)
+
+    def _group_page(self, group: Group, view: ViewState) -> str:
+        reader = self.viewer.reader
+        rollout = group.rollouts[view.rollout % len(group.rollouts)]
+        if view.page == "tokens":
+            return tokens_page(group, rollout, reader, colour=view.colour, start=view.token)
+        if view.page == "conversation":
+            return conversation_page(rollout, reader)
+        if view.page == "compare":
+            return self._compare(group, view)
+        if view.page == "images":
+            return images_page(group, self._texts(group))
+        return side_by_side_page(group, self._texts(group), selected=rollout.number)
+
+    def _texts(self, group: Group) -> list[RolloutText]:
+        return texts_of(group, self.viewer.reader)
+
+    def _compare(self, group: Group, view: ViewState) -> str:
+        reader = self.viewer.reader
+        left = group.rollouts[view.rollout % len(group.rollouts)]
+        if view.other is None or view.other == left.number:
+            right = _most_different(group, left)
+        else:
+            right = group.rollouts[view.other % len(group.rollouts)]
+        chips = "".join(
+            f'<button class="v-pick{" v-selected" if rollout is right else ""}" '
+            f'data-other="{rollout.number}">{rollout.number} {score_chip(rollout.score)}</button>'
+            for rollout in group.rollouts[:_MAX_CHIPS]
+            if rollout is not left
+        )
+        texts = answer_of(group, left, reader), answer_of(group, right, reader)
+        return f'<p class="v-legend">compare with {chips}</p>' + compare_page(left, right, *texts)
+
+    def _overview(self) -> str:
+        viewer = self.viewer
+        equal = viewer.match(GroupFilter(signal="equal"), "oldest")
+        return overview_page(
+            viewer.source.figures(),
+            viewer.source.problems,
+            viewer.index.scores_by_environment(),
+            rewards=viewer.index.rewards_by_step(),
+            num_groups=len(viewer.index),
+            num_equal=len(equal.positions),
+            metric_drops=viewer.metric_drops(),
+        )
+
+    def _listing(self, view: ViewState) -> str:
+        positions = self.viewer.match(view.wanted, view.order).positions
+        shown_rows = positions[view.offset : view.offset + ROWS_PER_PAGE].tolist()
+        rows = [(position, self.viewer.row(position)) for position in shown_rows]
+        return listing_page(rows, selected=view.group)
+
+    def _chips(self, group: Group, view: ViewState) -> str:
+        chips = "".join(
+            f'<button class="v-pick{" v-selected" if i == view.rollout else ""}" '
+            f'data-rollout="{i}">{i} {score_chip(rollout.score)}</button>'
+            for i, rollout in enumerate(group.rollouts[:_MAX_CHIPS])
+        )
+        more = len(group.rollouts) - _MAX_CHIPS
+        images = ' <span class="v-chip">images</span>' if images_of_group(group) else ""
+        return chips + (f" +{more}" if more > 0 else "") + images
+
+    def _notices(self) -> str:
+        problem = self.viewer.reader.problem
+        return notice("tokens are shown as ids: " + problem) if problem else ""
+
+    def _mismatch(self, group: Group) -> str:
+        reason = self.viewer.reader.mismatch(group)
+        return notice(reason, "bad") if reason else ""
+
+
+def _most_different(group: Group, rollout: Rollout) -> Rollout:
+    """Return the rollout whose score is farthest from that of another, the first among equals."""
+    others = [other for other in group.rollouts if other is not rollout] or [rollout]
+    return max(others, key=lambda other: abs((other.score or 0.0) - (rollout.score or 0.0)))
+
 
 _TICK_S = 2.0
 _SHARED_HOSTS = "*.gradio.live"

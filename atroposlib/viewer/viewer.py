@@ -1,27 +1,96 @@
 """One source of groups with all that pages need of it: index, tokenizer, groups read lately.
 
 source ──► reading thread ──► index        pages ◄── viewer ◄── index, source, token reader
+
+What one browser tab looks at.
+
+What environments dropped, by reason, from the metrics files they write beside a run.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atroposlib.utils.json_text import decode_line
 from atroposlib.utils.text import inert_line
-from atroposlib.viewer.group_index import GroupFilter, GroupIndex, Matches, Order
-from atroposlib.viewer.metric_files import drops_in_metrics
+from atroposlib.viewer.index import (
+    ORDERS,
+    GroupFilter,
+    GroupIndex,
+    GroupSummary,
+    Matches,
+    Order,
+    searchable_text,
+)
+from atroposlib.viewer.pages import Colour
 from atroposlib.viewer.rollouts import Group, group_of
-from atroposlib.viewer.sources.base import GroupSource
-from atroposlib.viewer.summaries import GroupSummary, searchable_text
+from atroposlib.viewer.sources import GroupSource
 from atroposlib.viewer.token_reader import TokenReader
 
-__all__ = ["Viewer"]
+__all__ = [
+    "PAGES",
+    "ROWS_PER_PAGE",
+    "BrowserTab",
+    "ViewState",
+    "Viewer",
+    "drops_in_metrics",
+    "filter_of",
+]
+
+_PREFIX = "drops/"
+_READ_BYTES = 4 * 2**20
+_MAX_FILES = 50
+
+
+def drops_in_metrics(folder: Path) -> dict[str, float]:
+    """Return counts by reason, over the last lines of every `metrics.jsonl` under a folder.
+
+    Counts of one file grow with the run, so that its last line that has them counts.
+    """
+    total: Counter[str] = Counter()
+    for path in sorted(folder.rglob("metrics.jsonl"))[:_MAX_FILES]:
+        latest: dict[str, float] = {}
+        for line in _last_lines(path):
+            latest.update(_drops(line))
+        for reason, count in latest.items():
+            total[f"{path.parent.name}: {reason}"] += count  # type: ignore[assignment]
+    return dict(total)
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _READ_BYTES))
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _drops(line: bytes) -> dict[str, float]:
+    if _PREFIX.encode() not in line:
+        return {}
+    try:
+        metrics = decode_line(line)
+    except (ValueError, RecursionError):
+        return {}
+    found: dict[str, float] = {}
+    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+        before, prefix, reason = str(name).partition(_PREFIX)
+        if prefix and isinstance(value, int | float):
+            found[f"{before}{reason}"] = float(value)
+    return found
+
 
 logger = logging.getLogger(__name__)
 
@@ -161,3 +230,95 @@ class Viewer:
                 self.index.texts.add(position, "\n".join(texts))
                 return True
         return False
+
+
+PAGES = ("overview", "groups", "rollouts", "tokens", "conversation", "compare", "images", "plain")
+ROWS_PER_PAGE = 20
+NO_FILTER = GroupFilter()
+_SIGNALS = {"any": "any", "differ": "differ", "all equal": "equal"}
+_ANY_ENVIRONMENT = "all"
+
+
+@dataclass(frozen=True)
+class ViewState:
+    """One tab of a browser."""
+
+    page: str = "overview"
+    wanted: GroupFilter = NO_FILTER
+    order: Order = "oldest"
+    offset: int = 0
+    """First row of the list."""
+    group: int | None = None
+    """Position of the open group."""
+    rollout: int = 0
+    other: int | None = None
+    """The rollout that the open one is compared with; None: the one whose score differs most."""
+    colour: Colour = "logprob"
+    token: int = 0
+    """First token shown."""
+    digest: int = 0
+    """Of what is on screen, so that a page that has not changed is left alone."""
+
+
+class BrowserTab:
+    """The view of one browser tab, whose events arrive at the same time and take turns.
+
+    Were the view handed from event to event, one that began before another and ended after it
+    would undo what the other changed.
+    """
+
+    def __init__(self, view: ViewState) -> None:
+        self.view = view
+        self.turn = threading.Lock()
+        """Held while an event changes the view and shows it."""
+
+    def __deepcopy__(self, memo: Any) -> BrowserTab:
+        """Another tab that begins alike: Gradio copies the first for each."""
+        return BrowserTab(self.view)
+
+
+def filter_of(
+    text: Any,
+    environment: Any,
+    order: Any,
+    signal: Any,
+    *ranges: Any,
+) -> tuple[GroupFilter, Order]:
+    """Return the filter and order that widgets stand for.
+
+    Args:
+        text: to search for.
+        environment: a name, or `all`.
+        order: one of `ORDERS`.
+        signal: `any`, `differ` or `all equal`.
+        ranges: least and most score, tokens and step as typed, in this order; what is no number
+            leaves an end open.
+    """
+    low, high, shortest, longest, first, last = (*ranges, *[None] * 6)[:6]
+    wanted = GroupFilter(
+        environment=None if environment in (None, "", _ANY_ENVIRONMENT) else str(environment),
+        min_score=_number(low),
+        max_score=_number(high),
+        min_tokens=_whole(shortest),
+        max_tokens=_whole(longest),
+        min_step=_whole(first),
+        max_step=_whole(last),
+        text=str(text or "").strip(),
+        signal=_SIGNALS.get(str(signal), "any"),  # type: ignore[arg-type]
+    )
+    chosen: Order = order if order in get_args(Order) else ORDERS[0]
+    return wanted, chosen
+
+
+def _number(value: Any) -> float | None:
+    """Read what was typed; what is no number leaves the end open."""
+    try:
+        number = float(str(value).replace(",", ".") if value is not None else "nan")
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)

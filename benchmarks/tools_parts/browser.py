@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.viewer.app import build_app, launch_app
-from atroposlib.viewer.group_index import GroupFilter
-from atroposlib.viewer.sources.jsonl import JsonlSource
+from atroposlib.viewer.index import GroupFilter
+from atroposlib.viewer.sources import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
 from atroposlib.viewer.viewer import Viewer
 

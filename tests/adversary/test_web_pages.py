@@ -24,9 +24,8 @@ from atroposlib.api.auth import Role
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.utils.web_pages import WebPageRule
-from atroposlib.viewer.app import build_app, launch_app
-from atroposlib.viewer.screen import Screen
-from atroposlib.viewer.sources.jsonl import JsonlSource
+from atroposlib.viewer.app import Screen, build_app, launch_app
+from atroposlib.viewer.sources import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
 from atroposlib.viewer.viewer import Viewer
 from tests.api.helpers import REGISTRATION, TOKENS, make_group, serve

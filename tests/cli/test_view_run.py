@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atroposlib.cli import view_run, view_run_multimodal
-from atroposlib.viewer.sources.jsonl import JsonlSource
+from atroposlib.viewer.sources import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
 from atroposlib.viewer.viewer import Viewer
 from tests.viewer.groups import PIXEL, byte_tokenizer
@@ -202,7 +202,7 @@ def test_question_of_a_chat(chat: str, text: str) -> None:
 
 
 def test_drops_of_environments_are_read_from_their_metrics(tmp_path: Path) -> None:
-    from atroposlib.viewer.metric_files import drops_in_metrics
+    from atroposlib.viewer.viewer import drops_in_metrics
 
     folder = tmp_path / "sums"
     folder.mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.viewer.sources.jsonl import JsonlSource
+from atroposlib.viewer.sources import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
 from atroposlib.viewer.viewer import Viewer
 from tests.viewer.groups import byte_tokenizer

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.viewer.app import build_app, launch_app
-from atroposlib.viewer.screen import Screen
-from atroposlib.viewer.sources.jsonl import JsonlSource
+from atroposlib.viewer.app import Screen, build_app, launch_app
+from atroposlib.viewer.sources import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
-from atroposlib.viewer.view_state import ViewState
-from atroposlib.viewer.viewer import Viewer
+from atroposlib.viewer.viewer import Viewer, ViewState
 from tests.viewer.conftest import Watched
 from tests.viewer.groups import PIXEL, byte_tokenizer, hostile_group, make_group, write_groups
 from tests.viewer.waiting import wait_until

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.viewer.group_index import GroupFilter, GroupIndex, Order
-from atroposlib.viewer.summaries import GroupSummary
-from atroposlib.viewer.text_store import TextStore
-from atroposlib.viewer.view_state import filter_of
+from atroposlib.viewer.index import GroupFilter, GroupIndex, GroupSummary, Order, TextStore
+from atroposlib.viewer.viewer import filter_of
 
 ROWS = [  # environment, step, longest, scores
     ("maths", 0, 10, (0.0, 1.0)),

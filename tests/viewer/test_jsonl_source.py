@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.viewer.group_index import GroupIndex
-from atroposlib.viewer.sources.base import GroupGoneError
-from atroposlib.viewer.sources.jsonl import JsonlSource
+from atroposlib.viewer.index import GroupIndex
+from atroposlib.viewer.sources import GroupGoneError, JsonlSource
 from atroposlib.viewer.viewer import Viewer
 from tests.viewer.groups import hostile_group, make_group, write_groups
 

@@ -3,19 +3,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atroposlib.viewer.group_index import GroupIndex
-from atroposlib.viewer.pages.compare import difference
-from atroposlib.viewer.pages.conversation import conversation_page
-from atroposlib.viewer.pages.markup import block, number, sparkline
-from atroposlib.viewer.pages.overview import overview_page
-from atroposlib.viewer.pages.side_by_side import side_by_side_page
+from atroposlib.viewer.index import GroupIndex, summarise
+from atroposlib.viewer.pages import (
+    block,
+    conversation_page,
+    difference,
+    number,
+    overview_page,
+    side_by_side_page,
+    sparkline,
+)
 from atroposlib.viewer.rollouts import group_of
-from atroposlib.viewer.sources.base import Problems, ServiceFigures
-from atroposlib.viewer.sources.jsonl import JsonlSource
-from atroposlib.viewer.sources.service_page import FigureLog
-from atroposlib.viewer.summaries import summarise
-from atroposlib.viewer.texts import RolloutText
-from atroposlib.viewer.token_reader import TokenReader
+from atroposlib.viewer.sources import FigureLog, JsonlSource, Problems, ServiceFigures
+from atroposlib.viewer.token_reader import RolloutText, TokenReader
 from tests.viewer.groups import ATTACKS, chat, make_group, write_groups
 
 

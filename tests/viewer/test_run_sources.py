@@ -13,10 +13,8 @@ import pytest
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.errors import ConfigError
-from atroposlib.viewer.group_index import GroupIndex
-from atroposlib.viewer.sources.base import GroupGoneError
-from atroposlib.viewer.sources.live import LiveSource
-from atroposlib.viewer.sources.stored_run import StoredRunSource
+from atroposlib.viewer.index import GroupIndex
+from atroposlib.viewer.sources import GroupGoneError, LiveSource, StoredRunSource
 from atroposlib.wire import encode_group
 from tests.api.helpers import REGISTRATION, serve
 from tests.viewer.groups import make_group
@@ -174,7 +172,7 @@ def test_a_stored_run_is_read_beside_its_service(url: str, settings: ApiSettings
 def test_a_stored_run_shows_what_comes_while_it_is_open(
     url: str, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.viewer.sources.stored_run._REFRESH_S", 0.0)
+    monkeypatch.setattr("atroposlib.viewer.sources._REFRESH_S", 0.0)
     source, index = StoredRunSource(settings.data_dir / "maths.sqlite3"), GroupIndex()
     read(source, index, 3)
 

@@ -2,21 +2,223 @@
 
 Filters and orders are answered from arrays, in milliseconds for a hundred thousand groups. Rows are
 added by one thread and read by others; a row may be replaced once more is known of it.
+
+Text of many groups, searched without holding it in memory.
+
+Texts are written, in small letters, one after the other to a file that has no name and goes with
+the process. A search walks through it; it may stop after a while and go on later, also over text
+that has come since.
+
+What the list of groups knows of each: figures, a line of its text, and text to search; pure.
 """
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 import threading
+import time
+from array import array
+from bisect import bisect_right
 from collections import OrderedDict
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.viewer.summaries import GroupSummary
-from atroposlib.viewer.text_store import TextSearch, TextStore
+from atroposlib.utils.text import inert_line
+from atroposlib.viewer.rollouts import Group, group_of, text_of_content
 
-__all__ = ["ORDERS", "GroupFilter", "GroupIndex", "Matches", "Order"]
+__all__ = [
+    "ORDERS",
+    "GroupFilter",
+    "GroupIndex",
+    "GroupSummary",
+    "Matches",
+    "Order",
+    "TextSearch",
+    "TextStore",
+    "searchable_text",
+    "summarise",
+]
+
+_WINDOW_BYTES = 4 * 2**20
+
+
+class TextStore:
+    """Texts by the position of their group; one thread adds, any number search."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the store
+        self._lock = threading.Lock()
+        self._owners = array("q")
+        self._starts = array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def add(self, position: int, text: str) -> None:
+        """Add the text of a group; a second one is searched as well."""
+        content = text.lower().encode("utf-8", errors="replace") + b"\n"
+        with self._lock:
+            self._file.seek(0, 2)
+            self._file.write(content)
+            self._owners.append(position)
+            self._starts.append(self._starts[-1] + len(content))
+
+    def search(self, text: str) -> TextSearch:
+        """Begin a search for text, whatever the size of its letters."""
+        return TextSearch(self, text.lower().encode("utf-8", errors="replace"))
+
+    def find(self, wanted: bytes, start: int, stop: int) -> list[int]:
+        """Return the positions of the groups of entries from `start` to `stop` that have a text."""
+        with self._lock:
+            self._file.flush()
+            starts = self._starts[start : stop + 1]
+        first, last = starts[0], starts[-1]
+        aligned = first - first % mmap.ALLOCATIONGRANULARITY
+        with mmap.mmap(
+            self._file.fileno(), last - aligned, access=mmap.ACCESS_READ, offset=aligned
+        ) as mapped:
+            content = mapped[first - aligned : last - aligned]
+        found = []
+        at = content.find(wanted)
+        while at >= 0:
+            entry = bisect_right(starts, first + at) - 1
+            if first + at + len(wanted) <= starts[entry + 1]:
+                found.append(self._owners[start + entry])
+                at = content.find(wanted, starts[entry + 1] - first)
+            else:
+                at = content.find(wanted, at + 1)
+        return found
+
+    def end_of_window(self, start: int) -> int:
+        """Return the entry before which a window of a few megabytes that begins at `start` ends."""
+        with self._lock:
+            count = len(self._owners)
+            return min(count, max(start + 1, self._entry_at(self._starts[start] + _WINDOW_BYTES)))
+
+    def _entry_at(self, offset: int) -> int:
+        return bisect_right(self._starts, offset) - 1
+
+
+class TextSearch:
+    """One search; `found` grows as it goes on."""
+
+    def __init__(self, store: TextStore, wanted: bytes) -> None:
+        self.found: set[int] = set()
+        """Positions of the groups that have the text."""
+        self.num_searched = 0
+        """Texts looked at."""
+        self._store = store
+        self._wanted = wanted
+        self._lock = threading.Lock()
+
+    def advance(self, budget_s: float) -> bool:
+        """Look at further texts for about so long; return whether all there are were seen."""
+        deadline = time.monotonic() + budget_s
+        with self._lock:
+            while self.num_searched < len(self._store):
+                stop = self._store.end_of_window(self.num_searched)
+                self.found.update(self._store.find(self._wanted, self.num_searched, stop))
+                self.num_searched = stop
+                if time.monotonic() > deadline:
+                    break
+            return self.num_searched >= len(self._store)
+
+
+MAX_EXCERPT_CHARACTERS = 160
+_STEP_KEYS = ("step", "policy_version")
+_ENV_KEYS = ("env_name", "environment", "env_id")
+
+
+class GroupSummary(NamedTuple):
+    """One row of the list."""
+
+    label: str
+    """What its source calls it: `line 12`, `group 7`."""
+    environment: str
+    step: int | None
+    """Policy version or step it was made at; None where nobody told."""
+    num_rollouts: int
+    longest: int
+    """Tokens of its longest rollout."""
+    num_tokens: int
+    scores: tuple[float, ...]
+    """[G] those that are numbers."""
+    excerpt: str
+    """Start of the question, as one harmless line; empty when only tokens are there."""
+
+
+def summarise(
+    fields: Mapping[str, Any],
+    *,
+    label: str,
+    environment: str | None = None,
+    step: int | None = None,
+) -> GroupSummary:
+    """Describe a group.
+
+    Args:
+        fields: the decoded group.
+        label: what the source calls it.
+        environment: its name where the source knows it; else what the group says.
+        step: likewise.
+    """
+    group = group_of(fields)
+    lengths = [len(rollout) for rollout in group.rollouts]
+    return GroupSummary(
+        label=label,
+        environment=environment or _environment(fields),
+        step=step if step is not None else _step(fields),
+        num_rollouts=len(group.rollouts),
+        longest=max(lengths, default=0),
+        num_tokens=sum(lengths),
+        scores=tuple(group.scores),
+        excerpt=_excerpt(group),
+    )
+
+
+def searchable_text(fields: Mapping[str, Any]) -> str:
+    """Return all text of a group's messages, what all rollouts begin with once; may be empty."""
+    group = group_of(fields)
+    num_shared = group.num_shared_messages
+    texts: list[str] = []
+    for i, rollout in enumerate(group.rollouts):
+        for message in rollout.chat[num_shared if i else 0 :]:
+            texts.append(text_of_content(message.get("content")))
+            texts += [str(message[key]) for key in ("reasoning_content", "tool_calls")
+                      if message.get(key)]  # fmt: skip
+    return "\n".join(texts)
+
+
+def _excerpt(group: Group) -> str:
+    if not group.rollouts:
+        return ""
+    chat = group.rollouts[0].chat
+    asked = [message for message in chat if message.get("role") == "user"] or chat
+    text = text_of_content(asked[0].get("content")) if asked else ""
+    return inert_line(text, max_characters=MAX_EXCERPT_CHARACTERS)
+
+
+def _environment(fields: Mapping[str, Any]) -> str:
+    for key in _ENV_KEYS:
+        value = fields.get(key)
+        if isinstance(value, str) and value:
+            return inert_line(value, max_characters=60)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return f"env {value}"
+    return ""
+
+
+def _step(fields: Mapping[str, Any]) -> int | None:
+    for key in _STEP_KEYS:
+        value = fields.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
 
 Order = Literal["oldest", "newest", "best", "worst", "spread", "mean", "longest"]
 ORDERS: tuple[Order, ...] = get_args(Order)
