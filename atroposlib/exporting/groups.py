@@ -133,7 +133,7 @@ def _converted(value: Any) -> ExportGroup:
 
 
 def _unpacked(content: bytes) -> dict[str, Any]:
-    from atroposlib.wire.conversion import read_blob
+    from atroposlib.wire.binary_format import read_blob
     from atroposlib.wire.zstd_frames import plain_blob
 
     group: dict[str, Any] = read_blob(

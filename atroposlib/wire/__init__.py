@@ -12,16 +12,28 @@ binary: the blob that `docs/wire.md` defines. Payloads of the lane a client aske
 into its batch; only the others are converted.
 """
 
-from atroposlib.wire.batches import batch_pieces, convert_payload, decode_batch, is_spliceable
-from atroposlib.wire.groups import decode_group, decode_groups, encode_group, encode_groups
-from atroposlib.wire.lanes import (
+from atroposlib.wire.groups import (
+    batch_pieces,
+    convert_payload,
+    decode_batch,
+    decode_group,
+    decode_groups,
+    encode_group,
+    encode_groups,
+    is_spliceable,
+)
+from atroposlib.wire.vocabulary import (
+    BODY_NOT_TEXT,
     BODY_TYPES,
     MEDIA_TYPES,
     AcceptedLane,
+    DecodedGroup,
+    Lane,
+    StoredPayload,
+    WireError,
     lane_of,
     lane_of_accept,
 )
-from atroposlib.wire.vocabulary import BODY_NOT_TEXT, DecodedGroup, Lane, StoredPayload, WireError
 
 __all__ = [
     "BODY_NOT_TEXT",

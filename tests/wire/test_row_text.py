@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from atroposlib.wire.row_text import write_row
+from atroposlib.wire.json_format import write_row
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,619 @@
+"""Codec of groups in JSON, fast and exact; pure.
+
+    body ── find_fields ──► where each value lies ── rows ──► checked ── splice ──► payload
+
+The columns are found by their brackets (`walk`), and by a real parser where that is not
+enough. Then every row is decoded on its own, checked, and forgotten: no call lasts long, and memory
+holds the body, the payload and one row. What is written as it should be is spliced into the payload
+untouched. Anything wrong is named by one path through the parser.
+
+Finds the rows of a JSON group by looking for brackets only; pure.
+
+A row of numbers ends at the next `]`, so most of a group's bytes need not be looked at to find
+where its columns lie. What is found this way is exact once every row has been decoded as an array:
+an array that ends at the first `]` is the whole value. An opaque value ends where the next key
+begins, which is tried. The walk stops at the first thing it does not know, and says where; the rest
+is for a real parser.
+
+Reads the JSON text of single values of a group: rows of numbers, integers, opaque values; pure.
+
+A row is decoded on its own, and a long one in several calls, so that other threads get their turn
+in between. A row written as it should be keeps its text; one that needs lax conversion (numbers
+as strings, integral floats for integers, integers for floats) is rewritten.
+
+Writes one row of numbers as JSON, a long one in several calls; pure.
+
+Other threads get their turn in between.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import GenericAlias
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from atroposlib.errors import GroupError
+from atroposlib.scored_data import GROUP_FIELDS, GroupField, check_group
+from atroposlib.utils.json_text import to_plain
+from atroposlib.wire.vocabulary import (
+    BODY_NOT_TEXT,
+    DecodedGroup,
+    Lengths,
+    Path,
+    WireError,
+    check_layout,
+    check_opaque,
+    from_group_error,
+    from_validation,
+    is_loose,
+)
+
+__all__ = [
+    "INT64",
+    "NULL",
+    "ROW_FIELDS",
+    "JsonText",
+    "ReadRow",
+    "RowTexts",
+    "Walk",
+    "decode_json_group",
+    "decode_json_groups",
+    "decode_value",
+    "encode_json_group",
+    "find_fields",
+    "read_integer",
+    "read_opaque",
+    "read_rows",
+    "read_scores",
+    "splice",
+    "walk_group",
+    "write_field",
+    "write_row",
+]
+
+_ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape == "GL")
+_OPAQUE_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.dtype == "json") - {"env_id"}
+_walk_NAMES = b"|".join(f.name.encode() for f in GROUP_FIELDS)
+_walk_NEXT_KEY = re.compile(rb',[ \t\r\n]*"(?:%b)"[ \t\r\n]*:' % _walk_NAMES)
+_OPENING = re.compile(rb"[ \t\r\n]*\{")
+_KEY = re.compile(rb'[ \t\r\n]*"([a-z_]+)"[ \t\r\n]*:[ \t\r\n]*')
+_NULL = re.compile(rb"null(?=[ \t\r\n,}])")
+_INTEGER = re.compile(rb"-?[0-9]+(?=[ \t\r\n,}])")
+_AFTER_VALUE = re.compile(rb"[ \t\r\n]*([,}])")
+_ROWS_OPENING = re.compile(rb"\[[ \t\r\n]*(?=\[)")
+_AFTER_ROW = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
+
+
+_CALL_BYTES = 256 * 1024
+"""What one search looks at, so that other threads get their turn in between."""
+_MAX_KEY_BYTES = 64
+_MAX_TRIES = 4
+"""Keys inside a value may look like the next key of the group; then a parser is quicker."""
+_value_decoder = msgspec.json.Decoder(msgspec.Raw)
+
+
+class RowTexts(NamedTuple):
+    """Where a field with one row per trajectory lies; nothing is copied."""
+
+    rows: list[memoryview]
+    """[G] the text of each row."""
+    whole: memoryview
+    """The text of all of it."""
+
+
+class Walk(NamedTuple):
+    """What a walk found."""
+
+    fields: dict[str, Any]
+    """None for null, the text of single values, a `RowTexts` where there are rows."""
+    end: int
+    """Behind the closing brace, or behind the comma before the first field not walked."""
+    is_complete: bool
+    """Whether the closing brace was reached."""
+
+
+def walk_group(body: bytes, start: int = 0) -> Walk | None:
+    """Walk over one group.
+
+    Args:
+        body: what was received.
+        start: where the object begins.
+
+    Returns:
+        What was found; None when not even the first field could be walked, or a key comes twice.
+    """
+    opening = _OPENING.match(body, start)
+    if opening is None:
+        return None
+    fields: dict[str, Any] = {}
+    position = opening.end()
+    while True:
+        key = _KEY.match(body, position)
+        found = _walk_value(body, key.group(1).decode(), key.end()) if key else None
+        after = _AFTER_VALUE.match(body, found[1]) if found else None
+        if key is None or found is None or after is None:
+            return Walk(fields, position, False) if fields else None
+        if key.group(1).decode() in fields:
+            return None  # nobody would look at the first value
+        fields[key.group(1).decode()] = found[0]
+        position = after.end()
+        if after.group(1) == b"}":
+            return Walk(fields, position, True)
+
+
+def _walk_value(body: bytes, name: str, start: int) -> tuple[Any, int] | None:
+    null = _NULL.match(body, start)
+    if null is not None:
+        return None, null.end()
+    if name in _ROW_FIELDS:
+        return _walk_rows(body, start)
+    if name == "scores":
+        end = body.find(b"]", start) + 1
+        return (body[start:end], end) if end and body.startswith(b"[", start) else None
+    if name in _OPAQUE_FIELDS:
+        return _walk_opaque(body, start)
+    integer = _INTEGER.match(body, start) if name in ("env_id", "policy_version") else None
+    return (integer.group(), integer.end()) if integer else None
+
+
+def _walk_opaque(body: bytes, start: int) -> tuple[bytes, int] | None:
+    end = start
+    for _ in range(_MAX_TRIES):
+        end = _find_next_key(body, end + 1)
+        if end < 0:
+            return None
+        text = body[start:end]
+        try:
+            # A text that is one whole value, and is followed by a comma, is all of the value.
+            _value_decoder.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            continue
+        return text, end
+    return None
+
+
+def _find_next_key(body: bytes, start: int) -> int:
+    while start < len(body):
+        found = _walk_NEXT_KEY.search(body, start, start + _CALL_BYTES + _MAX_KEY_BYTES)
+        if found is not None:
+            return found.start()
+        start += _CALL_BYTES
+    return -1
+
+
+def _walk_rows(body: bytes, start: int) -> tuple[RowTexts, int] | None:
+    opening = _ROWS_OPENING.match(body, start)
+    view = memoryview(body)
+    rows: list[memoryview] = []
+    position = opening.end() if opening else len(body)
+    while body.startswith(b"[", position):
+        end = body.find(b"]", position) + 1
+        rows.append(view[position:end])
+        after = _AFTER_ROW.match(body, end) if end else None
+        if after is None:
+            return None
+        if after.group(1) == b"]":
+            end = after.start(1) + 1
+            return RowTexts(rows, view[start:end]), end
+        position = after.end()
+    return None
+
+
+INT64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""The integers both lanes carry."""
+
+ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape in ("GL", "GLK"))
+"""Fields with one row of numbers per trajectory."""
+
+JsonText = bytes | memoryview | msgspec.Raw
+
+_INDEXED_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.required or f.aligned)
+_rows_CALL_BYTES = 192 * 1024
+"""Longer rows are decoded in several calls."""
+
+
+class ReadRow(NamedTuple):
+    """One row of a field."""
+
+    text: JsonText
+    """In canonical form."""
+    values: Any
+    """Its numbers; a lone number where a row is written as one."""
+    is_untouched: bool
+    """Whether `text` is what was given."""
+
+
+class _RowCodec(NamedTuple):
+    strict: msgspec.json.Decoder[Any]
+    lax: msgspec.json.Decoder[Any]
+    count: Callable[[Any], int]
+    """Numbers in a row."""
+    is_float: bool
+    separator: bytes
+    """Where a long row may be cut: at the comma this ends with."""
+
+
+def _codec(number: Any, *, is_nested: bool = False) -> _RowCodec:
+    row_type = list[list[number]] if is_nested else list[number]
+    return _RowCodec(
+        strict=msgspec.json.Decoder(row_type),
+        lax=msgspec.json.Decoder(row_type, strict=False),
+        count=_count_nested if is_nested else len,
+        is_float=number is float,
+        separator=b"]," if is_nested else b",",
+    )
+
+
+def _codec_of(field: GroupField) -> _RowCodec:
+    return _codec(INT64 if field.dtype == "int" else float, is_nested=field.shape == "GLK")
+
+
+def _count_nested(row: list[list[Any]]) -> int:
+    return sum(map(len, row))
+
+
+_CODECS = {f.name: _codec_of(f) for f in GROUP_FIELDS if f.name in ROW_FIELDS}
+_scores_codec = _codec(float)
+_integer_decoder = msgspec.json.Decoder(INT64 | None, strict=False)
+_number_decoder = msgspec.json.Decoder(list[float] | float, strict=False)
+
+
+def read_rows(name: str, rows: Sequence[JsonText]) -> Iterator[ReadRow]:
+    """Decode the rows of a field one by one.
+
+    Args:
+        name: the field.
+        rows: [G] the text of each row.
+
+    Raises:
+        WireError: a row is not what the field holds.
+    """
+    codec = _CODECS[name]
+    for i, row in enumerate(rows):
+        text = bytes(row)
+        if name == "advantages" and not text.startswith(b"["):
+            # One number per trajectory is the older form of `advantages`; stored as given.
+            number = decode_value(_number_decoder, text, (name, i))
+            _require_finite(number, (name, i))
+            yield ReadRow(msgspec.json.encode(number), number, False)
+            continue
+        values = _decode_strictly(codec, text)
+        if values is None:
+            values = decode_value(codec.lax, text, (name, i))
+            _require_finite(values, (name, i))
+            yield ReadRow(msgspec.json.encode(values), values, False)
+        elif _is_canonical(codec, text, values):
+            yield ReadRow(row, values, True)
+        else:
+            yield ReadRow(msgspec.json.encode(values), values, False)
+
+
+def read_scores(text: JsonText) -> ReadRow:
+    """Decode the scores; whether they are finite is not checked. Raises `WireError`."""
+    content = bytes(text)
+    values = _decode_strictly(_scores_codec, content)
+    if values is not None and _is_canonical(_scores_codec, content, values):
+        return ReadRow(text, values, True)
+    if values is None:
+        values = decode_value(_scores_codec.lax, content, ("scores",))
+    return ReadRow(msgspec.json.encode(values), values, False)
+
+
+def read_integer(name: str, text: JsonText) -> int | None:
+    """Decode `env_id` or `policy_version`; raises `WireError`."""
+    value: int | None = decode_value(_integer_decoder, text, (name,))
+    return value
+
+
+def read_opaque(name: str, text: JsonText) -> int | None:
+    """Decode an opaque value to check it; its bytes stay as they came.
+
+    Returns:
+        How many entries it has when it is a list, else None.
+
+    Raises:
+        WireError: it is not JSON, or has not the outer shape of this field.
+    """
+    try:
+        value = None if text == b"null" else msgspec.json.decode(text)
+        if value is not None:
+            check_opaque(name, value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"{name}: {error}", kind="value_error", path=(name,)) from error
+    except GroupError as error:
+        raise from_group_error(error) from error
+    return len(value) if isinstance(value, list) else None
+
+
+def decode_value(decoder: msgspec.json.Decoder[Any], text: JsonText, path: Path) -> Any:
+    """Decode the value at `path` of the body; raises `WireError` with the path of the fault."""
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise from_validation(error, path) from error
+    except UnicodeDecodeError as error:
+        raise WireError(BODY_NOT_TEXT, kind="not_text", path=path) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"JSON decode error: {error}", kind="json_invalid", path=path) from error
+
+
+def _is_canonical(codec: _RowCodec, text: bytes, values: list[Any]) -> bool:
+    # A float is written with a point; the rare `1e-5` is rewritten along with integers.
+    return not codec.is_float or text.count(b".") == codec.count(values)
+
+
+def _decode_strictly(codec: _RowCodec, text: bytes) -> list[Any] | None:
+    """Decode a row that is written as it should be, else return None."""
+    values: list[Any] = []
+    try:
+        if len(text) <= _rows_CALL_BYTES:
+            values = codec.strict.decode(text)
+        else:
+            for piece in _cut(text, codec.separator):
+                part = codec.strict.decode(piece)
+                if not part:  # a comma with nothing behind it
+                    return None
+                values += part
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return values
+
+
+def _cut(text: bytes, separator: bytes) -> Iterator[bytes]:
+    """Cut an array at commas: it is well-formed exactly when every piece is, and none is empty."""
+    start, opening = 0, b""
+    while len(text) - start > _rows_CALL_BYTES:
+        found = text.find(separator, start + _rows_CALL_BYTES)
+        if found < 0:
+            break
+        comma = found + len(separator) - 1
+        yield b"%b%b]" % (opening, text[start:comma])
+        start, opening = comma + 1, b"["
+    yield opening + text[start:]
+
+
+def _require_finite(value: Any, path: Path) -> None:
+    """Refuse `"nan"` and `"inf"` strings, which lax conversion lets through."""
+    if _is_finite(value):
+        return
+    if path[0] in _INDEXED_FIELDS:
+        path += (next(i for i, number in enumerate(value) if not math.isfinite(number)),)
+    place = "".join(f"[{i}]" for i in path[1:])
+    message = f"{path[0]}{place}: holds a number that is not finite"
+    raise WireError(message, kind="value_error", path=path)
+
+
+def _is_finite(value: Any) -> bool:
+    return all(map(_is_finite, value)) if isinstance(value, list) else math.isfinite(value)
+
+
+_CALL_NUMBERS = 16 * 1024
+
+
+def write_row(row: Any, encode: Callable[[Any], bytes]) -> bytes:
+    """Return `encode(row)`.
+
+    Args:
+        row: [L] or [L][K], a list or an array; anything else is encoded at once.
+        encode: writes a row or a part of it, in brackets.
+    """
+    if row is None or isinstance(row, str | dict | float | int) or len(row) == 0:
+        return encode(row)
+    per_entry = len(row[0]) if isinstance(row[0], list) else 1
+    step = max(1, _CALL_NUMBERS // max(1, per_entry))
+    if len(row) <= step:
+        return encode(row)
+    parts = (encode(row[start : start + step])[1:-1] for start in range(0, len(row), step))
+    return b"[%b]" % b",".join(parts)
+
+
+NULL = b"null"
+
+_NEXT_KEY = re.compile(rb'[ \t\r\n]*"')
+_NO_MORE = re.compile(rb"[ \t\r\n]*\Z")
+_LIST_OPENING = re.compile(rb"[ \t\r\n]*\[")
+_NEXT_GROUP = re.compile(rb"[ \t\r\n]*,")
+_LIST_CLOSING = re.compile(rb"[ \t\r\n]*\][ \t\r\n]*\Z")
+_NAMES = (*(field.name for field in GROUP_FIELDS), "policy_version")
+_NOTES = {field.name for field in GROUP_FIELDS if field.is_note} | {"policy_version"}
+
+
+def _parsed_field(field: GroupField, *, is_rest: bool) -> Any:
+    is_required = field.required and not is_rest
+    wire_type: Any = msgspec.Raw
+    if field.name in ROW_FIELDS:
+        wire_type = list[msgspec.Raw] if is_required else list[msgspec.Raw] | None
+    return (field.name, wire_type) if is_required else (field.name, wire_type, msgspec.UNSET)
+
+
+def _parsed_type(name: str, *, is_rest: bool) -> Any:
+    fields = [_parsed_field(field, is_rest=is_rest) for field in GROUP_FIELDS]
+    version = ("policy_version", msgspec.Raw, msgspec.UNSET)
+    return msgspec.defstruct(name, [*fields, version], kw_only=True, gc=False)
+
+
+_Group = _parsed_type("Group", is_rest=False)
+_group_decoder = msgspec.json.Decoder(_Group)
+_groups_decoder = msgspec.json.Decoder(GenericAlias(list, _Group))
+_rest_decoder = msgspec.json.Decoder(_parsed_type("Rest", is_rest=True))
+
+
+def decode_json_group(body: bytes) -> DecodedGroup:
+    """Read and check one group; raises `WireError`."""
+    _require_text(body)
+    try:
+        return _read_group(find_fields(body))
+    except GroupError:
+        return _read_at(_parse_fields(body), ())
+
+
+def decode_json_groups(body: bytes) -> list[DecodedGroup]:
+    """Read and check an array of groups; one malformed group refuses the whole array."""
+    _require_text(body)
+    groups = _walk_groups(body)
+    if groups is None:
+        parsed = decode_value(_groups_decoder, body, ())
+        groups = [_read_at(_present(group), (i,)) for i, group in enumerate(parsed)]
+    return groups
+
+
+def encode_json_group(group: Mapping[str, Any]) -> bytes:
+    """Write one group in canonical form; raises `GroupError` naming the field at fault."""
+    check_group(group)
+    names = [name for name in _NAMES if name not in _NOTES or group.get(name) is not None]
+    return b"{%b}" % b",".join(
+        b'"%b":%b' % (name.encode(), write_field(name, group.get(name))) for name in names
+    )
+
+
+def write_field(name: str, value: Any) -> bytes:
+    """Write one value as JSON.
+
+    Raises:
+        GroupError: it holds something JSON cannot express; the message names the field.
+    """
+    try:
+        if name in ROW_FIELDS and isinstance(value, list):
+            return b"[%b]" % b",".join(write_row(row, _encode) for row in value)
+        return _encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GroupError(f"{name}: cannot be sent: {error}") from error
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.json.encode(value, enc_hook=_encodable)
+
+
+def find_fields(body: bytes) -> dict[str, Any]:
+    """Find the fields of a group, and the rows of its columns, without reading them.
+
+    Returns:
+        What is there, by name: `RowTexts` or a list of texts for fields with rows, None for those
+        that are null, the text of others.
+
+    Raises:
+        WireError: the body is not JSON, or not an object with the required fields.
+    """
+    walk = walk_group(body)
+    if walk is None or not (_NO_MORE if walk.is_complete else _NEXT_KEY).match(body, walk.end):
+        return _parse_fields(body)
+    if walk.is_complete:
+        return walk.fields
+    try:
+        rest = _present(_rest_decoder.decode(b"{" + body[walk.end :]))
+    except (msgspec.DecodeError, RecursionError):
+        return _parse_fields(body)
+    # Of a key that comes twice the first value would not be looked at.
+    return walk.fields | rest if walk.fields.keys().isdisjoint(rest) else _parse_fields(body)
+
+
+def _walk_groups(body: bytes) -> list[DecodedGroup] | None:
+    """Read an array whose groups can all be walked to their ends, else return None."""
+    groups: list[DecodedGroup] = []
+    position = _LIST_OPENING.match(body)
+    while position is not None:
+        walk = walk_group(body, position.end())
+        if walk is None or not walk.is_complete:
+            return None
+        try:
+            groups.append(_read_group(walk.fields))
+        except GroupError:
+            return None
+        position = _NEXT_GROUP.match(body, walk.end)
+        if position is None and _LIST_CLOSING.match(body, walk.end):
+            return groups
+    return None
+
+
+def _require_text(body: bytes) -> None:
+    try:
+        # Parsers skip over opaque fields without looking at their encoding.
+        if not body.isascii():
+            body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WireError(BODY_NOT_TEXT, kind="not_text") from error
+
+
+def _parse_fields(body: bytes) -> dict[str, Any]:
+    return _present(decode_value(_group_decoder, body, ()))
+
+
+def _present(group: Any) -> dict[str, Any]:
+    found = ((name, getattr(group, name)) for name in _NAMES)
+    return {name: value for name, value in found if value is not msgspec.UNSET}
+
+
+def _read_at(fields: Mapping[str, Any], path: Path) -> DecodedGroup:
+    try:
+        return _read_group(fields)
+    except WireError as error:
+        raise error.inside(path) from error
+    except GroupError as error:
+        raise from_group_error(error).inside(path) from error
+
+
+def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
+    texts: dict[str, JsonText] = {}
+    lengths: dict[str, Lengths] = {}
+    for field in GROUP_FIELDS:
+        name, found = field.name, fields.get(field.name)
+        if name in ROW_FIELDS and found is not None:
+            texts[name], lengths[name] = _read_column(name, found)
+        elif field.dtype == "json" and name != "env_id":
+            texts[name] = NULL if found is None else found
+            entries = read_opaque(name, texts[name])
+            if entries is not None:
+                lengths[name] = [None] * entries
+    env_id = read_integer("env_id", fields.get("env_id") or NULL)
+    texts["env_id"] = msgspec.json.encode(env_id)
+    scores = read_scores(fields.get("scores") or NULL)
+    texts["scores"] = scores.text
+    check_layout(lengths, scores.values)
+    return DecodedGroup(
+        payload=splice(texts),
+        lane="json",
+        num_sequences=len(scores.values),
+        num_tokens=sum(length or 0 for length in lengths["tokens"]),
+        env_id=env_id,
+        min_score=min(scores.values),
+        max_score=max(scores.values),
+        policy_version=read_integer("policy_version", fields.get("policy_version") or NULL),
+        is_loose=is_loose(lengths),
+        is_from_text=bytes(texts.get("tokenized_from_text", NULL)) == b"true",
+    )
+
+
+def _read_column(name: str, found: RowTexts | list[msgspec.Raw]) -> tuple[JsonText, Lengths]:
+    rows = found.rows if isinstance(found, RowTexts) else found
+    texts: list[JsonText] = []
+    lengths: list[int | None] = []
+    is_untouched = True
+    for row in read_rows(name, rows):
+        texts.append(row.text)
+        lengths.append(len(row.values) if isinstance(row.values, list) else None)
+        is_untouched &= row.is_untouched
+    if is_untouched and isinstance(found, RowTexts):
+        return found.whole, lengths
+    return b"[%b]" % b",".join(texts), lengths
+
+
+def splice(texts: Mapping[str, JsonText]) -> bytes:
+    """Put a payload together from the canonical text of the fields that are there."""
+    pieces: list[JsonText] = []
+    for field in GROUP_FIELDS:
+        text = texts.get(field.name, NULL)
+        if not field.is_note or text != NULL:
+            pieces += (b',"%b":' % field.name.encode(), text)
+    pieces[0] = b'{"%b":' % GROUP_FIELDS[0].name.encode()
+    return b"".join([*pieces, b"}"])
+
+
+def _encodable(value: Any) -> Any:
+    """Turn what environments commonly leave in a group into something JSON knows."""
+    from pydantic import BaseModel
+
+    return value.model_dump() if isinstance(value, BaseModel) else to_plain(value)
