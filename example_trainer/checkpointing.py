@@ -219,7 +219,7 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
     import torch
     from safetensors.torch import load_file
 
-    from example_trainer.sharded_state import load_optimizer_state
+    from example_trainer.parallel import load_optimizer_state
 
     record = _read_record(directory)
     if record["optimizer"] != type(optimizer).__name__:

@@ -2,6 +2,10 @@
 
 The fields stand in groups, one class per group of command-line flags (`cli` generates the flags
 from them); `TrainingConfig` is their union and the only class the rest of the trainer sees.
+
+Settings of advantages and losses, one class per group of flags.
+
+Settings of the inference engine and of how it gets new weights, one class per group of flags.
 """
 
 from __future__ import annotations
@@ -15,8 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.model_paths import missing_folder
-from example_trainer.engine_fields import LoraFields, ModeFields, VllmFields
-from example_trainer.loss_fields import ExtraLossFields, GrpoFields
+from example_trainer.loss_choice import (
+    DEFAULT_CLIP,
+    DEFAULT_DUAL_CLIP,
+    AdvantageStd,
+    AlgorithmName,
+    Anchor,
+    CorrectionName,
+    KlEstimator,
+    LossChoice,
+    Reduction,
+    choose_loss,
+)
 
 __all__ = [
     "BUILT_MODES",
@@ -31,6 +45,278 @@ __all__ = [
     "require_reference",
     "unloadable",
 ]
+
+
+class GrpoFields(BaseModel):
+    """Advantages and the policy loss."""
+
+    algorithm: AlgorithmName = Field(
+        default="dapo",
+        description="Policy loss; it brings the settings below that stand at auto or none.",
+    )
+    policy_coef: float = Field(
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the policy loss; 0: no reward is used, what is learned comes from "
+        "a teacher or from demonstrations alone.",
+    )
+    clip_eps: float = Field(
+        default=DEFAULT_CLIP, gt=0, le=1, description="Lower clip: ratios below 1 - this."
+    )
+    clip_eps_high: float | None = Field(
+        default=None,
+        gt=0,
+        description="Upper clip: ratios above 1 + this; none: 0.28 for dapo and cispo, else the "
+        "same as clip_eps.",
+    )
+    dual_clip: float = Field(
+        default=DEFAULT_DUAL_CLIP,
+        gt=1,
+        allow_inf_nan=False,
+        description="Bound of the ratio at negative advantages (dual_clip).",
+    )
+    ratio_anchor: Literal["auto", Anchor] = Field(
+        default="auto",
+        description="Denominator of the ratio: the trainer's own logprobs before the step, or the "
+        "inference engine's (then no importance correction). auto: inference for dppo, ipo and "
+        "importance_sampling, else trainer.",
+    )
+    importance_correction: Literal["auto", "none", CorrectionName] = Field(
+        default="auto",
+        description="Weight exp(trainer - inference logprob) against the sampler's mismatch: "
+        "truncated or masked (IcePop) per token, truncated or masked per sequence, or raw with "
+        "sequences masked by their geometric mean. auto: token_truncate (token_mask with a floor) "
+        "under the trainer anchor, none under the inference anchor.",
+    )
+    importance_cap: float | None = Field(
+        default=None,
+        gt=0,
+        description="Upper bound of that weight; none: 2 for truncation, 5 for token_mask, 3 for "
+        "sequence_mask, 1.01 for geometric_mask.",
+    )
+    importance_floor: float | None = Field(
+        default=None,
+        ge=0,
+        description="Lower bound of a mask; none: 0.5 for token_mask, 0 for sequence_mask, 0.99 "
+        "for geometric_mask.",
+    )
+    loss_reduction: Literal["auto", Reduction] = Field(
+        default="auto",
+        description="Mean over all trained tokens of the batch, mean of sequence means, sum over "
+        "sequences x loss_horizon, mean of sequence sums, or plain sum. auto: the algorithm's.",
+    )
+    loss_horizon: int | None = Field(
+        default=None, ge=1, description="Tokens dr_grpo divides each sequence by; none: seq_len."
+    )
+    advantage_std: Literal["auto", AdvantageStd] = Field(
+        default="auto",
+        description="Deviation a group's centred scores are divided by. auto: none for dr_grpo, "
+        "dppo, ipo and importance_sampling, else population.",
+    )
+    advantage_eps: float = Field(
+        default=1e-8, ge=0, allow_inf_nan=False, description="Added to that deviation."
+    )
+    overlong_max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="DAPO's overlong shaping: completions of this many trained tokens or more "
+        "lose 1 of their score, before advantages; none: off.",
+    )
+    overlong_buffer_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="The penalty grows linearly over the last so many tokens before that.",
+    )
+    truncated_completions: Literal["train", "mask"] = Field(
+        default="train",
+        description="What to do with a trajectory that seq_len cuts or whose last completion the "
+        "engine cut (finish_reasons of the group, else a completion of "
+        "generation_params.max_tokens tokens): train on it, or mask it (overlong filtering).",
+    )
+    logprobs_mode: Literal["auto", "raw", "processed"] = Field(
+        default="auto",
+        description="Whether the engine's logprobs are after temperature scaling (processed) or "
+        "before (raw). The trainer's logits are divided by the temperature in either case; raw "
+        "logprobs are moved by what that changes. auto: processed for an engine launched here, "
+        "else what the engine says, else raw.",
+    )
+    unsupported_fields: Literal["refuse", "ignore"] = Field(
+        default="refuse",
+        description="What to do with a group field or override the loss cannot honour.",
+    )
+    on_bad_group: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="What to do with a group that is malformed or refused: skip leaves it out of "
+        "its batch, counts it (train/bad_groups) and goes on; stop ends the run with the reason.",
+    )
+    allow_tokenized_from_text: bool = Field(
+        default=False,
+        description="Train the policy loss on groups whose tokens were made from the text of a "
+        "server without token ids; they have no logprobs and may not be what the model sampled.",
+    )
+
+    @property
+    def loss_choice(self) -> LossChoice:
+        """The policy loss with nothing left to auto.
+
+        Raises:
+            ConfigError: two settings contradict each other.
+        """
+        return choose_loss(
+            self.algorithm,
+            anchor=self.ratio_anchor,
+            reduction=self.loss_reduction,
+            advantage_std=self.advantage_std,
+            clip_low=self.clip_eps,
+            clip_high=self.clip_eps_high,
+            correction=self.importance_correction,
+            cap=self.importance_cap,
+            floor=self.importance_floor,
+            dual_clip=self.dual_clip,
+            horizon=self.loss_horizon,
+        )
+
+
+class ExtraLossFields(BaseModel):
+    """What is added to the policy loss."""
+
+    kl_coef: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the KL penalty to a reference model; 0: none.",
+    )
+    reference_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub name or directory of the frozen model of the KL penalty, scored in the "
+        "trainer where groups carry no ref_logprobs; groups: every group carries them. none: under "
+        "LoRA the model without its adapters, else kl_coef is refused.",
+    )
+    kl_unbiased: bool = Field(
+        default=False,
+        description="Multiply the KL estimate by the policy's ratio, which makes the gradient of "
+        "k1 and k3 that of KL(policy || reference); TRL's use_bias_correction_kl.",
+    )
+    kl_estimator: KlEstimator = Field(
+        default="k3",
+        description="Estimator of that KL; k1 as a loss penalises nothing in expectation.",
+    )
+    sft_coef: float = Field(
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the likelihood of trajectories marked sft.",
+    )
+    distill_coef: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the distillation from the groups' teacher arrays; 0: none, and "
+        "groups that carry them are refused.",
+    )
+    distill_loss: Literal["cross_entropy", "reverse_kl"] = Field(
+        default="cross_entropy",
+        description="Cross entropy to the teacher's top tokens, or reverse KL within them.",
+    )
+    distill_temperature: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Divides the teacher's logprobs and the student's logits.",
+    )
+
+
+class VllmFields(BaseModel):
+    """The inference engine."""
+
+    vllm_host: str = Field(
+        default="127.0.0.1", description="Address of the engine; a launched one binds to it."
+    )
+    vllm_port: int = Field(default=9001, ge=1, le=65535, description="Port of the engine.")
+    vllm_gpu: int | None = Field(default=None, ge=0, description="GPU index for a launched engine.")
+    vllm_gpu_memory_utilization: float = Field(
+        default=0.45, gt=0, le=1, description="Share of GPU memory for a launched engine."
+    )
+    max_model_len: int = Field(
+        default=4096, ge=2, description="Context length of a launched engine."
+    )
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
+        default="bfloat16", description="Element type in the engine; bfloat16 means float32 on CPU."
+    )
+    vllm_restart_interval: int = Field(
+        default=3, ge=0, description="Steps between weight updates of the engine; 0: never."
+    )
+    vllm_start_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds a launched engine may take until it answers /health.",
+    )
+    vllm_args: str = Field(
+        default="",
+        description="More arguments for a launched engine: --vllm-args='--enforce-eager'.",
+    )
+    sync_pause_mode: Literal["keep", "wait", "abort", "none"] = Field(
+        default="keep",
+        description="Requests running during an in-place update: frozen and continued under the "
+        "new weights, waited for, aborted, or (none) left running.",
+    )
+    sync_transport: Literal["disk", "shared_memory"] = Field(
+        default="disk",
+        description="Where in-place updates pass: a directory under save_path that the engine's "
+        "host can read, or the memory of the one host that trainer and engine share.",
+    )
+    engine_urls: list[str] | None = Field(
+        default=None,
+        description="Addresses of all engines that in_place updates, where there are several or "
+        "one on another host; none: the one at vllm_host and vllm_port.",
+    )
+    engine: Literal["vllm", "sglang"] = Field(
+        default="vllm",
+        description="What runs at vllm_port; an SGLang is updated in place and never launched.",
+    )
+
+
+class ModeFields(BaseModel):
+    """How new weights reach the engine."""
+
+    weight_bridge_mode: Literal[
+        "auto", "shared_vllm", "lora_only", "lora_restart", "none", "in_place", "off"
+    ] = Field(
+        default="auto",
+        description="auto: in_place where the engine can do it, else none; the log says which. "
+        "none: restart an engine the trainer owns; in_place: the engine reloads "
+        "weights while it runs (the engine at vllm_port, else one is launched); lora_only: LoRA "
+        "adapters are swapped in the running engine at vllm_port; lora_restart: an engine the "
+        "trainer owns restarts on them; off: no engine, for groups that are there already.",
+    )
+    vllm_config_path: str | None = Field(
+        default=None, description="Bridge file of shared_vllm (mode not built yet)."
+    )
+    train_layer_indices: list[int] | None = Field(
+        default=None, description="Train only these transformer blocks, e.g. 0-3,28-31."
+    )
+
+
+class LoraFields(BaseModel):
+    """LoRA adapters, for the modes lora_only and lora_restart."""
+
+    lora_r: int = Field(default=16, ge=1, description="Rank.")
+    lora_alpha: int = Field(default=32, ge=1, description="Scale.")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on adapter inputs.")
+    lora_target_modules: list[str] | None = Field(
+        default=None, description="Module names that get adapters; none: q_proj and v_proj."
+    )
+    lora_layer_indices: list[int] | None = Field(
+        default=None, description="Blocks that get adapters, e.g. 0-3."
+    )
+    lora_name: str = Field(
+        default="training_adapter",
+        min_length=1,
+        description="Name under which the engine serves the adapters: rollouts ask for this model.",
+    )
+
 
 BUILT_MODES = ("auto", "none", "in_place", "lora_only", "lora_restart", "off")
 """Weight bridge modes this version has; the others of the contract refuse at start."""

@@ -1,4 +1,7 @@
-"""What the two entry points share: logging, signals and exit codes."""
+"""What the two entry points share: logging, signals and exit codes.
+
+Turn the absence of an optional package into an error that names the extra bringing it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,13 +21,25 @@ from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import exit_code_of
 from example_trainer.cli import describe_errors
 from example_trainer.config import TrainingConfig, require_model_folder, require_reference
-from example_trainer.extras import require_extra
 from example_trainer.weight_sync import require_built_mode
 
 if TYPE_CHECKING:
-    from example_trainer.step_observer import StepView
+    from example_trainer.training import StepView
 
-__all__ = ["run_door"]
+__all__ = [
+    "require_extra",
+    "run_door",
+]
+
+
+@contextmanager
+def require_extra(extra: str) -> Iterator[None]:
+    """Import optional packages inside this; a missing one raises `MissingExtraError`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "a package", extra=extra) from error
+
 
 logger = logging.getLogger("example_trainer")
 
@@ -77,7 +93,7 @@ def run_door(parser: argparse.ArgumentParser, make_config: Callable[[], Training
 
 def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[StepView | None]:
     """Return the live view where there is a terminal to show it on, and somebody wants it."""
-    from example_trainer.live_display import LiveDisplay, can_show
+    from example_trainer.live_view import LiveDisplay, can_show
 
     if config.quiet or config.trainer_rank != 0 or not can_show(sys.stderr):
         return contextlib.nullcontext()

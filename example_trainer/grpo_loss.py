@@ -8,10 +8,8 @@ import torch
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
-from example_trainer.losses.clipped import Grpo
-from example_trainer.losses.logprobs import log_ratio_BT, token_logprobs_BT
-from example_trainer.losses.reductions import BatchTotals
-from example_trainer.losses.training_loss import LossInputs, TrainingLoss
+from example_trainer.logprobs import log_ratio_BT, token_logprobs_BT
+from example_trainer.loss import BatchTotals, Grpo, LossInputs, TrainingLoss
 
 __all__ = ["compute_grpo_loss"]
 

@@ -1,27 +1,145 @@
-"""Loading the model that is trained, and choosing which of its parameters are."""
+"""Loading the model that is trained, and choosing which of its parameters are.
+
+LoRA adapters: putting trainable ones into a model, and which directories hold one.
+
+The optimiser and its learning-rate schedule.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import logging
+import math
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, MissingExtraError
 from example_trainer.config import TrainingConfig, unloadable
-from example_trainer.lora import add_adapters
 
 __all__ = [
+    "OptimizerChoice",
+    "add_adapters",
     "attention_kinds",
     "attention_note",
     "autocast",
+    "choose_optimizer",
+    "create_optimizer",
+    "create_optimizer_for_params",
+    "engine_rank",
     "flash_attention_obstacle",
     "freeze_other_layers",
+    "is_adapter",
+    "learning_rate_at",
     "load_frozen_model",
     "load_model_and_tokenizer",
+    "without_adapters",
 ]
+
+_TARGET_MODULES = ["q_proj", "v_proj"]
+_ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks vLLM's `--max-lora-rank` takes."""
+
+
+def is_adapter(directory: str | Path) -> bool:
+    """Say whether a directory holds adapters rather than a model."""
+    return (Path(directory) / "adapter_config.json").is_file()
+
+
+def engine_rank(rank: int) -> int:
+    """Return the smallest `--max-lora-rank` of vLLM that takes adapters of a rank.
+
+    Raises:
+        ConfigError: it takes none of that rank.
+    """
+    for possible in _ENGINE_RANKS:
+        if possible >= rank:
+            return possible
+    raise ConfigError(f"lora_r={rank}: vLLM takes ranks up to {_ENGINE_RANKS[-1]}")
+
+
+def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = None) -> None:
+    """Freeze a model and put adapters into it, which alone are trained and saved.
+
+    The model keeps its class, so whatever reads its layers finds them. Adapters are float32 unless
+    they are sharded together with the frozen weights, which then give the type.
+
+    Args:
+        model: A transformers model; changed in place.
+        config: The `lora_` settings.
+        source: A directory of adapters to go on from; None or a model: fresh ones, which leave the
+            model's output as it is.
+
+    Raises:
+        ConfigError: a layer or module is not there.
+        MissingExtraError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingExtraError("peft", extra="trainer") from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    outside = [i for i in config.lora_layer_indices or () if not 0 <= i < num_layers]
+    if outside:
+        raise ConfigError(
+            f"lora_layer_indices {outside} do not exist: the model has layers 0-{num_layers - 1}"
+        )
+    if source is not None and is_adapter(source):
+        model.load_adapter(source, is_trainable=True)
+    else:
+        settings = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules or _TARGET_MODULES,
+            layers_to_transform=config.lora_layer_indices,
+            bias="none",
+        )
+        try:
+            model.add_adapter(settings)
+        except ValueError as error:
+            raise ConfigError(f"lora_target_modules: {error}") from error
+    _require_plain_output_layer(model)
+    if not config.is_sharded:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+
+def _require_plain_output_layer(model: Any) -> None:
+    """Refuse adapters on the output layer, whose weights alone the loss would read.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise ConfigError(
+            "lora_target_modules: adapters on the output layer (lm_head) are not supported, its "
+            "logprobs are computed from its weights alone; name layers inside the blocks, such as "
+            "q_proj v_proj"
+        )
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Let a model answer as without its adapters, which stay trainable."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    # The public switch also turns gradients off and on, which sharded weights do not take.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +305,7 @@ def attention_kinds(obstacle_to_flash: str | None) -> tuple[str, ...]:
 
 def attention_note(model: Any, device: str) -> str:
     """Return which attention a model runs, for the log, and why not flash attention."""
-    from example_trainer.packed_attention import PACKED_ATTENTION
+    from example_trainer.scoring import PACKED_ATTENTION
 
     used = model.config._attn_implementation
     if used.startswith("flash_attention"):
@@ -235,7 +353,7 @@ def use_packed_attention(model: Any) -> None:
     """Swap the attention for one that handles packed rows; only where the logits stay the same."""
     import torch
 
-    from example_trainer.packed_attention import PACKED_ATTENTION, register
+    from example_trainer.scoring import PACKED_ATTENTION, register
 
     text_config = model.config.get_text_config()
     if not _PACKABLE_LAYERS.issuperset(getattr(text_config, "layer_types", None) or ()):
@@ -256,3 +374,126 @@ def use_packed_attention(model: Any) -> None:
     if not is_same:
         model.set_attn_implementation("sdpa")
     model.train(was_training)
+
+
+def create_optimizer(model: Any, config: TrainingConfig) -> Any:
+    """Return an optimiser over the trainable parameters of a model.
+
+    Raises:
+        RuntimeError: nothing is trainable.
+    """
+    return create_optimizer_for_params(model.parameters(), config)
+
+
+def create_optimizer_for_params(params: Iterable[Any], config: TrainingConfig) -> Any:
+    """Return an optimiser over those of the parameters that require gradients.
+
+    `choose_optimizer` says which one.
+
+    Raises:
+        RuntimeError: nothing is trainable.
+    """
+    import torch
+
+    trainable = [parameter for parameter in params if parameter.requires_grad]
+    if not trainable:
+        raise RuntimeError("no parameter requires a gradient; check train_layer_indices")
+    choice = choose_optimizer(
+        config, trains_bfloat16=any(p.dtype == torch.bfloat16 for p in trainable)
+    )
+    if choice.name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(
+            trainable,
+            # Adafactor refuses a learning rate beside relative_step.
+            lr=None if config.adafactor_relative_step else config.lr,
+            scale_parameter=config.adafactor_scale_parameter,
+            relative_step=config.adafactor_relative_step,
+        )
+    settings = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if choice.name == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(trainable, **settings)
+    if choice.is_stochastic:
+        from example_trainer.stochastic_adamw import AdamW
+
+        return AdamW(trainable, **settings, seed=config.seed)
+    return torch.optim.AdamW(trainable, **settings, fused=choice.is_fused or None)
+
+
+class OptimizerChoice(NamedTuple):
+    """Which optimizer runs, and what about it a person should know."""
+
+    name: Literal["adamw", "adamw_8bit", "adafactor"]
+    is_fused: bool = False
+    """Whether one kernel updates all weights."""
+    is_stochastic: bool = False
+    """Whether weights and states are bfloat16, rounded up or down at random."""
+    note: str = ""
+    """Why it is not the one that was asked for, or what it loses; empty: nothing."""
+
+    def describe(self) -> str:
+        """Return a few words for the log."""
+        kind = {"adamw": "AdamW", "adamw_8bit": "8-bit AdamW", "adafactor": "Adafactor"}[self.name]
+        kind += ", fused" if self.is_fused else ""
+        kind += ", stochastic rounding" if self.is_stochastic else ""
+        return f"{kind} ({self.note})" if self.note else kind
+
+
+def choose_optimizer(
+    config: TrainingConfig, *, trains_bfloat16: bool, has_bitsandbytes: bool | None = None
+) -> OptimizerChoice:
+    """Return the optimizer that `config.optimizer` means on this device.
+
+    `adamw_8bit` needs bitsandbytes, a GPU and whole weights; elsewhere AdamW takes its place.
+    AdamW is fused on CUDA.
+
+    Args:
+        config: Settings.
+        trains_bfloat16: Whether trained weights are bfloat16.
+        has_bitsandbytes: Whether that package is there; None: looked up.
+    """
+    on_gpu = config.device.startswith("cuda")
+    if has_bitsandbytes is None:
+        has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
+    loses = (
+        "updates smaller than half a bfloat16 step are lost; use --train-dtype mixed, or "
+        "--optimizer adamw, which rounds stochastically"
+        if trains_bfloat16
+        else ""
+    )
+    if config.optimizer == "adafactor":
+        return OptimizerChoice("adafactor", note=loses)
+    note = ""
+    if config.optimizer == "adamw_8bit":
+        if not on_gpu:
+            note = "not adamw_8bit: it needs a GPU"
+        elif config.is_sharded:
+            note = "not adamw_8bit: its state cannot be sharded"
+        elif not has_bitsandbytes:
+            note = "not adamw_8bit: bitsandbytes is not installed"
+        else:
+            return OptimizerChoice("adamw_8bit", note=loses)
+    if trains_bfloat16:
+        return OptimizerChoice("adamw", is_stochastic=True, note=note)
+    return OptimizerChoice("adamw", is_fused=on_gpu, note=note)
+
+
+def learning_rate_at(step: int, config: TrainingConfig) -> float:
+    """Return the learning rate of the optimiser step that follows `step` finished ones.
+
+    It rises linearly over `warmup_steps`, then follows `lr_schedule` from `lr` towards `min_lr`,
+    which it would reach one step after the last.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    num_steps = max(1, config.training_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / num_steps)
+    left = 1.0 - progress
+    if config.lr_schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * left

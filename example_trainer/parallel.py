@@ -6,6 +6,8 @@
 `fsdp` keeps a part of weights, gradients and optimiser state on each rank (torch's FSDP2); `data`
 keeps all of them on every rank. The loss is divided by counts over the whole batch, so gradients
 are summed over ranks, never averaged, and the result is that of one process.
+
+Whole weights and optimiser states from sharded ones, and back.
 """
 
 from __future__ import annotations
@@ -14,12 +16,24 @@ import contextlib
 import datetime
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import torch
 
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
 
-__all__ = ["ONE_PROCESS", "Parallel", "open_parallel", "torchrun_settings"]
+__all__ = [
+    "ONE_PROCESS",
+    "GatheredModel",
+    "Parallel",
+    "gather_optimizer_state",
+    "gather_weights",
+    "load_optimizer_state",
+    "open_parallel",
+    "torchrun_settings",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +173,6 @@ class Parallel:
         """Return something that saves like the whole model; full weights on rank 0 only."""
         if not self.is_sharded:
             return model
-        from example_trainer.sharded_state import GatheredModel, gather_weights
 
         return GatheredModel(model, gather_weights(model, keep=self.is_main))
 
@@ -168,7 +181,6 @@ class Parallel:
         if not self.is_sharded:
             state: dict[str, Any] = optimizer.state_dict()
             return state
-        from example_trainer.sharded_state import gather_optimizer_state
 
         return gather_optimizer_state(optimizer, keep=self.is_main)
 
@@ -236,3 +248,84 @@ def torchrun_settings(environment: Mapping[str, str], *, device: str) -> dict[st
     if device == "cuda":
         settings["device"] = f"cuda:{local_rank}"
     return settings
+
+
+class GatheredModel:
+    """A model whose weights are sharded, with the whole of them beside it: it saves like any.
+
+    Args:
+        model: The transformers model; asked for everything but its weights.
+        weights: Whole tensors on the CPU, by name.
+    """
+
+    def __init__(self, model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        self._model = model
+        self._weights = weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the whole weights."""
+        return dict(self._weights)
+
+    def save_pretrained(self, directory: Path, **options: Any) -> None:
+        """Save the whole weights, or those in `state_dict`."""
+        self._model.save_pretrained(directory, **{"state_dict": self.state_dict(), **options})
+
+
+def gather_weights(model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Return the whole weights on the CPU; tied ones share a tensor. All ranks call this.
+
+    Args:
+        model: Whose parameters are DTensors.
+        keep: False takes part and returns nothing.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    by_identity: dict[int, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in by_identity:
+            by_identity[id(value)] = _whole(value.detach(), keep=keep)
+        if keep:
+            whole[name] = by_identity[id(value)]
+    return whole
+
+
+def gather_optimizer_state(optimizer: Any, *, keep: bool) -> dict[str, Any]:
+    """Return what `optimizer.state_dict()` would be of the whole model. All ranks call this."""
+    state = optimizer.state_dict()
+    slots = {
+        index: {
+            name: _whole(value, keep=keep) if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+        }
+        for index, values in state["state"].items()
+    }
+    return {"state": slots, "param_groups": state["param_groups"]} if keep else {}
+
+
+def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load the state of a whole model, each rank its part where the parameters are sharded."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    slots: dict[int, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        like = parameters[index]
+        slots[index] = {
+            name: distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+            if isinstance(like, DTensor)
+            and isinstance(value, torch.Tensor)
+            and value.shape == like.shape
+            else value
+            for name, value in values.items()
+        }
+    optimizer.load_state_dict({**state, "state": slots})
+
+
+def _whole(value: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.cpu() if keep else value.new_empty(0)

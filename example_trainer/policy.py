@@ -1,17 +1,148 @@
-"""The trained model made ready for the loop: what it can do found out, scored, shared by ranks."""
+"""The trained model made ready for the loop: what it can do found out, scored, shared by ranks.
+
+What the model at hand can do, found out by trying it on a few tokens.
+
+Architectures differ in ways no flag tells: recurrent layers carry state across packed sequences,
+heads scale or cap their logits. A wrong guess would train on wrong numbers, so nothing is guessed.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from example_trainer.capabilities import Capabilities, probe
+import torch
+
+from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
-from example_trainer.model import attention_note, autocast
-from example_trainer.optimizer import choose_optimizer
+from example_trainer.logprobs import linear_logprobs
+from example_trainer.model import attention_note, autocast, choose_optimizer
 from example_trainer.parallel import ONE_PROCESS, Parallel
-from example_trainer.scoring import PolicyScorer
+from example_trainer.scoring import PolicyScorer, packing_arguments
 
-__all__ = ["Policy", "prepare_policy", "setup_line"]
+__all__ = [
+    "Capabilities",
+    "Policy",
+    "prepare_policy",
+    "probe",
+    "setup_line",
+]
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (5, 7)
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.2  # of a logprob; a leak or an unknown scale shows as far more
+
+_FOREIGN_ERRORS = (
+    TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError
+)  # fmt: skip
+"""What the code of a model raises on arguments it does not know."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What training on a model may use."""
+
+    packs: bool
+    """Whether several sequences may share a row."""
+    whole_logits: bool
+    """Whether its logits are more than its output layer on its hidden states."""
+    obstacle: str | None = None
+    """Why sequences are padded although packing was not switched off; None where they are not."""
+
+
+def probe(
+    model: Any,
+    *,
+    packing: Literal["auto", "on", "off"],
+    autocast: contextlib.AbstractContextManager[Any] | None = None,
+) -> Capabilities:
+    """Try the model on two short sequences.
+
+    Args:
+        model: A transformers causal language model; its mode and gradients are left as they are.
+        packing: `on` insists, `off` does not even try.
+        autocast: What its forward passes will be made in: kernels that take bfloat16 only refuse
+            float32 weights outside of it. None: nothing.
+
+    Raises:
+        ConfigError: packing is `on` and the model mixes up or misplaces packed sequences.
+    """
+    with _evaluating(model), torch.no_grad(), autocast or contextlib.nullcontext():
+        obstacle = None if packing == "off" else _obstacle_to_packing(model)
+        whole_logits = not _is_linear_head(model)
+    if obstacle is not None and packing == "on":
+        raise ConfigError(f"packing=on: {obstacle}; train this model with --packing off")
+    return Capabilities(packing != "off" and obstacle is None, whole_logits, obstacle)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _obstacle_to_packing(model: Any) -> str | None:
+    """Return why sequences cannot share a row, None when they can."""
+    first, second = _sequences(model)
+    other = first.flip(0)
+    try:
+        packed = _packed_logits(model, first, second)[-len(second) :]
+        disturbed = _packed_logits(model, other, second)[-len(second) :]
+    except _FOREIGN_ERRORS as error:
+        return f"its forward refuses packed rows ({type(error).__name__}: {error})"
+    if not torch.allclose(packed, disturbed, atol=1e-6, rtol=0):
+        return "its layers let packed sequences see each other"
+    alone = model(input_ids=second[None]).logits[0]
+    dtype, alone = alone.dtype, alone.to(packed.dtype)
+    difference = (packed.log_softmax(-1) - alone.log_softmax(-1)).abs().max()
+    if not float(difference) <= _tolerance(dtype):
+        return f"packed logprobs differ from padded ones by {float(difference):.2g}"
+    return None
+
+
+def _packed_logits(model: Any, *sequences: torch.Tensor) -> torch.Tensor:
+    lengths = [len(sequence) for sequence in sequences]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    logits: torch.Tensor = model(
+        input_ids=torch.cat(sequences)[None],
+        position_ids=positions[None].to(sequences[0].device),
+        **packing_arguments(lengths, device=sequences[0].device),
+    ).logits
+    return logits[0].float() if logits.dtype in (torch.bfloat16, torch.float16) else logits[0]
+
+
+def _is_linear_head(model: Any) -> bool:
+    _, tokens = _sequences(model)
+    try:
+        hidden = model.base_model(input_ids=tokens[None]).last_hidden_state[0]
+        head = model.get_output_embeddings()
+        found = linear_logprobs(hidden, head.weight, head.bias, tokens[:, None]).logprobs_NK[:, 0]
+    except _FOREIGN_ERRORS as error:
+        logger.debug("no backbone and linear head: %s", error)
+        return False
+    logits = model(input_ids=tokens[None]).logits[0]
+    whole = logits.to(found.dtype).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    return bool((found - whole).abs().max() <= _tolerance(logits.dtype))
+
+
+def _sequences(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.arange(1, sum(_LENGTHS) + 1, device=model.device) % vocabulary
+    first, second = tokens.split(_LENGTHS)
+    return first, second
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
 class Policy(NamedTuple):

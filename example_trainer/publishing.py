@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from example_trainer.batch_journal import JOURNAL_DIRECTORY
 from example_trainer.checkpointing import (
     drop_old_checkpoints,
     random_states,
@@ -15,7 +14,7 @@ from example_trainer.checkpointing import (
     save_checkpoint,
 )
 from example_trainer.config import TrainingConfig
-from example_trainer.group_feed import GroupFeed
+from example_trainer.feed import JOURNAL_DIRECTORY, GroupFeed
 from example_trainer.parallel import Parallel
 from example_trainer.weight_sync import WeightSync, is_sync_due
 

@@ -16,10 +16,9 @@ import torch
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from example_trainer.batch import Microbatch
 from example_trainer.config import TrainingConfig
-from example_trainer.lora import without_adapters
-from example_trainer.microbatch import Microbatch
-from example_trainer.model import autocast, load_frozen_model
+from example_trainer.model import autocast, load_frozen_model, without_adapters
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import Policy, prepare_policy
 from example_trainer.scoring import PolicyScorer

@@ -4,36 +4,440 @@
 
 This is the border where a group is honoured field by field or refused naming the field; behind it
 nothing is re-validated. Nothing is shifted or padded here: that is `batch`.
+
+What one trajectory asks of the loss: overrides, teacher arrays, temperature; or a refusal.
+
+Everything here reads a group as the service delivers it and raises `GroupError` naming the path.
+
+What a group must satisfy beyond the wire before it is trained on: values, counts, types.
+
+`scored_data.check_group` says that the rows line up and leaves the optional fields loose, because
+the service passes them through. Here they are about to steer a gradient, so each is either right
+or refused naming its path. Pure.
+
+Group advantages: from the scores of one group to the multipliers of its log-probs.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from atroposlib.errors import GroupError
-from atroposlib.scored_data import IGNORE_INDEX, check_group
-from example_trainer.advantages import group_advantages, overlong_penalty
-from example_trainer.row_checks import (
-    check_numbers,
-    check_switches,
-    check_tokens,
-    drop_unfilled,
+from atroposlib.errors import ConfigError, GroupError
+from atroposlib.scored_data import (
+    GROUP_FIELDS,
+    IGNORE_INDEX,
+    MAX_SCORE,
+    check_group,
+    has_placeholder_tokens,
 )
-from example_trainer.row_fields import (
-    float_rows,
-    is_cut_by_engine,
-    is_demonstration,
-    is_silenced,
-    refuse_unsampled,
-    refuse_unsupported,
-    samples_from_a_part,
-    teacher_row,
-    temperature_of,
-)
+from example_trainer.loss import PADDED_TEACHER_ID
 
-__all__ = ["Row", "RowRules", "rows_from_group"]
+__all__ = [
+    "Row",
+    "RowRules",
+    "check_numbers",
+    "check_switches",
+    "check_teacher_ids",
+    "check_tokens",
+    "drop_unfilled",
+    "float_rows",
+    "group_advantages",
+    "is_cut_by_engine",
+    "is_demonstration",
+    "is_silenced",
+    "overlong_penalty",
+    "refuse_unsampled",
+    "refuse_unsupported",
+    "rows_from_group",
+    "samples_from_a_part",
+    "teacher_row",
+    "temperature_of",
+    "unknown_fields",
+]
+
+_OPTIONAL = tuple(field.name for field in GROUP_FIELDS if not field.required)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+
+def drop_unfilled(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the group with None for each optional field that holds nothing at all.
+
+    An empty list, or a list of nothing but nulls and empty lists, is how some environments say that
+    they did not fill a field.
+    """
+    return {
+        name: None if name in _OPTIONAL and _is_unfilled(value) else value
+        for name, value in group.items()
+    }
+
+
+def _is_unfilled(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        entry is None or (isinstance(entry, list) and not entry) for entry in value
+    )
+
+
+def check_tokens(group: Mapping[str, Any], *, vocabulary: int | None) -> None:
+    """Check that ids are ids, and that a mask is `IGNORE_INDEX` or the token where it is trained.
+
+    A mask of zeros and ones would otherwise train the model to say the tokens 0 and 1.
+
+    Args:
+        group: Lines up.
+        vocabulary: Ids the model has; None: unknown.
+
+    Raises:
+        GroupError: names the first entry that is neither.
+    """
+    for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
+        _check_ids(f"tokens[{i}]", tokens, vocabulary)
+        for t, (token, mask) in enumerate(zip(tokens, masks, strict=True)):
+            if mask != token and mask != IGNORE_INDEX:
+                raise GroupError(
+                    f"masks[{i}][{t}]: {mask}; expected the token, {token}, where it is trained "
+                    f"and {IGNORE_INDEX} elsewhere"
+                )
+
+
+def _check_ids(path: str, tokens: Sequence[int], vocabulary: int | None) -> None:
+    if len(tokens) and min(tokens) < 0:
+        t = next(t for t, token in enumerate(tokens) if token < 0)
+        raise GroupError(f"{path}[{t}]: {tokens[t]} is not a token id")
+    if len(tokens) and vocabulary is not None and max(tokens) >= vocabulary:
+        t = next(t for t, token in enumerate(tokens) if token >= vocabulary)
+        raise GroupError(
+            f"{path}[{t}]: id {tokens[t]}, the model's vocabulary has {vocabulary} entries; "
+            "environment and trainer must use one tokenizer"
+        )
+
+
+def check_switches(group: Mapping[str, Any]) -> None:
+    """Check the shapes of `overrides`, `group_overrides`, `generation_params`, `finish_reasons`.
+
+    Raises:
+        GroupError: names the path.
+    """
+    for name in ("generation_params", "group_overrides"):
+        _check_mapping(name, group.get(name))
+    reasons = group.get("finish_reasons")
+    if reasons is not None and len(reasons) != len(group["tokens"]):
+        raise GroupError(
+            f"finish_reasons: {len(reasons)} entries, tokens has {len(group['tokens'])}; each "
+            "trajectory needs one, null where it is unknown"
+        )
+    overrides = group.get("overrides")
+    if overrides is None:
+        return
+    if not isinstance(overrides, Sequence) or isinstance(overrides, str):
+        raise GroupError("overrides: expected a list with one object per trajectory")
+    if len(overrides) != len(group["tokens"]):
+        raise GroupError(
+            f"overrides: {len(overrides)} entries, tokens has {len(group['tokens'])}; each "
+            "trajectory needs one, {} where nothing is switched"
+        )
+    for i, override in enumerate(overrides):
+        _check_mapping(f"overrides[{i}]", override)
+
+
+def _check_mapping(path: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise GroupError(f"{path}: expected an object, got {value!r:.40}")
+    for name in _SAMPLING:
+        if value.get(name) is not None:
+            _check_number(f"{path}.{name}", value[name])
+
+
+def check_numbers(path: str, values: Sequence[Any]) -> None:
+    """Check that all values of one row are numbers that a float of 32 bits holds, too.
+
+    Raises:
+        GroupError: names the first that is not.
+    """
+    # Faster than the loop that names the value.
+    try:
+        if not len(values) or (
+            math.isfinite(sum(values)) and max(values) <= MAX_SCORE and min(values) >= -MAX_SCORE
+        ):
+            return
+    except (TypeError, OverflowError):
+        pass
+    for t, value in enumerate(values):
+        _check_number(f"{path}[{t}]", value)
+
+
+def _check_number(path: str, value: Any) -> None:
+    if not isinstance(value, (int, float)):
+        raise GroupError(f"{path}: {value!r:.40} is not a finite number")
+    if not -MAX_SCORE <= value <= MAX_SCORE:  # also of an integer beyond all floats
+        is_finite = isinstance(value, int) or math.isfinite(value)
+        reason = f"is beyond ±{MAX_SCORE:g}" if is_finite else "is not a finite number"
+        raise GroupError(f"{path}: {value!r:.40} {reason}")
+
+
+def check_teacher_ids(path: str, ids: Sequence[int], *, vocabulary: int | None) -> None:
+    """Check that the choices at one position are token ids or padding.
+
+    Raises:
+        GroupError: one is below the padding id, or beyond the model's vocabulary.
+    """
+    if len(ids) and vocabulary is not None and max(ids) >= vocabulary:
+        raise GroupError(
+            f"{path}: id {max(ids)}, the model's vocabulary has {vocabulary} entries; teacher and "
+            "student must use one tokenizer"
+        )
+    if len(ids) and min(ids) < PADDED_TEACHER_ID:
+        raise GroupError(
+            f"{path}: {min(ids)} is neither a token id nor {PADDED_TEACHER_ID}, which pads"
+        )
+
+
+_HONOURED_OVERRIDES = {"set_advantage_to_zero", "temperature", "sft"}
+# The last two told the environment's own teacher what to do; nothing is left to honour here.
+_HONOURED_GROUP_OVERRIDES = {
+    "temperature", "group_size", "sft", "skip_teacher_top_k", "teacher_top_k"
+}  # fmt: skip
+# Stamped on every group, for the staleness of what was sampled.
+_KNOWN_FIELDS = {field.name for field in GROUP_FIELDS} | {"policy_version"}
+_REMEDY = "leave it out in the environment, or train without it: --unsupported-fields ignore"
+
+
+def refuse_unsupported(
+    group: Mapping[str, Any], *, uses_reference: bool, uses_teacher: bool
+) -> None:
+    """Refuse what the settings give the loss no use for.
+
+    Raises:
+        GroupError: names the field or the override.
+    """
+    unused = {"images": "this trainer is text only"}
+    if not uses_teacher:
+        reason = "distillation is off; set --distill-coef"
+        unused |= {"distill_token_ids": reason, "distill_logprobs": reason}
+    if not uses_reference:
+        unused["ref_logprobs"] = "the KL penalty is off; set --kl-coef"
+    for field, reason in unused.items():
+        if group.get(field):
+            raise GroupError(f"{field}: {reason}; {_REMEDY}")
+    for i, override in enumerate(group.get("overrides") or ()):
+        for key, value in (override or {}).items():
+            if value and key not in _HONOURED_OVERRIDES:
+                raise GroupError(f"overrides[{i}].{key}: this trainer cannot honour it; {_REMEDY}")
+    for key, value in (group.get("group_overrides") or {}).items():
+        if value and key not in _HONOURED_GROUP_OVERRIDES:
+            raise GroupError(f"group_overrides.{key}: this trainer cannot honour it; {_REMEDY}")
+
+
+def refuse_unsampled(
+    group: Mapping[str, Any], are_sft: Sequence[bool], *, uses_rewards: bool, allow: bool
+) -> None:
+    """Refuse tokens that no model sampled where a policy gradient would take them for its own.
+
+    Args:
+        group: Lines up.
+        are_sft: [G] whether a trajectory is a demonstration.
+        uses_rewards: Whether the policy loss takes part.
+        allow: Whether it takes tokens that were made from text all the same.
+
+    Raises:
+        ConfigError: it is so in every group of that environment, so none is passed over.
+    """
+    if any(map(has_placeholder_tokens, group["tokens"])):
+        raise ConfigError(
+            "a group holds placeholder tokens; start the environment without "
+            "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+        )
+    if not group.get("tokenized_from_text") or not uses_rewards or allow:
+        return
+    is_policy = [not sft and not is_silenced(group, i) for i, sft in enumerate(are_sft)]
+    if any(is_policy):
+        raise ConfigError(
+            "a group is tokenized_from_text: its server reported no token ids, so a policy "
+            "gradient has neither the sampled tokens nor their logprobs. Sample from an engine "
+            "with --openai.server_type vllm or sglang, export the groups for SFT or DPO, or train "
+            "on them as they are with --allow-tokenized-from-text"
+        )
+
+
+def unknown_fields(group: Mapping[str, Any]) -> set[str]:
+    """Return the filled fields of a group that are in no list of ours: they change nothing."""
+    return {name for name, value in group.items() if value and name not in _KNOWN_FIELDS}
+
+
+def is_demonstration(group: Mapping[str, Any], i: int) -> bool:
+    """Tell whether trajectory i is trained by likelihood: its own `sft`, else the group's.
+
+    Raises:
+        GroupError: it is to be trained and silenced at once.
+    """
+    own = _override(group, i).get("sft")
+    of_group = (group.get("group_overrides") or {}).get("sft")
+    is_sft = bool(of_group if own is None else own)
+    if is_sft and is_silenced(group, i):
+        raise GroupError(
+            f"overrides[{i}]: sft and set_advantage_to_zero exclude each other; a demonstration "
+            "has no advantage. Mask its tokens to leave it out"
+        )
+    return is_sft
+
+
+def is_silenced(group: Mapping[str, Any], i: int) -> bool:
+    """Tell whether trajectory i gets no advantage, whatever its score."""
+    return bool(_override(group, i).get("set_advantage_to_zero"))
+
+
+def is_cut_by_engine(group: Mapping[str, Any], i: int) -> bool:
+    """Tell whether the engine cut the last completion of trajectory i.
+
+    The engine's own finish reason decides where the group carries it; else a completion counts as
+    cut that is as long as `generation_params.max_tokens` lets the engine make one.
+    """
+    reasons = group.get("finish_reasons") or ()
+    if i < len(reasons) and reasons[i] is not None:
+        return bool(reasons[i] == "length")
+    limit = (group.get("generation_params") or {}).get("max_tokens")
+    if not isinstance(limit, int) or limit <= 0:
+        return False
+    from_last = itertools.dropwhile(
+        lambda label: label == IGNORE_INDEX, reversed(group["masks"][i])
+    )
+    return sum(1 for _ in itertools.takewhile(lambda la: la != IGNORE_INDEX, from_last)) >= limit
+
+
+def samples_from_a_part(group: Mapping[str, Any]) -> bool:
+    """Tell whether the engine drew from a part of the vocabulary only (top-p, top-k, min-p)."""
+    params = group.get("generation_params") or {}
+    top_p, top_k, min_p = (params.get(name) for name in ("top_p", "top_k", "min_p"))
+    return (
+        (top_p is not None and top_p < 1)
+        or (top_k is not None and top_k > 0)
+        or (min_p is not None and min_p > 0)
+    )
+
+
+def float_rows(group: Mapping[str, Any], field: str) -> Sequence[Sequence[float]] | None:
+    """Return an optional [G][L] field, None when it was never filled.
+
+    Raises:
+        GroupError: its lengths are not those of the tokens, or a number is not finite.
+    """
+    rows: Sequence[Sequence[float]] | None = group.get(field) or None
+    if rows is not None:
+        _check_lengths(field, rows, group["tokens"])
+        for i, row in enumerate(rows):
+            check_numbers(f"{field}[{i}]", row)
+    return rows
+
+
+def teacher_row(
+    group: Mapping[str, Any], i: int, *, vocabulary: int | None
+) -> tuple[Sequence[Sequence[int]] | None, Sequence[Sequence[float]] | None]:
+    """Return [L][K] ids and logprobs of the teacher for trajectory i, None without a teacher.
+
+    `vocabulary`: ids the model has; None: unknown.
+
+    Raises:
+        GroupError: one array is missing, the two do not line up, or an entry is no id or number.
+    """
+    ids, logprobs = group.get("distill_token_ids"), group.get("distill_logprobs")
+    if not ids and not logprobs:
+        return None, None
+    if not ids or not logprobs:
+        missing = "distill_logprobs" if ids else "distill_token_ids"
+        raise GroupError(f"{missing}: missing; distillation needs ids and logprobs")
+    _check_lengths("distill_token_ids", ids, group["tokens"])
+    _check_lengths("distill_logprobs", logprobs, group["tokens"])
+    for t, (id_row, logprob_row) in enumerate(zip(ids[i], logprobs[i], strict=True)):
+        if len(id_row) != len(logprob_row):
+            raise GroupError(
+                f"distill_logprobs[{i}][{t}]: {len(logprob_row)} entries, "
+                f"distill_token_ids[{i}][{t}] has {len(id_row)}"
+            )
+        check_teacher_ids(f"distill_token_ids[{i}][{t}]", id_row, vocabulary=vocabulary)
+        check_numbers(f"distill_logprobs[{i}][{t}]", logprob_row)
+    return ids[i], logprobs[i]
+
+
+def temperature_of(group: Mapping[str, Any], i: int) -> float:
+    """Return the sampling temperature of trajectory i, 1 where unknown or greedy."""
+    for source in (
+        _override(group, i),
+        group.get("generation_params") or {},
+        group.get("group_overrides") or {},
+    ):
+        value = source.get("temperature")
+        if value is not None:
+            # Greedy decoding has no distribution to divide by.
+            return float(value) if float(value) > 0 else 1.0
+    return 1.0
+
+
+def _override(group: Mapping[str, Any], i: int) -> Mapping[str, Any]:
+    overrides = group.get("overrides") or []
+    return (overrides[i] or {}) if i < len(overrides) else {}
+
+
+def _check_lengths(field: str, rows: Sequence[Any], tokens: Sequence[Sequence[int]]) -> None:
+    if len(rows) != len(tokens):
+        raise GroupError(f"{field}: {len(rows)} entries, tokens has {len(tokens)}")
+    for i, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
+        if len(row) != len(ids):
+            raise GroupError(f"{field}[{i}]: {len(row)} entries, tokens[{i}] has {len(ids)}")
+
+
+def group_advantages(
+    scores: Sequence[float],
+    *,
+    std: Literal["sample", "population", "none"],
+    eps: float,
+) -> list[float]:
+    """Centre the scores of one group and divide them by their deviation.
+
+    `(score - mean) / (deviation + eps)`. `sample` with 1e-6 is verl's number, with 1e-4 TRL's;
+    `population` with 0 the earlier Atropos trainer's; `none` is Dr.GRPO's, the mean baseline
+    alone. A group whose scores are all equal yields zeros: it carries no signal. A group of one
+    keeps its raw score, because it has no siblings to be compared with.
+
+    Args:
+        scores: [G] one finite score per trajectory.
+        std: Which deviation divides.
+        eps: Added to the deviation.
+
+    Returns:
+        [G] advantages, in the order of `scores`.
+
+    Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1; Liu et al. 2025,
+    "Understanding R1-Zero-Like Training", arXiv:2503.20783, for `none`.
+    """
+    if len(scores) == 1:
+        return [float(scores[0])]
+    if min(scores) == max(scores):
+        return [0.0] * len(scores)
+    mean = math.fsum(scores) / len(scores)
+    centred = [score - mean for score in scores]
+    if std == "none":
+        return centred
+    degrees = len(scores) - 1 if std == "sample" else len(scores)
+    deviation = math.sqrt(math.fsum(c * c for c in centred) / degrees)
+    return [c / (deviation + eps) for c in centred]
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """Return what DAPO's overlong shaping adds to the score of a completion, from 0 down to -1.
+
+    0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`, -1 beyond.
+
+    Source: Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 13.
+    """
+    if num_tokens >= max_tokens:
+        return -1.0
+    excess = num_tokens - (max_tokens - buffer_tokens)
+    return -excess / buffer_tokens if excess > 0 else 0.0
 
 
 @dataclass(frozen=True)

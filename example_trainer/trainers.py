@@ -15,11 +15,6 @@ import torch
 from atroposlib.utils.run_log import RunLog
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 from example_trainer.api import TrajectoryFeed, open_client
-from example_trainer.batch_journal import (
-    SMALLEST_LIMIT_BYTES,
-    BatchJournal,
-    checkpoint_bytes,
-)
 from example_trainer.checkpointing import (
     find_intact_checkpoint,
     load_feed_state,
@@ -28,23 +23,25 @@ from example_trainer.checkpointing import (
     move_training_state,
 )
 from example_trainer.config import TrainingConfig, require_reference
-from example_trainer.durable_feed import DurableFeed
-from example_trainer.followers import FollowerFeed, FollowerSync
-from example_trainer.group_feed import GroupFeed
+from example_trainer.feed import (
+    SMALLEST_LIMIT_BYTES,
+    BatchJournal,
+    DurableFeed,
+    GroupFeed,
+    checkpoint_bytes,
+)
 from example_trainer.metrics import (
     metrics_path_of,
     open_run_log,
     with_wandb_names,
     write_run_report,
 )
-from example_trainer.model import load_model_and_tokenizer
-from example_trainer.optimizer import create_optimizer
+from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import Policy, prepare_policy, setup_line
 from example_trainer.reference import Reference, open_reference
-from example_trainer.step_observer import StepView
-from example_trainer.training import Trainer
-from example_trainer.weight_sync import WeightSync, make_weight_sync
+from example_trainer.training import StepView, Trainer
+from example_trainer.weight_sync import FollowerFeed, FollowerSync, WeightSync, make_weight_sync
 
 __all__ = ["train", "train_legacy", "train_lora", "train_lora_restart", "train_shared_vllm"]
 

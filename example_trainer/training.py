@@ -3,45 +3,515 @@
 service --lease--> feed --> batch --> loss --> optimiser --> checkpoint, weight sync --> engine
    ^                                                                |
    +------------------------- acknowledge --------------------------+
+
+What is measured and shown of a step beside its loss: age of its groups, time split, MFU.
+
+What the log says about a step beside its figures: whatever a person would act on.
+
+How long the parts of a step's computing take.
+
+What groups tell of how they were sampled: their age, and how many were cut; pure.
+
+How much of the device a step uses: FLOPs of the model over the peak of the device (MFU).
+
+What the log says before the first step: shapes, memory, and advice where it will not fit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.utils.run_log import RunLog
-from example_trainer.batch import Batch, Microbatch, build_batch
-from example_trainer.batch_shares import split_batch
+from example_trainer.batch import (
+    Batch,
+    BatchSummary,
+    Microbatch,
+    build_batch,
+    padded_length,
+    split_batch,
+)
 from example_trainer.config import TrainingConfig
-from example_trainer.group_feed import GroupFeed
+from example_trainer.feed import GroupFeed
 from example_trainer.grpo_loss import compute_grpo_loss
+from example_trainer.logprobs import auto_chunk_tokens
 from example_trainer.loss import LossInputs, make_loss
-from example_trainer.metrics import StepTimes, batch_metrics, part_counts, step_line
-from example_trainer.model import autocast
-from example_trainer.optimizer import learning_rate_at
+from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
+from example_trainer.metrics import (
+    StepStats,
+    StepTimes,
+    batch_metrics,
+    part_counts,
+    step_line,
+    sum_stats,
+)
+from example_trainer.model import autocast, learning_rate_at
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import Policy, prepare_policy
 from example_trainer.publishing import Publisher, TrainingParts
 from example_trainer.reference import Reference
-from example_trainer.rows import RowRules
+from example_trainer.rows import RowRules, is_cut_by_engine
 from example_trainer.scoring import TokenScores, at_sampling_temperature
-from example_trainer.step_notes import StepNotes
-from example_trainer.step_observer import StepObserver, StepView
-from example_trainer.step_plan import log_step_plan
-from example_trainer.step_stats import StepStats, sum_stats
 from example_trainer.weight_sync import WeightSync
 
-__all__ = ["GroupFeed", "Trainer", "compute_grpo_loss", "make_loss", "row_rules"]
+__all__ = [
+    "ComputeUse",
+    "GroupFeed",
+    "ModelShape",
+    "PhaseClock",
+    "StepNotes",
+    "StepObserver",
+    "StepView",
+    "Trainer",
+    "compute_grpo_loss",
+    "group_metrics",
+    "log_step_plan",
+    "make_loss",
+    "peak_flops_of",
+    "row_rules",
+    "shape_lines",
+    "sizes_of",
+    "step_setup",
+]
+
+
+class PhaseClock:
+    """Adds up seconds by phase.
+
+    Args:
+        device: Torch device. On CUDA the end of a phase waits for the device: its kernels run
+            after the call that started them has returned.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, device: str = "cpu", *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._waits = device.startswith("cuda")
+        self._device = device
+        self._clock = clock
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Add the time of the block to a phase."""
+        started = self._clock()
+        yield
+        if self._waits:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+        self._seconds[phase] += self._clock() - started
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return `train/<phase>_time` in seconds for each phase since the last call."""
+        metrics = {f"train/{phase}_time": seconds for phase, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return metrics
+
+
+def group_metrics(
+    groups: Sequence[Mapping[str, Any]], *, step: int, seq_len: int
+) -> dict[str, float]:
+    """Return staleness and truncation of a batch, as means over trajectories.
+
+    `train/staleness_mean` and `train/staleness_max` are optimiser steps between the weights that
+    sampled a group and those that are trained; left out where no group tells its
+    `policy_version`, or only one that this trainer has not reached.
+    `train/staleness_unknown_fraction` is the share of those trajectories.
+    `train/truncation_rate` is the share that the engine's limit or `seq_len` cut.
+
+    Args:
+        groups: [N] as the service delivers them.
+        step: Optimiser steps done.
+        seq_len: Tokens of a trajectory that are trained.
+    """
+    sizes = [len(group["tokens"]) for group in groups]
+    versions = [group.get("policy_version") for group in groups]
+    ages = [
+        (step - version, size)
+        for version, size in zip(versions, sizes, strict=True)
+        if version is not None and version <= step
+    ]
+    known = sum(size for _, size in ages)
+    total = max(1, sum(sizes))
+    num_cut = sum(
+        len(tokens) > seq_len or is_cut_by_engine(group, i)
+        for group in groups
+        for i, tokens in enumerate(group["tokens"])
+    )
+    metrics = {
+        "train/staleness_unknown_fraction": 1.0 - known / total,
+        "train/truncation_rate": num_cut / total,
+    }
+    if known:
+        metrics["train/staleness_mean"] = sum(age * size for age, size in ages) / known
+        metrics["train/staleness_max"] = float(max(age for age, _ in ages))
+    return metrics
+
+
+_PEAKS = (
+    ("B200", 2250e12),
+    ("H200", 989.4e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989.4e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165.2e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L4", 121e12),
+)
+"""Dense bfloat16 FLOPs per second from the makers' data sheets, by a part of the device's name; the
+first that fits counts."""
+
+
+def peak_flops_of(device_name: str) -> float | None:
+    """Return the bfloat16 peak of a device in FLOPs per second, None where it is not known."""
+    return next((peak for part, peak in _PEAKS if part in device_name), None)
+
+
+class ModelShape(NamedTuple):
+    """What the number of FLOPs depends on."""
+
+    num_body_parameters: int
+    """All but the embeddings and the output layer."""
+    num_head_parameters: int
+    """Of the output layer, also when it is tied to the embedding."""
+    num_layers: int
+    attention_width: int
+    """Heads times their dimension."""
+
+    @classmethod
+    def of(cls, model: Any) -> ModelShape | None:
+        """Read the shape of a causal language model; None for a mixture of experts."""
+        config = model.config
+        layers, heads = (
+            getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads")
+        )
+        is_sparse = any(
+            getattr(config, name, None)
+            for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        )
+        head = model.get_output_embeddings()
+        if is_sparse or head is None or not layers or not heads:
+            return None
+        ends = {id(p) for p in (head.weight, model.get_input_embeddings().weight)}
+        body = sum(p.numel() for p in model.parameters() if id(p) not in ends)
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(body, head.weight.numel(), layers, heads * width)
+
+    def step_flops(self, lengths: Iterable[int], *, num_trained_tokens: float) -> float:
+        """Return the FLOPs of forward and backward; what is computed twice counts once.
+
+        Two per parameter and token forward, twice that backward (Kaplan et al. 2020,
+        arXiv:2001.08361); causal attention forward `2 L^2` times its width per layer. The output
+        layer is counted for trained tokens only, since it sees no others.
+
+        Args:
+            lengths: Tokens of each sequence.
+            num_trained_tokens: Of all sequences.
+        """
+        counts = list(lengths)
+        body = 6.0 * self.num_body_parameters * sum(counts)
+        head = 6.0 * self.num_head_parameters * num_trained_tokens
+        attention = 6.0 * self.num_layers * self.attention_width * sum(n * n for n in counts)
+        return body + head + attention
+
+
+class ComputeUse:
+    """Turns what a step trained into `train/mfu`.
+
+    Args:
+        model: Before it is sharded or wrapped.
+        device: Torch device; on anything but a known GPU there is no peak to compare with.
+        num_devices: That share a step.
+    """
+
+    def __init__(self, model: Any, device: str, *, num_devices: int = 1) -> None:
+        peak = peak_flops_of(_name_of(device))
+        self._peak = None if peak is None else peak * num_devices
+        self._shape = None if peak is None else ModelShape.of(model)
+
+    def metrics(
+        self, lengths: Iterable[int], *, num_trained_tokens: float, seconds: float
+    ) -> dict[str, float]:
+        """Return `train/mfu`, a share of 1; nothing where it is not known."""
+        if self._peak is None or self._shape is None or seconds <= 0:
+            return {}
+        flops = self._shape.step_flops(lengths, num_trained_tokens=num_trained_tokens)
+        return {"train/mfu": flops / seconds / self._peak}
+
+
+def _name_of(device: str) -> str:
+    if not device.startswith("cuda"):
+        return ""
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
+class StepView(Protocol):
+    """Whoever shows a run while it goes on."""
+
+    def show_activity(self, text: str) -> None:
+        """Take note of what the trainer does now."""
+
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take note of a finished step."""
+
+
+class StepObserver:
+    """Collects what one step has to say, and tells a view of it.
+
+    Args:
+        config: Settings.
+        model: What is trained.
+        num_devices: That share a step.
+        view: Shows the run; None: nobody watches.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: Any,
+        *,
+        num_devices: int = 1,
+        view: StepView | None = None,
+    ) -> None:
+        self._seq_len = config.seq_len
+        self._phases = PhaseClock(config.device)
+        self._compute_use = ComputeUse(model, config.device, num_devices=num_devices)
+        self._view = view
+        self._group_metrics: dict[str, float] = {}
+        self._lengths: list[int] = []
+
+    def note(self, activity: str) -> None:
+        """Say what the trainer does from now on."""
+        if self._view is not None:
+            self._view.show_activity(activity)
+
+    def take_groups(self, groups: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """Look at the groups of the step that follows `step` finished ones."""
+        self._group_metrics = group_metrics(groups, step=step, seq_len=self._seq_len)
+        self._lengths = [
+            max(0, min(len(tokens), self._seq_len) - 1)
+            for group in groups
+            for tokens in group["tokens"]
+        ]
+
+    def measure(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Count the time of a block as `train/<phase>_time`."""
+        return self._phases.measure(phase)
+
+    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return what is to be added to the metrics of a step, and begin anew.
+
+        Args:
+            metrics: of the step, with `train/trained_tokens` and `train/compute_time`.
+        """
+        use = self._compute_use.metrics(
+            self._lengths,
+            num_trained_tokens=metrics["train/trained_tokens"],
+            seconds=metrics["train/compute_time"],
+        )
+        return {**self._group_metrics, **self._phases.take_metrics(), **use}
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step."""
+        if self._view is not None:
+            self._view.show_step(step, metrics)
+
+
+_MISALIGNED_LOGPROB = 0.5
+_SUSPICIOUS_GAP = 2.0
+_WRONG_MODE_GAP = 0.05
+"""Nats by which sampler and trainer differ on average, and half of it under the other mode, before
+`--logprobs-mode` is doubted; rounding makes less."""
+
+
+class StepNotes:
+    """Warns about batches and metrics that look wrong."""
+
+    def __init__(self, *, has_raw_logprobs: bool = False) -> None:
+        self._noted_fields: frozenset[str] = frozenset()
+        self._has_raw_logprobs = has_raw_logprobs
+        self._is_mode_noted = False
+
+    def add(self, summary: BatchSummary, metrics: Mapping[str, float]) -> None:
+        """Say what there is to say about one step; an unknown field is named once in a run."""
+        for name in sorted(summary.unknown_fields - self._noted_fields):
+            logger.warning("groups carry a field %r, which nothing in this trainer reads", name)
+        self._noted_fields |= summary.unknown_fields
+        if summary.bad_groups:
+            logger.warning(
+                "%d of %d groups were left out (--on-bad-group stop ends the run instead): %s",
+                len(summary.bad_groups),
+                len(summary.bad_groups) + summary.num_groups,
+                next(iter(summary.bad_groups.values())),
+            )
+        if metrics["train/skipped_steps"]:
+            logger.warning("the gradient was not finite; this step left the weights as they were")
+        if summary.num_silent_groups == summary.num_groups:
+            logger.warning(
+                "no group had an advantage, a demonstration or a teacher's answer: this batch "
+                "carried no gradient"
+            )
+        if summary.num_truncated_rows:
+            logger.warning("%d sequences were cut to seq_len", summary.num_truncated_rows)
+        if summary.num_rows_of_cut_sampling:
+            logger.warning(
+                "%d sequences were sampled with top-p, top-k or min-p: their logprobs and the "
+                "trainer's are not of the same distribution",
+                summary.num_rows_of_cut_sampling,
+            )
+        inference_mean = metrics.get("logprobs/inference_mean")
+        if inference_mean is None:
+            return
+        self._note_wrong_mode(metrics)
+        gap = abs(inference_mean - metrics["logprobs/training_mean"])
+        if inference_mean > _MISALIGNED_LOGPROB:
+            logger.warning(
+                "mean inference logprob %.2f: masks and logprobs disagree", inference_mean
+            )
+        elif gap > _SUSPICIOUS_GAP:
+            logger.warning("trainer and engine logprobs differ by %.2f in the mean", gap)
+
+    def _note_wrong_mode(self, metrics: Mapping[str, float]) -> None:
+        """Say once that the engine's logprobs look like those of the other `--logprobs-mode`."""
+        difference = metrics["alignment/diff_abs_mean"]
+        other = metrics.get("alignment/other_mode_diff_abs_mean")
+        if other is None or self._is_mode_noted:
+            return
+        if difference > _WRONG_MODE_GAP and other < 0.5 * difference:
+            self._is_mode_noted = True
+            present, right = (
+                ("raw", "processed") if self._has_raw_logprobs else ("processed", "raw")
+            )
+            logger.warning(
+                "the engine's logprobs are taken for %s ones and differ from the trainer's by %.2f "
+                "on average, by %.2f if they are %s: set --logprobs-mode %s",
+                present,
+                difference,
+                other,
+                right,
+                right,
+            )
+
+
+def log_step_plan(
+    batch: Batch,
+    *,
+    model: Any,
+    optimizer: Any,
+    config: TrainingConfig,
+    packs: bool,
+    reference_bytes: int = 0,
+) -> None:
+    """Log the shapes of this rank's first batch and the memory of the largest possible step.
+
+    Args:
+        batch: This rank's share.
+        model: The trained model, sharded or whole.
+        optimizer: Says by its kind how much state it keeps.
+        config: Settings.
+        packs: Whether sequences share a row.
+        reference_bytes: Memory that a reference model holds, not available to the step.
+    """
+    sizes = sizes_of(model)
+    setup = step_setup(config, sizes, optimizer=optimizer, packs=packs)
+    for line in shape_lines(batch, sizes, setup):
+        logger.info("%s", line)
+    available_bytes = _available_bytes(config.device, model, reference_bytes=reference_bytes)
+    logger.info(
+        "memory of a step with %d tokens in its largest pass, in GiB: %s",
+        setup.pass_tokens,
+        plan_memory(sizes, setup).describe(available_bytes),
+    )
+    for line in advice(sizes, setup, available_bytes):
+        logger.warning("%s", line)
+
+
+def shape_lines(batch: Batch, sizes: ModelSizes, setup: StepSetup) -> list[str]:
+    """Return the shapes of the tensors of a batch, a line each kind."""
+    shapes = [tuple(mb.tokens_BT.shape) for mb in batch.microbatches]
+    largest = max(shapes, key=lambda shape: shape[0] * shape[1])
+    trained = max(int((mb.labels_BT >= 0).sum()) for mb in batch.microbatches)
+    chunk = min(setup.chunk_tokens, max(1, trained))
+    return [
+        f"first batch: {len(shapes)} forward passes, largest tokens (B, T) = {largest}; padding "
+        f"{batch.summary.padding_fraction:.1%}",
+        f"hidden states (B, T, D) = {(*largest, sizes.hidden)}, logits by chunks (N, V) = "
+        f"{(chunk, sizes.vocabulary)}, trained tokens of a pass up to {trained}",
+    ]
+
+
+def sizes_of(model: Any) -> ModelSizes:
+    """Read the sizes of a transformers causal language model."""
+    settings = model.config.get_text_config()
+    parameters = list(model.parameters())
+    in_blocks = sum(
+        parameter.numel()
+        for module in model.modules()
+        if type(module).__name__.removeprefix("FSDP") in set(model._no_split_modules or ())
+        for parameter in module.parameters()
+    )
+    total = sum(parameter.numel() for parameter in parameters)
+    return ModelSizes(
+        num_parameters=total,
+        num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+        num_outside_blocks=total - in_blocks,
+        num_layers=settings.num_hidden_layers,
+        hidden=settings.hidden_size,
+        intermediate=getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size,
+        vocabulary=settings.vocab_size,
+        weight_bytes=round(sum(p.numel() * p.element_size() for p in parameters) / max(1, total)),
+        trained_bytes=max((p.element_size() for p in parameters if p.requires_grad), default=None),
+    )
+
+
+def step_setup(
+    config: TrainingConfig, sizes: ModelSizes, *, optimizer: Any, packs: bool
+) -> StepSetup:
+    """Return what of the settings decides about memory, for the largest batch they allow."""
+    longest = padded_length(config.seq_len, multiple=1 if packs else config.pad_multiple)
+    tokens = config.batch_size * longest
+    if config.microbatch_tokens is not None:
+        tokens = min(config.sequences_per_step * longest, max(config.microbatch_tokens, longest))
+    kinds = {"AdamW8bit": "adamw_8bit", "Adafactor": "adafactor"}
+    device = torch.device(config.device)
+    return StepSetup(
+        pass_tokens=tokens,
+        chunk_tokens=config.logprob_chunk_tokens or auto_chunk_tokens(sizes.vocabulary, device),
+        activation_bytes=2 if config.autocasts else sizes.weight_bytes,
+        optimizer=kinds.get(type(optimizer).__name__, "adamw"),
+        gradient_checkpointing=config.gradient_checkpointing,
+        shards=config.world_size if config.is_sharded else 1,
+    )
+
+
+def _available_bytes(device: str, model: Any, *, reference_bytes: int) -> float:
+    """Return the device's free memory and what the model holds of it already."""
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device) - reference_bytes)
+    import psutil
+
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    return float(psutil.virtual_memory().available + held)
+
 
 logger = logging.getLogger(__name__)
 

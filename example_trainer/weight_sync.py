@@ -1,44 +1,349 @@
-"""How new weights reach the inference engine: one protocol, one object per strategy."""
+"""How new weights reach the inference engine: one protocol, one object per strategy.
+
+Getting LoRA adapters into an engine: hot-swapped while it runs, or at a restart.
+
+An engine that is launched for a run, restarted on new weights and stopped at the end.
+
+Writing the trained weights for an engine that is already running.
+
+What ranks other than 0 have in place of the service and the engine: nothing that speaks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import json
 import logging
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from example_trainer.checkpointing import replace_directory
 from example_trainer.config import BUILT_MODES, TrainingConfig
-from example_trainer.engine_control import NoInPlaceUpdatesError
-from example_trainer.engine_fleet import control_of
-from example_trainer.engine_weights import (
-    export_for_engine,
-    require_shared_memory_for,
-    ties_output_to_input,
-    transport_directory,
+from example_trainer.engine import (
+    EngineConnection,
+    EngineControl,
+    NoInPlaceUpdatesError,
+    control_of,
 )
-from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
-from example_trainer.owned_engine import OwnedEngine
+from example_trainer.model import engine_rank
 from example_trainer.vllm_manager import (
     VllmServer,
     check_vllm_health,
     is_port_in_use,
+    launches_with_processed_logprobs,
     wait_for_orphaned_engine,
 )
 
 __all__ = [
+    "SHARED_MEMORY",
+    "AdapterFolders",
     "AutoSync",
+    "FollowerFeed",
+    "FollowerSync",
     "InPlaceSync",
+    "LoraRestartSync",
+    "LoraSwapSync",
     "NoSync",
+    "OwnedEngine",
     "RestartSync",
     "WeightSync",
+    "export_for_engine",
     "is_sync_due",
     "make_weight_sync",
     "require_built_mode",
+    "require_shared_memory_for",
+    "ties_output_to_input",
+    "transport_directory",
 ]
+
+
+class OwnedEngine:
+    """What the strategies that restart an engine share; each says itself what it is started on.
+
+    Works with any vLLM and leaves the GPU to the optimiser step before a restart; costs the
+    engine's start-up time per update.
+
+    Attributes:
+        mode_for_running_engine: Weight bridge mode to recommend where an engine runs already.
+    """
+
+    mode: str
+    publishes_final = False
+    mode_for_running_engine: str
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._server = VllmServer(config, updatable=False)
+
+    def check_before_load(self) -> None:
+        """Fail when the port is taken."""
+        wait_for_orphaned_engine(self._config)
+        port, mode = self._config.vllm_port, self.mode
+        if is_port_in_use(port, self._config.vllm_connect_host):
+            raise EngineSetupError(
+                f"port {port} is taken, but weight_bridge_mode={mode} launches its own engine "
+                "there; stop that process, choose another --vllm-port, or use "
+                f"--weight-bridge-mode {self.mode_for_running_engine} to update a vLLM that is "
+                "already running"
+            )
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Stop the engine when it is restarted after the step anyway: frees its GPU memory."""
+        if sync_follows:
+            self._server.stop()
+
+    def check_alive(self) -> None:
+        """Raise when the engine has died."""
+        self._server.check_alive()
+
+    def returns_processed_logprobs(self) -> bool:
+        """Say what the engine was told at its launch."""
+        return launches_with_processed_logprobs(self._config)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._server.stop()
+
+
+_VLLM_ROUTE = "/v1/load_lora_adapter"
+_COMPANION_ROUTE = "/lora/load"
+_ADAPTER_DIRECTORY = re.compile(r"adapter_step_(\d+)")
+
+
+class AdapterFolders:
+    """The directories `adapter_step_<step>` under `save_path` that adapters are published from.
+
+    Every step has a path of its own: vLLM keeps the caches of an adapter it knows by its path. As
+    many are kept as checkpoints (`keep_checkpoints`). A resumed run also removes those that the
+    run wrote before it was interrupted; other runs' are left alone.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._root = Path(config.save_path)
+        self._keep = config.keep_checkpoints
+        self._written = self._found() if config.resume else []
+        """Oldest first."""
+
+    def write(self, model: Any, step: int) -> Path:
+        """Write the adapters the model has after `step`; returns the directory."""
+        path = self._root / f"adapter_step_{step}"
+        self._written = [each for each in self._written if each != path] + [path]
+        return replace_directory(path, model.save_pretrained)
+
+    def drop_old(self) -> None:
+        """Delete all but the newest.
+
+        To be called once the engine serves the adapters written last: it may load those before
+        again until then.
+        """
+        if self._keep is None:
+            return
+        for path in self._written[: -self._keep]:
+            shutil.rmtree(path, ignore_errors=True)
+        self._written = self._written[-self._keep :]
+
+    def _found(self) -> list[Path]:
+        if not self._root.is_dir():
+            return []
+        steps = {
+            int(match[1]): path
+            for path in self._root.iterdir()
+            if (match := _ADAPTER_DIRECTORY.fullmatch(path.name))
+        }
+        return [steps[step] for step in sorted(steps)]
+
+
+class LoraSwapSync:
+    """Swaps the adapter of a running vLLM that is not ours, under one name, without a pause.
+
+    A stock vLLM is asked by its own route, the companion server (`companion`) by its `/lora/load`.
+
+    Rollouts ask for the model `lora_name`. Requests under way go on with the new adapter from
+    their next token, with the caches of the old one; new requests use the new one alone.
+    """
+
+    mode = "lora_only"
+    publishes_final = True
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._engine = EngineConnection(f"http://{config.vllm_connect_host}:{config.vllm_port}")
+        self._route = _VLLM_ROUTE
+        self._folders = AdapterFolders(config)
+
+    def check_before_load(self) -> None:
+        """Fail when no engine is there, or one that takes no adapters."""
+        if not check_vllm_health(self._config.vllm_port, self._config.vllm_connect_host):
+            raise EngineSetupError(
+                f"no engine answers GET {self._engine.shown_url}/health with 200; "
+                "weight_bridge_mode=lora_only needs a running vLLM: start one, or use "
+                "--weight-bridge-mode lora_restart, which launches its own"
+            )
+        # Without a name the routes refuse and change nothing; 404 and 405 mean no route.
+        statuses = {}
+        for route in (_VLLM_ROUTE, _COMPANION_ROUTE):
+            statuses[route] = self._engine.send("POST", route, json={}).status_code
+            if statuses[route] in (400, 422):
+                self._route = route
+                break
+        else:
+            raise ConfigError(
+                f"the engine at {self._engine.shown_url} takes no adapters while it runs (POST "
+                f"{_VLLM_ROUTE} answered {statuses[_VLLM_ROUTE]}); start vLLM with --enable-lora "
+                f"--max-lora-rank {engine_rank(self._config.lora_r)} and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+                "in its environment, or use --weight-bridge-mode lora_restart"
+            )
+
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
+        """Load the adapters as they are."""
+        self.publish(model, step=step, checkpoint=None)
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Nothing to do: the engine keeps generating during the step."""
+
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
+        """Write the adapters and let the engine take them in place of those it has."""
+        directory = self._folders.write(model, step)
+        name, path = self._config.lora_name, str(directory.resolve())
+        if self._route == _COMPANION_ROUTE:
+            body: dict[str, Any] = {"adapter_name": name, "adapter_path": path}
+        else:
+            body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        answer = self._engine.send("POST", self._route, json=body)
+        if answer.status_code != 200:
+            raise InferenceError(
+                f"POST {self._engine.shown_url}{self._route} answered {answer.status_code}: "
+                f"{answer.text[:500]}; the model is served as {self._config.lora_name!r} and the "
+                "engine must be able to read the directory"
+            )
+        self._folders.drop_old()
+
+    def check_alive(self) -> None:
+        """The engine is not ours; a dead one shows at the next swap."""
+
+    def returns_processed_logprobs(self) -> bool:
+        """Ask the engine; False where it does not tell."""
+        with contextlib.closing(EngineControl(self._engine.base_url)) as control:
+            return control.returns_processed_logprobs()
+
+    def close(self) -> None:
+        """Close the connection; the engine runs on with the adapters it has."""
+        self._engine.close()
+
+
+class LoraRestartSync(OwnedEngine):
+    """Owns an engine and restarts it on the adapters; rollouts ask for the model `lora_name`."""
+
+    mode = "lora_restart"
+    mode_for_running_engine = "lora_only"
+
+    def __init__(self, config: TrainingConfig) -> None:
+        super().__init__(config)
+        self._folders = AdapterFolders(config)
+
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
+        """Launch the engine on the model and the adapters as they are; wait until it is healthy."""
+        self._launch(self._folders.write(model, step))
+
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
+        """Restart the engine on the present adapters."""
+        directory = self._folders.write(model, step)
+        self._server.stop()
+        self._launch(directory)
+
+    def _launch(self, directory: Path) -> None:
+        rank = engine_rank(self._config.lora_r)
+        more = ["--enable-lora", "--max-lora-rank", str(rank)]
+        more += ["--lora-modules", f"{self._config.lora_name}={directory.resolve()}"]
+        self._server.start(self._config.model_name, more=more)
+        self._folders.drop_old()
+
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux lets processes of one host share memory as files."""
+
+
+def transport_directory(config: TrainingConfig) -> Path:
+    """Return the directory through which an engine gets weights in place; it need not exist.
+
+    Raises:
+        ConfigError: shared memory is asked for and this system has none as files.
+    """
+    if config.sync_transport == "disk":
+        return Path(config.save_path) / "sync_weights"
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(
+            f"sync_transport=shared_memory needs {SHARED_MEMORY}, which this system lacks; use disk"
+        )
+    return SHARED_MEMORY / f"atropos_weights_{os.getpid()}_{config.vllm_port}"
+
+
+def require_shared_memory_for(model: Any) -> None:
+    """Check that two copies of the weights fit: the one in place and the one being written.
+
+    Raises:
+        ConfigError: they do not; containers often allow little.
+    """
+    need_bytes = 2 * sum(value.nbytes for value in model.state_dict().values())
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    if free_bytes < need_bytes:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {free_bytes / 2**30:.1f} GiB free, two copies of the weights "
+            f"take {need_bytes / 2**30:.1f}; give it more (docker: --shm-size) or use "
+            "--sync-transport disk"
+        )
+
+
+def ties_output_to_input(model: Any) -> bool:
+    """Say whether the output layer of a transformers model is its input embedding."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def export_for_engine(model: Any, directory: Path, *, tokenizer: Any = None) -> Path:
+    """Write a model directory in which every layer has weights of its own.
+
+    An output layer tied to the input embedding is written out as a layer, and the config says it
+    is none: vLLM on a CPU keeps a packed copy of the output layer which a reload replaces only
+    when the checkpoint has weights for it. An engine that runs the model tied passes over the
+    additional tensor.
+
+    Args:
+        model: The transformers model; not changed.
+        directory: Where to; what stood there is replaced at once.
+        tokenizer: Written too, for an engine that is to be started on the directory.
+    """
+    is_tied = ties_output_to_input(model)
+
+    def write(target: Path) -> None:
+        state = model.state_dict()
+        if is_tied:
+            name = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+            state[f"{name}.weight"] = state[f"{name}.weight"].clone()
+        model.save_pretrained(target, state_dict=state, safe_serialization=True)
+        if is_tied:
+            _say_untied(target / "config.json")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+
+    return replace_directory(directory, write)
+
+
+def _say_untied(path: Path) -> None:
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    for section in (settings, settings.get("text_config", {})):
+        if "tie_word_embeddings" in section or section is settings:
+            section["tie_word_embeddings"] = False
+    path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
 
 logger = logging.getLogger(__name__)
 
@@ -406,3 +711,73 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+class FollowerFeed:
+    """A feed without batches: they come from rank 0."""
+
+    def next_batch(self, step: int) -> LeasedBatch:
+        """Never called on such a rank.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("only rank 0 takes batches from the service")
+
+    def refuse(self, step: int, batch_id: str | None) -> None:
+        """Rank 0 does that."""
+
+    def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
+        """Rank 0 does that."""
+
+    def report_policy(self, version: int) -> None:
+        """Rank 0 does that."""
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: rank 0 writes the checkpoints."""
+        return {}
+
+    def wants_checkpoint(self) -> bool:
+        """Return False: rank 0 keeps the journal, and tells what it wants."""
+        return False
+
+    def saved(self, step: int) -> None:
+        """Rank 0 keeps the journal."""
+
+
+class FollowerSync:
+    """Makes the same steps take part in publishing as on rank 0, whose engine it is.
+
+    Args:
+        leader: Rank 0's strategy, of which the flags are taken; nothing of it is called.
+    """
+
+    def __init__(self, leader: WeightSync) -> None:
+        self.mode = leader.mode
+        self.publishes_final = leader.publishes_final
+
+    def check_before_load(self) -> None:
+        """Rank 0 does that."""
+
+    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
+        """Rank 0 does that."""
+
+    def before_step(self, *, sync_follows: bool) -> None:
+        """Rank 0 does that."""
+
+    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
+        """Rank 0 does that; this rank has given it its part of the weights."""
+
+    def check_alive(self) -> None:
+        """Rank 0 does that."""
+
+    def returns_processed_logprobs(self) -> bool:
+        """Rank 0 asks the engine, and tells what it answered.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("only rank 0 asks the engine")
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -12,8 +12,7 @@ from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
-from example_trainer.model import load_model_and_tokenizer
-from example_trainer.optimizer import create_optimizer
+from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.training import Trainer, row_rules
 from example_trainer.weight_sync import NoSync
 from trainer_parts.workload import Workload, current_mib, peak_mib, reset_peak, sequences

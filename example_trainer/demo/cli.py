@@ -16,7 +16,7 @@ from atroposlib.utils.command_parser import CommandParser, exit_code_of
 from example_trainer.launch.plan import shown_path
 from example_trainer.launch.preflight import prepare_folder, read_model, require_packages
 from example_trainer.launch.supervisor import ending_signals
-from example_trainer.losses.registry import ALGORITHMS
+from example_trainer.loss_choice import ALGORITHMS
 
 if TYPE_CHECKING:
     from example_trainer.demo.run import DemoResult

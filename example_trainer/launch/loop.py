@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from example_trainer.engine_control import EngineControl
+from example_trainer.engine import EngineControl
 from example_trainer.launch import report
 from example_trainer.launch.plan import EnvironmentPlan, RunPaths, RunPlan
 from example_trainer.launch.progress import RunProgress

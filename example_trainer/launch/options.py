@@ -23,7 +23,7 @@ from example_trainer.launch.plan import (
 )
 from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts
 from example_trainer.memory_plan import GIB, STATE_BYTES
-from example_trainer.optimizer import choose_optimizer
+from example_trainer.model import choose_optimizer
 
 __all__ = [
     "EnvironmentFile",

@@ -200,8 +200,7 @@ def served_model(engine_url: str, model: str) -> None:
     Raises:
         ConfigError: It does not, or does not answer.
     """
-    from example_trainer.engine_connection import EngineConnection
-    from example_trainer.engine_control import EngineControl
+    from example_trainer.engine import EngineConnection, EngineControl
 
     engine = EngineConnection(engine_url, timeout_s=_REQUEST_TIMEOUT_S)
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atroposlib.frontend.jsonl2html import generate_html
-from example_trainer.extras import require_extra
+from example_trainer.doors import require_extra
 from example_trainer.reporting.series import rolling_mean
 
 __all__ = [

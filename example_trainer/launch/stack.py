@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from example_trainer.batch_journal import JOURNAL_DIRECTORY
+from example_trainer.feed import JOURNAL_DIRECTORY
 from example_trainer.launch.plan import EnvironmentPlan, RunPaths, RunPlan
 from example_trainer.processes import ManagedProcess
 

@@ -145,7 +145,7 @@ class TrainRun:
         """Write the model with an output layer of its own, which vLLM on a CPU can replace."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from example_trainer.engine_weights import export_for_engine
+        from example_trainer.weight_sync import export_for_engine
 
         self._progress.begin("copy", "Copying the model for the engine", expected="a minute")
         folder = self._paths.output / "engine_model"

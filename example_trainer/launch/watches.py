@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from example_trainer.extras import require_extra
+from example_trainer.doors import require_extra
 from example_trainer.processes import ManagedProcess, ProcessFailedError
 
 __all__ = ["EngineWatch", "StallWatch"]

@@ -22,13 +22,8 @@ from atroposlib.api.client import BatchIterator, batches
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 from atroposlib.utils.command_parser import CommandParser
-from example_trainer.engine_control import EngineControl
-from example_trainer.row_fields import (
-    is_demonstration,
-    is_silenced,
-    refuse_unsampled,
-    temperature_of,
-)
+from example_trainer.engine import EngineControl
+from example_trainer.rows import is_demonstration, is_silenced, refuse_unsampled, temperature_of
 
 __all__ = ["ServiceRollouts", "main", "publish_weights", "service_reward"]
 

@@ -14,12 +14,15 @@ import httpx
 import pytest
 
 from example_trainer.config import TrainingConfig
-from example_trainer.engine_control import EngineControl
-from example_trainer.engine_weights import export_for_engine
-from example_trainer.lora import add_adapters
-from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
+from example_trainer.engine import EngineControl
+from example_trainer.model import add_adapters
 from example_trainer.processes import find_free_port
-from example_trainer.weight_sync import InPlaceSync
+from example_trainer.weight_sync import (
+    InPlaceSync,
+    LoraRestartSync,
+    LoraSwapSync,
+    export_for_engine,
+)
 from tests.end_to_end.conftest import (
     MAX_MODEL_LEN,
     EngineWithModel,

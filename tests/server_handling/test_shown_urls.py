@@ -22,7 +22,7 @@ from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.text import HTTP_CLIENT_LOGGERS
-from example_trainer.engine_connection import EngineConnection
+from example_trainer.engine import EngineConnection
 from example_trainer.launch import preflight
 from tests.fakes import CharTokenizer, Fault, ScriptedEngine
 

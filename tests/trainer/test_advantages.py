@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from example_trainer.advantages import group_advantages
+from example_trainer.rows import group_advantages
 
 REWARDS = [1.0, 0.0, 0.0, 0.5]
 

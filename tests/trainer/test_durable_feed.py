@@ -11,16 +11,16 @@ import torch
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError
 from atroposlib.utils.run_log import RunLog
-from example_trainer import batch_journal, checkpointing, publishing
-from example_trainer.batch_journal import BatchJournal, checkpoint_bytes
+from example_trainer import checkpointing, publishing
+from example_trainer import feed as batch_journal
 from example_trainer.checkpointing import (
     find_latest_checkpoint,
     load_feed_state,
     load_training_state,
     save_checkpoint,
 )
-from example_trainer.durable_feed import DurableFeed
-from example_trainer.optimizer import create_optimizer
+from example_trainer.feed import BatchJournal, DurableFeed, checkpoint_bytes
+from example_trainer.model import create_optimizer
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import NoSync
 from tests.trainer.kill_supervisor import seeded_groups

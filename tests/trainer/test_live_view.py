@@ -8,8 +8,14 @@ import sys
 
 from rich.console import Console
 
-from example_trainer.live_display import LiveDisplay, can_show
-from example_trainer.live_view import RunState, RunView, sparkline, time_shares
+from example_trainer.live_view import (
+    LiveDisplay,
+    RunState,
+    RunView,
+    can_show,
+    sparkline,
+    time_shares,
+)
 
 STEP = {
     "train/reward_mean": 0.5,

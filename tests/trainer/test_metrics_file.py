@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from example_trainer.metrics import open_run_log
-from example_trainer.metrics_file import length_through
+from example_trainer.metrics import length_through, open_run_log
 from example_trainer.reporting.writing import settings_path
 from tests.trainer.tiny import tiny_config
 

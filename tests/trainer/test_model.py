@@ -13,12 +13,14 @@ from atroposlib.errors import ConfigError
 from example_trainer.model import (
     attention_kinds,
     attention_note,
+    choose_optimizer,
+    create_optimizer,
     flash_attention_obstacle,
     freeze_other_layers,
+    learning_rate_at,
     load_frozen_model,
     load_model_and_tokenizer,
 )
-from example_trainer.optimizer import choose_optimizer, create_optimizer, learning_rate_at
 from tests.trainer.tiny import save_tiny_model, tiny_config, tiny_llama
 
 

@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from atroposlib.errors import ConfigError
-from example_trainer.batch import build_batch
-from example_trainer.capabilities import probe
+from example_trainer.batch import (
+    balanced_bins,
+    build_batch,
+    make_packed_microbatch,
+    plan_microbatches,
+)
 from example_trainer.loss import ALGORITHMS
-from example_trainer.microbatch import make_packed_microbatch
 from example_trainer.model import load_model_and_tokenizer, use_packed_attention
-from example_trainer.packed_attention import PACKED_ATTENTION, packing_arguments, register
-from example_trainer.packing import balanced_bins, plan_microbatches
-from example_trainer.policy import prepare_policy, setup_line
+from example_trainer.policy import prepare_policy, probe, setup_line
 from example_trainer.rows import RowRules, rows_from_group
+from example_trainer.scoring import PACKED_ATTENTION, packing_arguments, register
 from example_trainer.training import row_rules
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import group, save_tiny_model, tiny_config, tiny_llama

@@ -8,9 +8,7 @@ import torch
 from atroposlib.errors import ConfigError
 from example_trainer.batch import build_batch
 from example_trainer.config import require_reference
-from example_trainer.losses.kl import KlPenalty
-from example_trainer.losses.reductions import BatchTotals
-from example_trainer.losses.training_loss import LossInputs, TrainingLoss
+from example_trainer.loss import BatchTotals, KlPenalty, LossInputs, TrainingLoss
 from example_trainer.model import load_model_and_tokenizer
 from example_trainer.policy import prepare_policy
 from example_trainer.reference import open_reference

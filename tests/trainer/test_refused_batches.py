@@ -7,9 +7,8 @@ import asyncio
 from atroposlib.envs import base
 from atroposlib.utils.run_log import RunLog
 from example_trainer.api import TrajectoryFeed, open_client
-from example_trainer.batch_journal import BatchJournal
-from example_trainer.durable_feed import DurableFeed
-from example_trainer.optimizer import create_optimizer
+from example_trainer.feed import BatchJournal, DurableFeed
+from example_trainer.model import create_optimizer
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import NoSync
 from tests.envs.conftest import CharTokenizers

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from example_trainer.compute_use import ComputeUse, ModelShape, peak_flops_of
-from example_trainer.group_metrics import group_metrics
-from example_trainer.phase_clock import PhaseClock
-from example_trainer.step_observer import StepObserver
+from example_trainer.training import (
+    ComputeUse,
+    ModelShape,
+    PhaseClock,
+    StepObserver,
+    group_metrics,
+    peak_flops_of,
+)
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import group, tiny_config, tiny_llama
 

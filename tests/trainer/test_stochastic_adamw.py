@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from example_trainer.optimizer import create_optimizer_for_params
+from example_trainer.model import create_optimizer_for_params
 from example_trainer.stochastic_adamw import AdamW, round_stochastically
 from tests.trainer.tiny import tiny_config
 

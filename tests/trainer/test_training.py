@@ -13,7 +13,7 @@ from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
 from example_trainer.loss import token_logprobs_BT
-from example_trainer.optimizer import create_optimizer
+from example_trainer.model import create_optimizer
 from example_trainer.rows import RowRules
 from example_trainer.training import Trainer
 from tests.trainer.tiny import SavedTokenizer, group, tiny_config, tiny_llama

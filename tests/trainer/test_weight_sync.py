@@ -11,24 +11,22 @@ import pytest
 import torch
 
 from atroposlib.errors import ConfigError, InferenceError
-from example_trainer import engine_weights
-from example_trainer.engine_control import EngineControl
-from example_trainer.engine_weights import (
-    SHARED_MEMORY,
-    export_for_engine,
-    require_shared_memory_for,
-    ties_output_to_input,
-)
-from example_trainer.lora_sync import LoraRestartSync, LoraSwapSync
-from example_trainer.sglang_control import SglangControl
+from example_trainer import weight_sync as engine_weights
+from example_trainer.engine import EngineControl, SglangControl
 from example_trainer.vllm_manager import VllmServer
 from example_trainer.weight_sync import (
+    SHARED_MEMORY,
     AutoSync,
     InPlaceSync,
+    LoraRestartSync,
+    LoraSwapSync,
     RestartSync,
+    export_for_engine,
     is_sync_due,
     make_weight_sync,
     require_built_mode,
+    require_shared_memory_for,
+    ties_output_to_input,
 )
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama

@@ -26,8 +26,7 @@ from example_trainer.loss import (
     TrainingLoss,
     make_loss,
 )
-from example_trainer.losses.choice import choose_loss
-from example_trainer.losses.registry import AlgorithmName, CorrectionName
+from example_trainer.loss_choice import AlgorithmName, CorrectionName, choose_loss
 
 README = Path(__file__).parents[3] / "example_trainer" / "README.md"
 

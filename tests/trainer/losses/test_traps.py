@@ -9,7 +9,6 @@ import torch
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import MASKED_LOGPROB
-from example_trainer.advantages import group_advantages, overlong_penalty
 from example_trainer.batch import build_batch, make_microbatch
 from example_trainer.loss import (
     ALGORITHMS,
@@ -27,7 +26,7 @@ from example_trainer.loss import (
     masked_reduce,
     token_logprobs_BT,
 )
-from example_trainer.rows import RowRules, rows_from_group
+from example_trainer.rows import RowRules, group_advantages, overlong_penalty, rows_from_group
 from tests.trainer.losses.oracle import (
     ADVANTAGES,
     LABELS,
