@@ -12,10 +12,14 @@ from typing import Any
 
 import httpx
 
-from example_trainer.demo.held_out import measure_held_out
-from example_trainer.demo.plan import demo_plan, environment_settings
-from example_trainer.demo.repository import REPOSITORY
-from example_trainer.demo.settings import DemoPaths, DemoSettings
+from example_trainer.demo.run import measure_held_out
+from example_trainer.demo.settings import (
+    REPOSITORY,
+    DemoPaths,
+    DemoSettings,
+    demo_plan,
+    environment_settings,
+)
 from example_trainer.demo.task import held_out_problems
 from example_trainer.launch.stack import common_variables, engine_arguments, engine_variables
 from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready

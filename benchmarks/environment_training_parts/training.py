@@ -22,10 +22,8 @@ from benchmarks.environment_training_parts.evaluation import (
     read_evaluation,
 )
 from benchmarks.environment_training_parts.lesson import Lesson, Messages
-from example_trainer.demo.learning import encode_conversation, supervised_steps
-from example_trainer.demo.plan import demo_plan
-from example_trainer.demo.settings import DemoPaths
-from example_trainer.demo.student import Student, student_of
+from example_trainer.demo.settings import DemoPaths, demo_plan
+from example_trainer.demo.student import Student, encode_conversation, student_of, supervised_steps
 from example_trainer.demo.tiny_model import save_tiny_model
 from example_trainer.launch import report
 from example_trainer.launch.loop import TrainingLoop

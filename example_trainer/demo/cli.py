@@ -57,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from example_trainer.demo.repository import require_clone
-    from example_trainer.demo.settings import DemoPaths, settings_for
+    from example_trainer.demo.settings import DemoPaths, require_clone, settings_for
 
     # Python repeats these for other people's packages when it compiles them, on the first run.
     warnings.filterwarnings("ignore", category=SyntaxWarning)

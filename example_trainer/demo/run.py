@@ -1,18 +1,23 @@
 """One run of the demo, from nothing to the report.
 
 tiny model --warm-up--> partial skill --four processes--> more skill --> curve, page, figures
+
+Accuracy on held-out problems, measured through the inference server the rollouts come from.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
 
 from atroposlib.errors import InferenceError
-from example_trainer.demo.held_out import HeldOutResult, measure_held_out
-from example_trainer.demo.plan import demo_plan, environment_settings
-from example_trainer.demo.settings import DemoPaths, DemoSettings
+from atroposlib.utils.text import inert_block, without_secrets
+from example_trainer.demo.settings import DemoPaths, DemoSettings, demo_plan, environment_settings
 from example_trainer.demo.student import Student, make_student, teach_student
 from example_trainer.demo.task import Problem, held_out_problems
 from example_trainer.launch import report
@@ -24,7 +29,114 @@ from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.writing import write_report
 
-__all__ = ["Demo", "DemoResult"]
+__all__ = [
+    "Demo",
+    "DemoResult",
+    "HeldOutResult",
+    "measure_held_out",
+]
+
+_CONCURRENT_REQUESTS = 32
+_REQUEST_TIMEOUT_S = 300.0
+_TICK_S = 0.5
+
+
+class HeldOutResult(NamedTuple):
+    """How a model did on the held-out problems."""
+
+    num_correct: int
+    """Problems answered correctly."""
+
+    num_problems: int
+    """Problems asked."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share answered correctly, from 0 to 1."""
+        return self.num_correct / self.num_problems
+
+
+def measure_held_out(
+    base_url: str,
+    *,
+    model_name: str,
+    problems: Sequence[Problem],
+    max_tokens: int,
+    on_tick: Callable[[int], None],
+) -> HeldOutResult:
+    """Ask an OpenAI-compatible server every problem once, sampling at temperature 1.
+
+    That is how rollouts are drawn: it measures the policy that is trained, its habits included.
+
+    Args:
+        base_url: Address that ends in `/v1`.
+        model_name: Name the server knows the model by.
+        problems: What is asked; at least one.
+        max_tokens: Longest completion.
+        on_tick: Called about twice a second with the number of answers so far; what it raises
+            ends the measurement.
+
+    Raises:
+        InferenceError: A request failed; an answer that could not be had is not a wrong answer.
+    """
+    return asyncio.run(
+        _measure(base_url, model_name, problems, max_tokens=max_tokens, on_tick=on_tick)
+    )
+
+
+async def _measure(
+    base_url: str,
+    model_name: str,
+    problems: Sequence[Problem],
+    *,
+    max_tokens: int,
+    on_tick: Callable[[int], None],
+) -> HeldOutResult:
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=_CONCURRENT_REQUESTS)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def ask(number: int, problem: Problem) -> bool:
+            body = {
+                "model": model_name,
+                "messages": problem.messages,
+                "temperature": 1.0,
+                "seed": number,
+                "max_tokens": max_tokens,
+            }
+            return problem.is_correct(
+                await _complete(session, f"{base_url}/chat/completions", body)
+            )
+
+        tasks = [asyncio.create_task(ask(*numbered)) for numbered in enumerate(problems)]
+        pending = set(tasks)
+        num_correct = 0
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=_TICK_S)
+                on_tick(len(problems) - len(pending))
+                num_correct += sum(task.result() for task in done)
+        finally:
+            for task in pending:
+                task.cancel()
+            # All of them, so that no second failure is reported later as never looked at.
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return HeldOutResult(num_correct, len(problems))
+
+
+async def _complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> str:
+    try:
+        async with session.post(url, json=body) as answer:
+            if answer.status != 200:
+                reason = inert_block((await answer.text())[:300])
+                raise InferenceError(
+                    f"POST {without_secrets(url)} answered {answer.status}: {reason}"
+                )
+            reply = await answer.json()
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise InferenceError(f"POST {without_secrets(url)} failed: {error!r}") from error
+    return str(reply["choices"][0]["message"]["content"] or "")
+
 
 _NUM_WARM_UP_PROBLEMS = 256
 _GROUPS_PER_END = 16

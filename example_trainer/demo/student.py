@@ -1,9 +1,15 @@
-"""The small model of the demo, from nothing to a partial skill at the task."""
+"""The small model of the demo, from nothing to a partial skill at the task.
+
+Supervised learning on conversations, ended by a measured accuracy.
+
+Supervised learning on conversations: what the assistant says is learned, the rest is read.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,12 +21,250 @@ from example_trainer.demo.tiny_model import (
     save_tiny_model,
     train_tokenizer,
 )
-from example_trainer.demo.warm_up import WarmUpResult, encode_example, warm_up
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Student", "habitual_solution", "make_student", "student_of", "teach_student"]
+__all__ = [
+    "Example",
+    "Student",
+    "WarmUpResult",
+    "encode_conversation",
+    "encode_example",
+    "habitual_solution",
+    "make_student",
+    "prompt_text",
+    "sample_completions",
+    "student_of",
+    "supervised_steps",
+    "teach_student",
+    "warm_up",
+]
+
+_RAMP_STEPS = 30
+
+
+class Example(NamedTuple):
+    """One conversation as the model sees it."""
+
+    tokens: list[int]
+    """[L] messages in the order they were said."""
+
+    is_learned: list[bool]
+    """[L] whether the token was written by the assistant; the ends of its turns were."""
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]]
+) -> Example:
+    """Turn a conversation into the tokens of a rollout of it.
+
+    A prompt, a completion and what follows are encoded apart, as they are when the completion is
+    sampled.
+
+    Args:
+        tokenizer: Its template adds messages behind those before, as ChatML does.
+        messages: The last one is the assistant's.
+    """
+    tokens: list[int] = []
+    is_learned: list[bool] = []
+    text = ""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = prompt_text(tokenizer, messages[:index])
+        read = tokenizer.encode(prompt[len(text) :], add_special_tokens=False)
+        written = tokenizer.encode(message["content"], add_special_tokens=False)
+        tokens += [*read, *written, tokenizer.eos_token_id]
+        is_learned += [False] * len(read) + [True] * (len(written) + 1)
+        text = f"{prompt}{message['content']}{tokenizer.eos_token}"
+    return Example(tokens, is_learned)
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the conversation up to where the model begins to write."""
+    return str(
+        tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    )
+
+
+def supervised_steps(
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    *,
+    lr: float,
+    batch_size: int,
+    pad_token: int,
+    seed: int,
+) -> Iterator[float]:
+    """Train `model` in place, one optimiser step for each value taken; never ends.
+
+    Args:
+        model: In float32 on the CPU.
+        examples: What is learned, at least `batch_size`.
+        lr: Learning rate, after a linear rise over the first steps.
+        batch_size: Examples per step.
+        pad_token: Fills up short examples.
+        seed: Order of the examples.
+
+    Yields:
+        The loss of the step.
+    """
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    for step, batch in enumerate(_batches(examples, batch_size, random.Random(seed)), start=1):
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = lr * min(1.0, step / _RAMP_STEPS)
+        loss = _loss(model, batch, pad_token=pad_token)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield float(loss.detach())
+
+
+def _batches(
+    examples: Sequence[Example], size: int, rng: random.Random
+) -> Iterator[Sequence[Example]]:
+    """Draw batches for ever, each pass in a new order."""
+    while True:
+        order = rng.sample(examples, len(examples))
+        for start in range(0, len(order) - size + 1, size):
+            yield order[start : start + size]
+
+
+def _loss(model: Any, batch: Sequence[Example], *, pad_token: int) -> torch.Tensor:
+    """Return the mean cross-entropy of the learned tokens of a batch."""
+    import torch
+
+    length = max(len(example.tokens) for example in batch)
+    missing = [length - len(example.tokens) for example in batch]
+    tokens_BL = torch.tensor(
+        [e.tokens + [pad_token] * m for e, m in zip(batch, missing, strict=True)]
+    )
+    learned_BL = torch.tensor(
+        [e.is_learned + [False] * m for e, m in zip(batch, missing, strict=True)]
+    )
+    hidden = model.model(tokens_BL).last_hidden_state[:, :-1]
+    # Only where something is learned: the vocabulary projection is a large part of the work.
+    logits = model.lm_head(hidden[learned_BL[:, 1:]])
+    return torch.nn.functional.cross_entropy(logits, tokens_BL[:, 1:][learned_BL[:, 1:]])
+
+
+_MAX_COMPLETION_TOKENS = 32
+
+
+class WarmUpResult(NamedTuple):
+    """How it ended."""
+
+    accuracy: float
+    """Share of the measured problems answered correctly at the end."""
+
+    steps: int
+    """Optimiser steps taken."""
+
+    seconds: float
+    """How long it took."""
+
+
+def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> Example:
+    """Turn a problem and a solution to it into tokens."""
+    return encode_conversation(
+        tokenizer, [*problem.messages, {"role": "assistant", "content": solution}]
+    )
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    examples: Sequence[Example],
+    measured: Sequence[Problem],
+    is_enough: Callable[[float], bool],
+    lr: float,
+    batch_size: int,
+    limit_s: float,
+    steps_per_check: int,
+    seed: int,
+    on_check: Callable[[int, float, float], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> WarmUpResult:
+    """Train `model` in place until its accuracy is as it should be, or the time is over.
+
+    Args:
+        model: In float32 on the CPU.
+        tokenizer: Its tokenizer.
+        examples: What is learned.
+        measured: Problems that are only measured, none of them among `examples`.
+        is_enough: Whether to stop at this share of `measured` answered correctly.
+        lr: Learning rate, after a linear rise over the first steps.
+        batch_size: Examples per step.
+        limit_s: Seconds after which it ends in any case.
+        steps_per_check: Steps between two measurements.
+        seed: Order of the examples.
+        on_check: Called at each measurement with step, loss and accuracy; what it raises ends
+            the warm-up.
+        clock: Monotonic seconds.
+    """
+    losses = supervised_steps(
+        model,
+        examples,
+        lr=lr,
+        batch_size=batch_size,
+        pad_token=int(tokenizer.pad_token_id),
+        seed=seed,
+    )
+    started = clock()
+    step = 0
+    while True:
+        step, loss = step + 1, next(losses)
+        if step % steps_per_check:
+            continue
+        accuracy = measure_accuracy(model, tokenizer, measured)
+        on_check(step, loss, accuracy)
+        elapsed_s = clock() - started
+        if is_enough(accuracy) or elapsed_s >= limit_s:
+            return WarmUpResult(accuracy, step, elapsed_s)
+
+
+def measure_accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
+) -> float:
+    """Return the share of `problems` that `model` answers correctly, sampling as in a rollout."""
+    completions = sample_completions(model, tokenizer, problems)
+    right = [p.is_correct(text) for p, text in zip(problems, completions, strict=True)]
+    return sum(right) / len(right)
+
+
+def sample_completions(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
+) -> list[str]:
+    """Return one completion of each problem, sampled at temperature 1."""
+    import torch
+
+    texts = [prompt_text(tokenizer, problem.messages) for problem in problems]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    width = max(map(len, prompts))
+    pad = int(tokenizer.pad_token_id)
+    tokens_BP = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+    mask_BP = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    model.eval()
+    with torch.no_grad():
+        written = model.generate(
+            tokens_BP,
+            attention_mask=mask_BP,
+            max_new_tokens=_MAX_COMPLETION_TOKENS,
+            do_sample=True,
+            top_k=0,
+            pad_token_id=pad,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    model.train()
+    completions: list[str] = tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
+    return completions
+
 
 _NUM_TOKENIZER_PROBLEMS = 2_000
 

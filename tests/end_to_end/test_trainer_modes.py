@@ -18,8 +18,7 @@ import httpx
 import pytest
 
 from example_trainer.config import TrainingConfig
-from example_trainer.demo.plan import demo_plan, environment_settings
-from example_trainer.demo.settings import DemoPaths, DemoSettings
+from example_trainer.demo.settings import DemoPaths, DemoSettings, demo_plan, environment_settings
 from example_trainer.launch.stack import common_variables, environment_sections, write_yaml
 from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready
 from example_trainer.trainers import train

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.demo import cli, repository
+from example_trainer.demo import cli
+from example_trainer.demo import settings as repository
 from example_trainer.demo.cli import main
 
 

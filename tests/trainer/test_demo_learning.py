@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.demo.learning import Example, encode_conversation, supervised_steps
+from example_trainer.demo.student import Example, encode_conversation, supervised_steps
 from example_trainer.demo.tiny_model import TinyModelShape, build_model, train_tokenizer
 
 CONVERSATION = [

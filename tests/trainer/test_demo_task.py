@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from example_trainer.demo.settings import TaskSettings
-from example_trainer.demo.student import habitual_solution
+from example_trainer.demo.student import encode_example, habitual_solution, warm_up
 from example_trainer.demo.task import (
     Problem,
     held_out_problems,
@@ -16,7 +16,6 @@ from example_trainer.demo.task import (
     worked_sum,
 )
 from example_trainer.demo.tiny_model import TinyModelShape, build_model, train_tokenizer
-from example_trainer.demo.warm_up import encode_example, warm_up
 
 pytest.importorskip("reasoning_gym")
 

@@ -10,9 +10,14 @@ import pytest
 import yaml
 
 from example_trainer.cli import config_from_args, create_full_parser
-from example_trainer.demo.plan import demo_plan
-from example_trainer.demo.repository import ENVIRONMENT_DOOR, REPOSITORY
-from example_trainer.demo.settings import DemoPaths, DemoSettings, settings_for
+from example_trainer.demo.settings import (
+    ENVIRONMENT_DOOR,
+    REPOSITORY,
+    DemoPaths,
+    DemoSettings,
+    demo_plan,
+    settings_for,
+)
 from example_trainer.launch.plan import RunPlan
 from example_trainer.launch.stack import (
     Stack,
