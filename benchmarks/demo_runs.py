@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from example_trainer.demo.run import Demo, DemoResult
 from example_trainer.demo.settings import DemoPaths, DemoSettings
-from example_trainer.launch.progress import RunProgress
+from example_trainer.launch.report import RunProgress
 
 __all__ = ["FinishedRun", "names_of", "run_demo"]
 

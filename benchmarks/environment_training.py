@@ -40,7 +40,7 @@ from benchmarks.environment_training_parts.lesson import Lesson  # noqa: E402
 from benchmarks.environment_training_parts.tool_calls import tool_calling  # noqa: E402
 from benchmarks.environment_training_parts.training import Trained, train  # noqa: E402
 from example_trainer.demo.settings import DemoPaths  # noqa: E402
-from example_trainer.launch.progress import RunProgress  # noqa: E402
+from example_trainer.launch.report import RunProgress  # noqa: E402
 
 LESSONS: dict[str, Callable[[Path, int], Lesson]] = {
     "arithmetic": arithmetic,

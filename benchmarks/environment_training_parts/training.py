@@ -27,9 +27,8 @@ from example_trainer.demo.student import Student, encode_conversation, student_o
 from example_trainer.demo.tiny_model import save_tiny_model
 from example_trainer.launch import report
 from example_trainer.launch.loop import TrainingLoop
-from example_trainer.launch.progress import RunProgress
-from example_trainer.launch.stack import build_stack, common_variables, write_yaml
-from example_trainer.launch.supervisor import Supervisor
+from example_trainer.launch.report import RunProgress
+from example_trainer.launch.stack import Supervisor, build_stack, common_variables, write_yaml
 from example_trainer.processes import ManagedProcess, find_free_ports
 
 __all__ = ["Trained", "train"]

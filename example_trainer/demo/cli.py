@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from atroposlib.errors import AtroposError
 from atroposlib.utils.command_parser import CommandParser, exit_code_of
-from example_trainer.launch.plan import shown_path
+from example_trainer.launch.options import shown_path
 from example_trainer.launch.preflight import prepare_folder, read_model, require_packages
-from example_trainer.launch.supervisor import ending_signals
+from example_trainer.launch.stack import ending_signals
 from example_trainer.loss_choice import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> None:
     prepare_folder(paths.output, subfolders=[paths.logs])
 
     from example_trainer.demo.run import Demo
-    from example_trainer.launch.progress import RunProgress
+    from example_trainer.launch.report import RunProgress
 
     with RunProgress() as progress:
         progress.note(

@@ -22,9 +22,8 @@ from example_trainer.demo.student import Student, make_student, teach_student
 from example_trainer.demo.task import Problem, held_out_problems
 from example_trainer.launch import report
 from example_trainer.launch.loop import TrainingLoop
-from example_trainer.launch.progress import RunProgress
-from example_trainer.launch.stack import build_stack
-from example_trainer.launch.supervisor import Supervisor
+from example_trainer.launch.report import RunProgress
+from example_trainer.launch.stack import Supervisor, build_stack
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.writing import write_report

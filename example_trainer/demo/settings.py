@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from atroposlib.errors import ConfigError
 from example_trainer.demo.tiny_model import TinyModelShape
-from example_trainer.launch.plan import EnvironmentPlan, RunPaths, RunPlan
+from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan
 
 __all__ = [
     "ENVIRONMENT_DOOR",

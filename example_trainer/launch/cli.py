@@ -22,13 +22,15 @@ from example_trainer.config import require_model_folder
 from example_trainer.launch.options import (
     EnvironmentFile,
     Machine,
+    RunPaths,
+    RunPlan,
     TrainOptions,
     make_plan,
     place,
     require_gpu_memory,
+    shown_path,
     visible_gpus,
 )
-from example_trainer.launch.plan import RunPaths, RunPlan, shown_path
 from example_trainer.launch.preflight import (
     ModelFacts,
     describe_environment,
@@ -38,7 +40,7 @@ from example_trainer.launch.preflight import (
     require_packages,
     served_model,
 )
-from example_trainer.launch.supervisor import ending_signals
+from example_trainer.launch.stack import ending_signals
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
@@ -200,7 +202,7 @@ def _prepare(
 
 def _train(prepared: _Prepared) -> None:
     from example_trainer.launch import report
-    from example_trainer.launch.progress import RunProgress
+    from example_trainer.launch.report import RunProgress
     from example_trainer.launch.train import TrainRun, needs_untying, phases
 
     paths, plan = prepared.paths, prepared.plan

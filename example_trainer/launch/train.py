@@ -16,12 +16,10 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.text import without_secrets
 from example_trainer.launch import report
 from example_trainer.launch.loop import TrainingLoop
-from example_trainer.launch.options import TrainOptions
-from example_trainer.launch.plan import RunPaths, RunPlan
+from example_trainer.launch.options import RunPaths, RunPlan, TrainOptions
 from example_trainer.launch.preflight import RUN_FILE, ModelFacts
-from example_trainer.launch.progress import RunProgress
-from example_trainer.launch.stack import build_stack
-from example_trainer.launch.supervisor import Supervisor
+from example_trainer.launch.report import RunProgress
+from example_trainer.launch.stack import Supervisor, build_stack
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.writing import write_report

@@ -14,18 +14,16 @@ from example_trainer.cli import config_from_args, create_full_parser
 from example_trainer.launch.options import (
     EnvironmentFile,
     Machine,
+    RunPaths,
+    RunPlan,
     TrainOptions,
+    batch_sequences,
+    batch_shares,
     make_plan,
     place,
     require_gpu_memory,
-    visible_gpus,
-)
-from example_trainer.launch.plan import (
-    RunPaths,
-    RunPlan,
-    batch_sequences,
-    batch_shares,
     shown_path,
+    visible_gpus,
 )
 from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts
 from example_trainer.launch.stack import build_stack, trainer_arguments

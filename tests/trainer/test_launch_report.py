@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from example_trainer.launch.progress import RunProgress
 from example_trainer.launch.report import (
     RewardPoint,
+    RunProgress,
     count_steps,
     curve_text,
     plain_number,

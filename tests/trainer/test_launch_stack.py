@@ -18,7 +18,7 @@ from example_trainer.demo.settings import (
     demo_plan,
     settings_for,
 )
-from example_trainer.launch.plan import RunPlan
+from example_trainer.launch.options import RunPlan
 from example_trainer.launch.stack import (
     Stack,
     build_stack,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launch.supervisor import Supervisor
+from example_trainer.launch.stack import Supervisor
 from example_trainer.processes import ManagedProcess, ProcessFailedError
 from tests.trainer.test_processes import SLEEP, eventually, is_running
 
