@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from example_trainer.reporting.records import series_of
-from example_trainer.reporting.series import short_number
+from example_trainer.reporting.series import series_of, short_number
 
 __all__ = ["Limit", "find"]
 

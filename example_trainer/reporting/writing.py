@@ -14,8 +14,14 @@ from atroposlib.utils.text import mask_secrets
 from example_trainer.checkpointing import write_file
 from example_trainer.reporting.findings import find
 from example_trainer.reporting.page import Fact, HeldOut, make_page
-from example_trainer.reporting.records import STEP_SIGN, RunRecords, read_records, series_of
-from example_trainer.reporting.series import Series, short_number
+from example_trainer.reporting.series import (
+    STEP_SIGN,
+    RunRecords,
+    Series,
+    read_records,
+    series_of,
+    short_number,
+)
 
 __all__ = ["REPORT_NAME", "read_settings", "settings_path", "write_report", "write_settings"]
 

@@ -12,7 +12,7 @@ import pytest
 from example_trainer.reporting.cli import main
 from example_trainer.reporting.findings import find
 from example_trainer.reporting.page import HeldOut
-from example_trainer.reporting.records import read_records
+from example_trainer.reporting.series import read_records
 from example_trainer.reporting.writing import settings_path, write_report, write_settings
 
 EVIL = "</td><script>alert(1)</script><img src=x onerror=alert(1)>"
