@@ -54,7 +54,7 @@ Shape suffixes: B rows of one micro-batch, T padded length.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -70,7 +70,9 @@ from example_trainer.logprobs import (
 from example_trainer.loss_choice import (
     ALGORITHMS,
     CORRECTIONS,
+    AlgorithmName,
     Anchor,
+    CorrectionName,
     KlEstimator,
     Reduction,
     refuse_double_count,
@@ -79,8 +81,10 @@ from example_trainer.loss_choice import (
 __all__ = [
     "ALGORITHMS",
     "CORRECTIONS",
+    "CORRECTION_CLASSES",
     "PADDED_TEACHER_ID",
     "PADDED_TEACHER_LOGPROB",
+    "POLICY_LOSSES",
     "BatchTotals",
     "Cispo",
     "Correction",
@@ -594,6 +598,29 @@ class GeometricMask:
         return Weights(torch.where(cut_BT, 0.0, _bounded_exp(mismatch.log_weight_BT)), cut_BT)
 
 
+POLICY_LOSSES: dict[AlgorithmName, type[Any]] = {
+    "dapo": Dapo,
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "dual_clip": DualClip,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "dppo": Dppo,
+    "ipo": Ipo,
+    "importance_sampling": ImportanceSampling,
+}
+"""Class of each row of `ALGORITHMS`."""
+
+CORRECTION_CLASSES: dict[CorrectionName, type[Any]] = {
+    "token_truncate": TokenTruncation,
+    "token_mask": TokenMask,
+    "sequence_truncate": SequenceTruncation,
+    "sequence_mask": SequenceMask,
+    "geometric_mask": GeometricMask,
+}
+"""Class of each row of `CORRECTIONS`."""
+
+
 def _bounded_exp(log_BT: torch.Tensor) -> torch.Tensor:
     return log_BT.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
@@ -934,7 +961,7 @@ def make_loss(config: TrainingConfig) -> TrainingLoss:
     if choice.name == "dual_clip":
         bounds["dual_clip"] = config.dual_clip
     return TrainingLoss(
-        algorithm=choice.algorithm.load()(**bounds),
+        algorithm=POLICY_LOSSES[choice.name](**bounds),
         anchor=choice.anchor,
         correction=_make_correction(config),
         reduction=choice.reduction,
@@ -959,5 +986,5 @@ def _make_correction(config: TrainingConfig) -> Correction | None:
     bounds = (
         {"cap": chosen.cap} if chosen.floor is None else {"cap": chosen.cap, "floor": chosen.floor}
     )
-    correction: Correction = CORRECTIONS[chosen.name].load()(**bounds)
+    correction: Correction = CORRECTION_CLASSES[chosen.name](**bounds)
     return correction

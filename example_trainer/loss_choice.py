@@ -1,14 +1,13 @@
-"""The algorithms and corrections by name: where each lives and what it brings as defaults.
+"""Names of the policy losses and corrections, their defaults, and how the settings choose one.
 
-Free of torch, because the command line reads it. `load` imports the class.
-
-Which loss the settings mean: `auto` resolved, contradictions refused. Free of torch.
+Importing this module does not import torch: the command line reads it. The classes are in
+`example_trainer.loss`, in `POLICY_LOSSES` and `CORRECTION_CLASSES` under the same names.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from atroposlib.errors import ConfigError
 
@@ -53,10 +52,8 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row: a policy loss and the settings its paper pairs it with."""
+    """A policy loss and the settings its paper pairs it with."""
 
-    home: str
-    """Name of the class in `example_trainer.loss`."""
     paper: str
     reduction: Reduction = "token_mean"
     advantage_std: AdvantageStd = "population"
@@ -67,56 +64,36 @@ class Algorithm:
     takes_clip: bool = True
     """Whether `clip_low` and `clip_high` are arguments of the class."""
 
-    def load(self) -> type[Any]:
-        """Import and return the class."""
-        return _load(self.home)
-
 
 @dataclass(frozen=True)
 class CorrectionRow:
-    """One row: a weight against the sampler's mismatch and its usual bounds."""
+    """A correction for the mismatch between sampler and trainer, and its usual bounds."""
 
-    home: str
     cap: float
     floor: float | None = None
-    """Lower bound, None where the class has none."""
-
-    def load(self) -> type[Any]:
-        """Import and return the class."""
-        return _load(self.home)
-
-
-def _load(home: str) -> type[Any]:
-    # Imported here, so that settings are read without loading torch.
-    from example_trainer import loss
-
-    loaded: type[Any] = getattr(loss, home)
-    return loaded
+    """Lower bound, None if the class takes none."""
 
 
 ALGORITHMS: dict[AlgorithmName, Algorithm] = {
-    "dapo": Algorithm("Dapo", "arXiv:2503.14476", clip_high=0.28),
-    "grpo": Algorithm("Grpo", "arXiv:2402.03300", reduction="sequence_mean"),
-    "dr_grpo": Algorithm("DrGrpo", "arXiv:2503.20783", reduction="dr_grpo", advantage_std="none"),
-    "dual_clip": Algorithm("DualClip", "arXiv:1912.09729"),
-    "gspo": Algorithm("Gspo", "arXiv:2507.18071", reduction="sequence_mean"),
-    "cispo": Algorithm("Cispo", "arXiv:2506.13585", clip_high=0.28),
+    "dapo": Algorithm("arXiv:2503.14476", clip_high=0.28),
+    "grpo": Algorithm("arXiv:2402.03300", reduction="sequence_mean"),
+    "dr_grpo": Algorithm("arXiv:2503.20783", reduction="dr_grpo", advantage_std="none"),
+    "dual_clip": Algorithm("arXiv:1912.09729"),
+    "gspo": Algorithm("arXiv:2507.18071", reduction="sequence_mean"),
+    "cispo": Algorithm("arXiv:2506.13585", clip_high=0.28),
     "dppo": Algorithm(
-        "Dppo",
         "prime-rl, default loss",
         advantage_std="none",
         anchors=("inference",),
         takes_clip=False,
     ),
     "ipo": Algorithm(
-        "Ipo",
         "prime-rl, ipo loss",
         advantage_std="none",
         anchors=("inference",),
         takes_clip=False,
     ),
     "importance_sampling": Algorithm(
-        "ImportanceSampling",
         "Tinker, importance_sampling",
         advantage_std="none",
         anchors=("inference", "trainer"),
@@ -125,11 +102,11 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
 }
 
 CORRECTIONS: dict[CorrectionName, CorrectionRow] = {
-    "token_truncate": CorrectionRow("TokenTruncation", cap=2.0),
-    "token_mask": CorrectionRow("TokenMask", cap=5.0, floor=0.5),
-    "sequence_truncate": CorrectionRow("SequenceTruncation", cap=2.0),
-    "sequence_mask": CorrectionRow("SequenceMask", cap=3.0, floor=0.0),
-    "geometric_mask": CorrectionRow("GeometricMask", cap=1.01, floor=0.99),
+    "token_truncate": CorrectionRow(cap=2.0),
+    "token_mask": CorrectionRow(cap=5.0, floor=0.5),
+    "sequence_truncate": CorrectionRow(cap=2.0),
+    "sequence_mask": CorrectionRow(cap=3.0, floor=0.0),
+    "geometric_mask": CorrectionRow(cap=1.01, floor=0.99),
 }
 
 

@@ -12,7 +12,9 @@ from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
 from example_trainer.loss import (
     ALGORITHMS,
+    CORRECTION_CLASSES,
     CORRECTIONS,
+    POLICY_LOSSES,
     Cispo,
     Dapo,
     DualClip,
@@ -36,13 +38,13 @@ def settings(**changes):
 
 
 def test_registry_has_a_row_for_every_name_the_flag_takes():
-    assert tuple(ALGORITHMS) == get_args(AlgorithmName)
-    assert tuple(CORRECTIONS) == get_args(CorrectionName)
+    assert tuple(ALGORITHMS) == tuple(POLICY_LOSSES) == get_args(AlgorithmName)
+    assert tuple(CORRECTIONS) == tuple(CORRECTION_CLASSES) == get_args(CorrectionName)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithm_says_where_it_is_from_what_it_computes_and_how_it_differs(name):
-    docstring = ALGORITHMS[name].load().__doc__
+    docstring = POLICY_LOSSES[name].__doc__
 
     for heading in ("Formula:", "Denominator:", "Differs"):
         assert heading in docstring

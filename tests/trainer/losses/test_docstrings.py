@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from example_trainer.loss import (
-    CORRECTIONS,
+    CORRECTION_CLASSES,
     Distillation,
     KlPenalty,
     SupervisedLoss,
 )
 
 PARTS = [
-    *(row.load() for row in CORRECTIONS.values()),
+    *CORRECTION_CLASSES.values(),
     KlPenalty,
     SupervisedLoss,
     Distillation,

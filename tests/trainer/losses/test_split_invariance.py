@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.loss import (
     ALGORITHMS,
+    CORRECTION_CLASSES,
     CORRECTIONS,
+    POLICY_LOSSES,
     BatchTotals,
     Distillation,
     KlPenalty,
@@ -139,9 +141,9 @@ def random_layout(sequences, seed):
 def make_loss(name, correction, reduction):
     row = ALGORITHMS[name]
     return TrainingLoss(
-        row.load()(),
+        POLICY_LOSSES[name](),
         anchor=row.anchors[0] if correction is None else "trainer",
-        correction=None if correction is None else CORRECTIONS[correction].load()(),
+        correction=None if correction is None else CORRECTION_CLASSES[correction](),
         reduction=reduction or row.reduction,
         horizon=5,
         kl=KlPenalty(0.1),

@@ -12,7 +12,8 @@ from atroposlib.scored_data import MASKED_LOGPROB
 from example_trainer.batch import build_batch, make_microbatch
 from example_trainer.loss import (
     ALGORITHMS,
-    CORRECTIONS,
+    CORRECTION_CLASSES,
+    POLICY_LOSSES,
     BatchTotals,
     Dapo,
     Distillation,
@@ -42,10 +43,12 @@ from tests.trainer.tiny import group
 def losses():
     for name, row in ALGORITHMS.items():
         for anchor in row.anchors:
-            loss = TrainingLoss(row.load()(), anchor=anchor, reduction=row.reduction, horizon=3)
+            loss = TrainingLoss(
+                POLICY_LOSSES[name](), anchor=anchor, reduction=row.reduction, horizon=3
+            )
             yield pytest.param(loss, id=f"{name}-{anchor}")
-    for name, correction in CORRECTIONS.items():
-        yield pytest.param(TrainingLoss(Dapo(), correction=correction.load()()), id=name)
+    for name, correction in CORRECTION_CLASSES.items():
+        yield pytest.param(TrainingLoss(Dapo(), correction=correction()), id=name)
 
 
 def test_temperature_divides_the_logits_before_the_softmax():
