@@ -47,6 +47,15 @@ _STANDS_FOR = {"developer": "system"}
 
 _SHOWN_START = 60
 
+PIECE_TOKENS = 2048
+"""Tokens encoded in one go; more would hold up what else runs on the event loop."""
+
+_WORD_WITHIN = 64
+"""How far behind a piece the next word is looked for."""
+
+_COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Tokenizers that encode the spelling of special tokens, by the tokenizer they were made of."""
+
 
 def render_messages(
     tokenizer: Any,
@@ -283,13 +292,6 @@ def _show_thinking(text: str) -> str:
     return text
 
 
-PIECE_TOKENS = 2048
-"""Tokens encoded in one go; more would hold up what else runs on the event loop."""
-
-_WORD_WITHIN = 64
-"""How far behind a piece the next word is looked for."""
-
-
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a whole prompt, with one bos where the tokenizer and the text bring two."""
     ids = tokenizer.encode(text, add_special_tokens=True)
@@ -343,10 +345,6 @@ def _encode_split(tokenizer: Any, text: str) -> list[int]:
         return list(splitting.encode(text, add_special_tokens=False, split_special_tokens=True))
     except Exception:  # noqa: BLE001 - any object may stand in for a tokenizer
         return encode_added(tokenizer, text)
-
-
-_COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Tokenizers that encode the spelling of special tokens, by the tokenizer they were made of."""
 
 
 def _special_ids(tokenizer: Any) -> set[int]:

@@ -39,6 +39,11 @@ ServerType = Literal["openai", "trl", "sglang", "vllm"]
 LOCAL_API_KEY = "x"
 """Key sent to a server that asks for none: the OpenAI client refuses to start without one."""
 
+VALID_REASONING_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
+
+_SECTION = "openai"
+_PREFIX = f"{_SECTION}."
+
 
 class ServerBaseline(BaseModel):
     """What every inference server has in common; alone, it asks for discovery of the URLs."""
@@ -152,9 +157,6 @@ class ServerManagerConfig(BaseModel):
     )
 
 
-VALID_REASONING_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
-
-
 def is_official_openai(base_url: str | None) -> bool:
     """Whether requests to `base_url` reach OpenAI itself, whose reasoning fields differ."""
     return base_url is not None and "api.openai.com" in base_url
@@ -255,9 +257,6 @@ class ReasoningConfig:
 
 ServerConfigs = ServerBaseline | APIServerConfig | Sequence[ServerBaseline | APIServerConfig]
 """What `config_init` returns second: a baseline, one server, or a list of servers."""
-
-_SECTION = "openai"
-_PREFIX = f"{_SECTION}."
 
 
 def server_entries(section: Any) -> list[dict[str, Any]]:

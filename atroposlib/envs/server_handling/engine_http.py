@@ -43,9 +43,27 @@ __all__ = [
     "unknown_model_text",
 ]
 
+logger = logging.getLogger(__name__)
+
 _PROBE_TIMEOUT_S = 10.0
 _ERROR_TEXT_LIMIT = 2000
 _LONG_BYTES = 2**17
+
+T = TypeVar("T")
+
+TEST_TEXT = "The tokenizer check: 12345 apples, naïve café, x = f(y) + 3;\nzwölf Übungen."
+"""Digits, accents, code and a line break; nothing that any tokenizer reads as a special token."""
+
+CHECK_TIMEOUT_S = 10.0
+MAX_LISTING_BYTES = 2_000_000
+MAX_SERVER_ERRORS = 3
+"""Answers of 500 and above after which a server is not asked again."""
+MAX_SHOWN_MODELS = 8
+MAX_SHOWN_IDS = 6
+UNNAMED_MODELS = frozenset({"default", "unknown"})
+"""Names that stand for a model that the settings leave open."""
+
+_ROUTE_REFUSED = frozenset({400, 404, 405, 422, 501})
 
 
 def root_of(base_url: str) -> str:
@@ -210,9 +228,6 @@ def decode_raw(response: aiohttp.ClientResponse, raw: bytes) -> Any:
     )
 
 
-T = TypeVar("T")
-
-
 class SharedSearch(Generic[T]):
     """One search at a time; a failed one is made again by the next who asks.
 
@@ -233,23 +248,6 @@ class SharedSearch(Generic[T]):
         ):
             running = self._running = asyncio.create_task(find())
         return await asyncio.shield(running)
-
-
-logger = logging.getLogger(__name__)
-
-TEST_TEXT = "The tokenizer check: 12345 apples, naïve café, x = f(y) + 3;\nzwölf Übungen."
-"""Digits, accents, code and a line break; nothing that any tokenizer reads as a special token."""
-
-CHECK_TIMEOUT_S = 10.0
-MAX_LISTING_BYTES = 2_000_000
-MAX_SERVER_ERRORS = 3
-"""Answers of 500 and above after which a server is not asked again."""
-MAX_SHOWN_MODELS = 8
-MAX_SHOWN_IDS = 6
-UNNAMED_MODELS = frozenset({"default", "unknown"})
-"""Names that stand for a model that the settings leave open."""
-
-_ROUTE_REFUSED = frozenset({400, 404, 405, 422, 501})
 
 
 class ServedModel(NamedTuple):

@@ -85,6 +85,10 @@ __all__ = [
     "SequenceNode",
 ]
 
+logger = logging.getLogger(__name__)
+
+_LIMIT_NAMES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens"})
+
 
 class DummyManagedServer:
     """A session at a server without token ids: real texts, placeholder tokens.
@@ -168,11 +172,6 @@ class ManagedServerAdapter:
     def copy(self, **kwargs: Any) -> NoReturn:
         """Raise: a copy would not share the recorded sequences."""
         raise NotImplementedError("a managed server cannot be copied with other settings")
-
-
-logger = logging.getLogger(__name__)
-
-_LIMIT_NAMES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens"})
 
 
 class ManagedServer:

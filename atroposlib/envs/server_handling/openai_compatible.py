@@ -43,7 +43,23 @@ __all__ = [
     "make_http_client",
 ]
 
+logger = logging.getLogger(__name__)
+
 _CHUNK_BYTES = 1 << 16
+
+LIMIT_NAMES = ("max_completion_tokens", "max_tokens")
+"""How chat servers call the longest reply."""
+
+ALL_LIMIT_NAMES = (*LIMIT_NAMES, "max_new_tokens")
+
+_UNKNOWN_FIELD = re.compile(
+    r"unsupported|not supported|unrecogni[sz]ed|unknown|unexpected|not permitted|not allowed"
+    r"|extra[_ ](inputs|fields|forbidden)",
+    re.IGNORECASE,
+)
+
+AnyCompletion = TypeVar("AnyCompletion", "ChatCompletion", "Completion")
+Create = Callable[..., Awaitable[AnyCompletion]]
 
 
 def make_http_client(base_url: str) -> Any:
@@ -158,23 +174,6 @@ def _translated(library: ModuleType, error: Exception, request: Any) -> Exceptio
     else:
         kind = library.ReadError
     return kind(str(error) or type(error).__name__, request=request)  # type: ignore[no-any-return]
-
-
-logger = logging.getLogger(__name__)
-
-LIMIT_NAMES = ("max_completion_tokens", "max_tokens")
-"""How chat servers call the longest reply."""
-
-ALL_LIMIT_NAMES = (*LIMIT_NAMES, "max_new_tokens")
-
-_UNKNOWN_FIELD = re.compile(
-    r"unsupported|not supported|unrecogni[sz]ed|unknown|unexpected|not permitted|not allowed"
-    r"|extra[_ ](inputs|fields|forbidden)",
-    re.IGNORECASE,
-)
-
-AnyCompletion = TypeVar("AnyCompletion", "ChatCompletion", "Completion")
-Create = Callable[..., Awaitable[AnyCompletion]]
 
 
 class WrongChoiceCountError(InferenceError, ValueError):

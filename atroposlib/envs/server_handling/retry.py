@@ -64,6 +64,44 @@ _PROGRAMMING_ERRORS = (
     ValueError,
 )
 
+_OVERFLOW_TEXT = re.compile(
+    r"maximum context length|max_model_len|maximum model length|context_length_exceeded"
+    r"|longer than the model's context",
+    re.IGNORECASE,
+)
+
+_PROMPT_LENGTH_TEXTS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"prompt contains (?:at least )?(\d+) (?:input )?tokens",
+        r"\((\d+) in the messages",
+        r"messages resulted in (\d+) tokens",
+        r"(\d+) tokens from the input",
+        r"input \((\d+) tokens\)",
+        r"prompt \(?(?:length|of|has)?\s*(\d+)",
+    )
+)
+
+_CONTEXT_LENGTH_TEXTS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"maximum context length (?:is|of) (\d+)",
+        r"context length \((\d+) tokens\)",
+        r"max(?:imum)?[_ ]model[_ ]len(?:gth)?\D{0,12}(\d+)",
+    )
+)
+
+_NOT_OFFERED = frozenset({404, 405, 501})
+
+_CHAT_ONLY_TEXT = re.compile(
+    r"chat model|chat[/ .]completions|not support\w* (?:text |the )?completions?", re.IGNORECASE
+)
+
+MAX_QUOTED_CHARACTERS = 500
+
+_KEY_TEXT = re.compile(r"\b(?:sk|hf|gsk|key)-?_?[A-Za-z0-9_\-*]{8,}")
+"""What looks like a key, whole or masked by a provider."""
+
 
 class EngineStatusError(InferenceError):
     """An engine answered a native request with an error status.
@@ -174,46 +212,6 @@ def describe_connection(error: BaseException) -> str:
     while innermost.__cause__ is not None:
         innermost = innermost.__cause__
     return describe(innermost)
-
-
-_OVERFLOW_TEXT = re.compile(
-    r"maximum context length|max_model_len|maximum model length|context_length_exceeded"
-    r"|longer than the model's context",
-    re.IGNORECASE,
-)
-
-
-_PROMPT_LENGTH_TEXTS = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        r"prompt contains (?:at least )?(\d+) (?:input )?tokens",
-        r"\((\d+) in the messages",
-        r"messages resulted in (\d+) tokens",
-        r"(\d+) tokens from the input",
-        r"input \((\d+) tokens\)",
-        r"prompt \(?(?:length|of|has)?\s*(\d+)",
-    )
-)
-
-_CONTEXT_LENGTH_TEXTS = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        r"maximum context length (?:is|of) (\d+)",
-        r"context length \((\d+) tokens\)",
-        r"max(?:imum)?[_ ]model[_ ]len(?:gth)?\D{0,12}(\d+)",
-    )
-)
-
-_NOT_OFFERED = frozenset({404, 405, 501})
-
-_CHAT_ONLY_TEXT = re.compile(
-    r"chat model|chat[/ .]completions|not support\w* (?:text |the )?completions?", re.IGNORECASE
-)
-
-MAX_QUOTED_CHARACTERS = 500
-
-_KEY_TEXT = re.compile(r"\b(?:sk|hf|gsk|key)-?_?[A-Za-z0-9_\-*]{8,}")
-"""What looks like a key, whole or masked by a provider."""
 
 
 def as_context_overflow(error: BaseException) -> ContextOverflowError | None:

@@ -33,6 +33,18 @@ __all__ = [
     "present_server",
 ]
 
+logger = logging.getLogger(__name__)
+
+OVERLOAD_RATIO = 2.0
+OVERLOAD_MARGIN = 16
+"""A server is overloaded with more requests than `OVERLOAD_RATIO` times those of the least loaded
+one and this many; below, reading the conversation anew elsewhere would cost more than waiting."""
+
+MAX_CONVERSATIONS = 32_768
+
+Choose = Callable[[Any, bool], Awaitable[Any]]
+"""From the present server and whether the request is training to the one that takes it."""
+
 
 class HasSlots(Protocol):
     """What routing needs to know about a server."""
@@ -89,14 +101,6 @@ def parts_of(n: int, *, largest: int) -> list[int]:
     """Split `n` completions into requests of at most `largest`: 20 by 8 gives [8, 8, 4]."""
     full, rest = divmod(n, largest)
     return [largest] * full + ([rest] if rest else [])
-
-
-OVERLOAD_RATIO = 2.0
-OVERLOAD_MARGIN = 16
-"""A server is overloaded with more requests than `OVERLOAD_RATIO` times those of the least loaded
-one and this many; below, reading the conversation anew elsewhere would cost more than waiting."""
-
-MAX_CONVERSATIONS = 32_768
 
 
 def is_overloaded(
@@ -162,12 +166,6 @@ def _key(before: int, message: Mapping[str, Any]) -> int:
     content = message.get("content")
     text = content if isinstance(content, str) else repr(content)
     return hash((before, message.get("role"), text))
-
-
-logger = logging.getLogger(__name__)
-
-Choose = Callable[[Any, bool], Awaitable[Any]]
-"""From the present server and whether the request is training to the one that takes it."""
 
 
 class SessionServer:

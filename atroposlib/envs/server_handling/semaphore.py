@@ -23,6 +23,15 @@ __all__ = [
     "answer_cost_s",
 ]
 
+SHARE_S = 0.004
+"""Work admitted to one pass of the loop, in seconds as estimated."""
+
+SEND_COST_S = 0.0004
+"""What one request takes to be written: its prompt rendered, its body encoded and sent."""
+
+ROUTE_COST_S = 0.0001
+"""What it takes to choose a server for one request and to come to its slots."""
+
 
 class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
     """Admits about `weight * max_val` holders at once, first come first served.
@@ -130,17 +139,6 @@ class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
             self._original.release()
         else:
             self._own_is_free = True
-
-
-SHARE_S = 0.004
-"""Work admitted to one pass of the loop, in seconds as estimated."""
-
-SEND_COST_S = 0.0004
-"""What one request takes to be written: its prompt rendered, its body encoded and sent."""
-
-
-ROUTE_COST_S = 0.0001
-"""What it takes to choose a server for one request and to come to its slots."""
 
 
 def answer_cost_s(num_bytes: int) -> float:

@@ -84,6 +84,25 @@ __all__ = [
     "request_metrics",
 ]
 
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+_START_COMMANDS = {
+    "openai": "vllm serve",
+    "vllm": "vllm serve",
+    "sglang": "python -m sglang.launch_server --model-path",
+    "trl": "trl vllm-serve --model",
+}
+
+T = TypeVar("T")
+
+TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
+"""Prompt ids [P], and per completion its ids [n][C], logprobs [n][C] and finish reason [n]."""
+
+RAISE_WHEN_DOWN: ContextVar[bool] = ContextVar("RAISE_WHEN_DOWN", default=False)
+"""Set by a caller that has other servers: a request meeting a server that is down raises
+`ServerDownError` instead of waiting. A context variable, so that no engine sees it as a kwarg."""
+
 
 class ServerHealth:
     """The verdict on one server and the task that revises it.
@@ -163,15 +182,6 @@ class ServerHealth:
 
 async def _run(probe: Callable[[], Awaitable[bool]]) -> bool:
     return await probe()
-
-
-LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
-_START_COMMANDS = {
-    "openai": "vllm serve",
-    "vllm": "vllm serve",
-    "sglang": "python -m sglang.launch_server --model-path",
-    "trl": "trl vllm-serve --model",
-}
 
 
 class RequestFailures:
@@ -317,18 +327,6 @@ def request_metrics(
 def _append_bounded(values: list[T], value: T, max_length: int) -> None:
     values.append(value)
     del values[:-max_length]
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
-"""Prompt ids [P], and per completion its ids [n][C], logprobs [n][C] and finish reason [n]."""
-
-RAISE_WHEN_DOWN: ContextVar[bool] = ContextVar("RAISE_WHEN_DOWN", default=False)
-"""Set by a caller that has other servers: a request meeting a server that is down raises
-`ServerDownError` instead of waiting. A context variable, so that no engine sees it as a kwarg."""
 
 
 class APIServer(ABC):

@@ -97,6 +97,8 @@ __all__ = [
     "wants_placeholders",
 ]
 
+logger = logging.getLogger(__name__)
+
 LOCAL_URLS = tuple(f"http://localhost:{port}/v1" for port in range(9004, 9008))
 """Where a baseline looks for servers outside a cluster job."""
 
@@ -104,6 +106,16 @@ FIRST_SLURM_PORT = 9000
 GPUS_PER_NODE = 8
 
 HostLister = Callable[[str], Sequence[str]]
+
+_ENGINES: Mapping[str, type[APIServer]] = {
+    "openai": OpenAIServer,
+    "vllm": VLLMServer,
+    "sglang": SGLangServer,
+    "trl": TrlVllmServer,
+}
+
+_DUMMY_SWITCH = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+_PROXY_KEY = "ATROPOS_PROXY_KEY"  # pragma: allowlist secret
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
@@ -188,14 +200,6 @@ def _integer(environ: Mapping[str, str], name: str, *, default: int | None) -> i
         raise ConfigError(f"{name} is {text!r}; expected a whole number") from error
 
 
-_ENGINES: Mapping[str, type[APIServer]] = {
-    "openai": OpenAIServer,
-    "vllm": VLLMServer,
-    "sglang": SGLangServer,
-    "trl": TrlVllmServer,
-}
-
-
 def find_configs(
     configs: ServerBaseline | Sequence[APIServerConfig], *, slurm: bool
 ) -> list[APIServerConfig]:
@@ -227,10 +231,6 @@ def make_server(
             )
         server_class = _ENGINES[config.server_type]
     return server_class(config, reasoning_config=reasoning_config)
-
-
-_DUMMY_SWITCH = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
-_PROXY_KEY = "ATROPOS_PROXY_KEY"  # pragma: allowlist secret
 
 
 def open_session(
@@ -338,9 +338,6 @@ def merge_tokens(parts: Sequence[Answered], *, reported: int | None) -> TokensAn
     for version in versions_in(answer, len(answer[1])):
         note_sampled(policy_version_of(version, reported))
     return answer
-
-
-logger = logging.getLogger(__name__)
 
 
 class ServerManager:

@@ -76,6 +76,12 @@ __all__ = [
     "plain_messages",
 ]
 
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
+"""From messages and the tools to show, to a prompt text."""
+
+_OPENING_TOKENS = 16
+"""How far before a reply a special token is looked for, at which ids always start anew."""
+
 
 @dataclass(frozen=True)
 class TurnEnd:
@@ -231,10 +237,6 @@ class NodeRecords:
         return record if record is not None and record.node is node else NodeRecord(node)
 
 
-Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
-"""From messages and the tools to show, to a prompt text."""
-
-
 @dataclass(frozen=True)
 class ChatRequest:
     """A chat as it is compared with recorded ones."""
@@ -383,10 +385,6 @@ def _plain_message(message: Any) -> Mapping[str, Any]:
     if not all(isinstance(text, str) for text in texts):
         return fields
     return {**fields, "content": "".join(map(str, texts))}
-
-
-_OPENING_TOKENS = 16
-"""How far before a reply a special token is looked for, at which ids always start anew."""
 
 
 @dataclass(frozen=True)

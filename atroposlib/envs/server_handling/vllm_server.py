@@ -52,6 +52,10 @@ __all__ = [
     "resolve_openai_configs",
 ]
 
+TokenRoute = Literal["/v1/completions", "/generate"]
+
+_REQUEST_NOT_UNDERSTOOD = frozenset({400, 404, 405, 422, 501})
+
 
 class _Logprobs(TypedDict, total=False):
     token_logprobs: list[float | None] | None
@@ -182,11 +186,6 @@ def _entries_of(entry: Any) -> dict[int, float]:
             if logprob is not None:
                 found.setdefault(int(token_id), float(logprob))
     return found
-
-
-TokenRoute = Literal["/v1/completions", "/generate"]
-
-_REQUEST_NOT_UNDERSTOOD = frozenset({400, 404, 405, 422, 501})
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,8 @@ FROM_TEXT = "tokenized_from_text"
 Tokens = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
 """Prompt ids [P], completions [n][C], their logprobs, and finish reasons [n]."""
 
+_OPEN: ContextVar[tuple[SampledVersions, ...]] = ContextVar("sampled_versions", default=())
+
 
 class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[Any]]):
     """An answer with tokens and logprobs, unpacked and compared like the plain tuple.
@@ -124,9 +126,6 @@ class SampledVersions:
         """
         reasons = [self._reasons.get(hash(tuple(tokens))) for tokens in sequences]
         return reasons if any(reason is not None for reason in reasons) else None
-
-
-_OPEN: ContextVar[tuple[SampledVersions, ...]] = ContextVar("sampled_versions", default=())
 
 
 @contextmanager

@@ -109,6 +109,35 @@ _Stop = Annotated[str, Field(min_length=1)]
 
 FieldsT = TypeVar("FieldsT", bound="CountFields")
 
+THREAD_NOT_FOUND = "thread_not_found"
+"""Code of the error upon which clients send the whole conversation again."""
+
+_MAX_HELD = 1024
+
+Block = dict[str, Any]
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_ERROR_CODES = frozenset({THREAD_NOT_FOUND})
+
+Fields = dict[str, Any]
+
+_TEXT = ("text",)
+_ROLES = ("user", "assistant", "system")
+
+_NAME = "anthropic"
+
 
 class ThreadField(BaseModel):
     """Asks to hold the conversation, or to go on with a held one."""
@@ -250,12 +279,6 @@ def _response_format(output_format: Any) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
 
 
-THREAD_NOT_FOUND = "thread_not_found"
-"""Code of the error upon which clients send the whole conversation again."""
-
-_MAX_HELD = 1024
-
-
 @dataclass(frozen=True)
 class HeldConversation:
     """A conversation up to and with one Message."""
@@ -296,24 +319,6 @@ class MessagesState:
                 code=THREAD_NOT_FOUND,
             )
         return held
-
-
-Block = dict[str, Any]
-
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-_ERROR_CODES = frozenset({THREAD_NOT_FOUND})
 
 
 def new_id(prefix: str) -> str:
@@ -419,9 +424,6 @@ def error_body(refusal: ProxyRefusal) -> dict[str, Any]:
     return {"type": "error", "error": error}
 
 
-Fields = dict[str, Any]
-
-
 def message_events(message: Mapping[str, Any], answer: ShownAnswer) -> Iterator[Fields]:
     """Yield the events of a message.
 
@@ -467,10 +469,6 @@ def _thinking_deltas(block: Mapping[str, Any]) -> Iterator[Fields]:
 def _deltas(kind: str, field: str, text: str) -> Iterator[Fields]:
     for piece in pieces(text):
         yield {"type": kind, field: piece}
-
-
-_TEXT = ("text",)
-_ROLES = ("user", "assistant", "system")
 
 
 def read_messages(messages: list[Any], system: Any) -> list[ChatMessage | SentTurn]:
@@ -563,9 +561,6 @@ def _call_of(block: Mapping[str, Any], path: str) -> ChatMessage:
     arguments = json.dumps(object_at(block.get("input"), f"{path}.input"), ensure_ascii=False)
     function = {"name": text_at(block.get("name"), f"{path}.name"), "arguments": arguments}
     return {"id": text_at(block.get("id"), f"{path}.id"), "type": "function", "function": function}
-
-
-_NAME = "anthropic"
 
 
 async def create_message(exchange: Exchange) -> Response:

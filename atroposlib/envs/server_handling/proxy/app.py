@@ -95,6 +95,31 @@ __all__ = [
     "session_of",
 ]
 
+logger = logging.getLogger(__name__)
+
+ErrorBody = Callable[[ProxyRefusal], dict[str, Any]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMES = 16
+
+_GONE = 499
+"""Status for logs alone: whoever asked is not there to read it."""
+
+_NODES = TypeAdapter(list[SequenceNode])
+
+DIALECTS: tuple[Dialect, ...] = (RESPONSES, ANTHROPIC)
+"""Served by the proxy, in this order."""
+
+_LONGEST_SWEEP_S = 60.0
+
+KEEP_ALIVE_S = 120
+"""How long an unused connection stays open: longer than agents usually keep theirs, so that none
+is closed in the moment it is used again."""
+
+_POLL_S = 0.005
+_GRACE_S = 1
+
 
 def key_of(headers: Mapping[str, str]) -> str | None:
     """Return the key of a request, from either header the clients use, None without one."""
@@ -224,18 +249,6 @@ def _too_large(max_bytes: int) -> ProxyRefusal:
         status=413,
         code="body_too_large",
     )
-
-
-logger = logging.getLogger(__name__)
-
-ErrorBody = Callable[[ProxyRefusal], dict[str, Any]]
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MOST_NAMES = 16
-
-_GONE = 499
-"""Status for logs alone: whoever asked is not there to read it."""
 
 
 def mount_dialect(
@@ -391,9 +404,6 @@ async def _hang_up(request: Request) -> None:
     """Wait until the agent closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-_NODES = TypeAdapter(list[SequenceNode])
 
 
 class ManagementRoutes:
@@ -559,13 +569,6 @@ def _model(request: Request, model_name: str, created: float) -> Response:
     return JSONResponse(card(model_name, created))
 
 
-DIALECTS: tuple[Dialect, ...] = (RESPONSES, ANTHROPIC)
-"""Served by the proxy, in this order."""
-
-
-_LONGEST_SWEEP_S = 60.0
-
-
 def create_app(
     server_manager: HasServers,
     tokenizer: Any,
@@ -614,14 +617,6 @@ async def _sweep(state: ProxyState) -> None:
     while True:
         await asyncio.sleep(pause_s)
         state.sessions.expire()
-
-
-KEEP_ALIVE_S = 120
-"""How long an unused connection stays open: longer than agents usually keep theirs, so that none
-is closed in the moment it is used again."""
-
-_POLL_S = 0.005
-_GRACE_S = 1
 
 
 class _EmbeddedServer(uvicorn.Server):

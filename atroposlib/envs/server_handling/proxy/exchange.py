@@ -74,6 +74,9 @@ __all__ = [
 
 TextOf = Callable[[list[int]], str]
 
+IGNORED_HEADER = "X-Atropos-Ignored"
+"""Names fields of the request that changed nothing."""
+
 
 def chat_answer(
     answer: ChatCompletion, samples: Sequence[Sample], *, model: str, text_of: TextOf | None
@@ -385,10 +388,6 @@ async def _run_all(
 def _text_of(session: SessionState) -> TextOf | None:
     tokenizer = session.managed_server.tokenizer
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
-
-
-IGNORED_HEADER = "X-Atropos-Ignored"
-"""Names fields of the request that changed nothing."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,34 @@ __all__ = [
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
+ChatMessage = Mapping[str, Any]
+Call = tuple[str, str, str]
+
+_MAX_REMEMBERED = 8192
+
+_DELTA_CHARACTERS = 48
+
+FieldsT = TypeVar("FieldsT", bound=BaseModel)
+
+SHARED_OPTIONS = (
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "structured_outputs",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+"""Sampling options; those the dialects do not define come with `extra_body` of a client."""
+
 
 class Bounded(Generic[KeyT, ValueT]):
     """Keeps up to `max_entries` values by their keys."""
@@ -102,12 +130,6 @@ class Bounded(Generic[KeyT, ValueT]):
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)
-
-
-ChatMessage = Mapping[str, Any]
-Call = tuple[str, str, str]
-
-_MAX_REMEMBERED = 8192
 
 
 @dataclass(frozen=True)
@@ -324,9 +346,6 @@ def _bytes_of(text: str) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
-_DELTA_CHARACTERS = 48
-
-
 @dataclass(frozen=True)
 class ShownCall:
     """One tool call of an answer."""
@@ -430,9 +449,6 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
         return text, None
     start, stop = min(found, key=lambda place: place[0])
     return text[:start], stop
-
-
-FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 
 def refuse(path: str, message: str) -> NoReturn:
@@ -581,26 +597,6 @@ def was_cut_while_thinking(
     except ProxyRefusal:  # the session's server renders prompts itself
         return False
     return prompt.rstrip().endswith(THINKING_START)
-
-
-SHARED_OPTIONS = (
-    "allowed_token_ids",
-    "bad_words",
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "structured_outputs",
-    "temperature",
-    "top_k",
-    "top_p",
-)
-"""Sampling options; those the dialects do not define come with `extra_body` of a client."""
 
 
 def shared_options(body: Mapping[str, Any]) -> dict[str, Any]:

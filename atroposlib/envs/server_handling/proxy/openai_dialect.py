@@ -58,6 +58,8 @@ __all__ = [
 
 _STATE_NAME = "openai"
 
+_PIECE_CHARS = 64
+
 
 def as_sampled(
     session: SessionState, request: ChatCompletionProxyRequest
@@ -123,9 +125,6 @@ def _stops_of(request: SamplingRequest) -> Sequence[str]:
 def _before(text: str, stops: Sequence[str]) -> str:
     starts = [text.index(stop) for stop in stops if stop and stop in text]
     return text[: min(starts)] if starts else text
-
-
-_PIECE_CHARS = 64
 
 
 def chat_events(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[Event]:

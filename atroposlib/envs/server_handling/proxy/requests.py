@@ -53,6 +53,81 @@ __all__ = [
 _OPEN = "<think>"
 _CLOSE = "</think>"
 
+LARGEST_LIMIT = 2**31 - 1
+"""Of tokens of a reply."""
+MOST_STOPS = 128
+"""Stop sequences of a request."""
+_LARGEST_SEED = 2**63 - 1
+
+_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+_Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+_FORMS = ("text", "json_object", "json_schema", "structural_tag")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_NAMED_OPTIONS = (
+    "temperature",
+    "top_p",
+    "n",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+_ENGINE_OPTIONS = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "min_p",
+        "min_tokens",
+        "priority",
+        "repetition_penalty",
+        "response_format",
+        "stop_token_ids",
+        "structured_outputs",
+        "top_k",
+    }
+)
+"""Sampling options of engines beyond OpenAI's; they change which token is drawn, no more."""
+
+_REFUSED = {
+    "audio": "only text can be tracked",
+    "best_of": "discarded completions could not be tracked",
+    "chat_template": "the session's own template renders every prompt",
+    "chat_template_kwargs": "the session's own template renders every prompt",
+    "continue_final_message": "the session's own template renders every prompt",
+    "function_call": "use tools and tool_choice",
+    "functions": "use tools and tool_choice",
+    "input_ids": "prompts are tokenised by the session",
+    "prompt_logprobs": "only sampled tokens have logprobs here",
+    "use_beam_search": "beams are not samples of the policy",
+    "web_search_options": "no search is available",
+}
+_ASK_WHEN_EMPTY = ("web_search_options",)
+_WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    }
+)
+"""Fields for the bookkeeping of a provider, which ask nothing of an answer."""
+
+_ASK_NOTHING: dict[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "truncation": ("disabled",),
+}
+"""Values of fields that are not honoured with which nothing is asked for."""
+
 
 class Thought(NamedTuple):
     """A completion in two parts."""
@@ -83,13 +158,6 @@ def with_thinking(thinking: str, text: str) -> str:
     return f"{_OPEN}\n{thinking}\n{_CLOSE}\n\n{text}" if thinking else text
 
 
-LARGEST_LIMIT = 2**31 - 1
-"""Of tokens of a reply."""
-MOST_STOPS = 128
-"""Stop sequences of a request."""
-_LARGEST_SEED = 2**63 - 1
-
-
 def _not_zero(limit: int) -> int:
     if limit == 0:
         raise PydanticCustomError("limit_zero", "Input should be at least 1, or -1 for no limit")
@@ -97,11 +165,6 @@ def _not_zero(limit: int) -> int:
 
 
 _Limit = Annotated[int, Field(ge=-1, le=LARGEST_LIMIT), AfterValidator(_not_zero)]
-_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-_Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
-
-AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
 class ProxyModel(BaseModel):
@@ -256,70 +319,6 @@ def read_body(model: type[AnyModel], body: Mapping[str, Any]) -> AnyModel:
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False, include_context=False)
         raise invalid_body([dict(entry) for entry in details]) from None
-
-
-_FORMS = ("text", "json_object", "json_schema", "structural_tag")
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-_NAMED_OPTIONS = (
-    "temperature",
-    "top_p",
-    "n",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-)
-_ENGINE_OPTIONS = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "min_p",
-        "min_tokens",
-        "priority",
-        "repetition_penalty",
-        "response_format",
-        "stop_token_ids",
-        "structured_outputs",
-        "top_k",
-    }
-)
-"""Sampling options of engines beyond OpenAI's; they change which token is drawn, no more."""
-
-_REFUSED = {
-    "audio": "only text can be tracked",
-    "best_of": "discarded completions could not be tracked",
-    "chat_template": "the session's own template renders every prompt",
-    "chat_template_kwargs": "the session's own template renders every prompt",
-    "continue_final_message": "the session's own template renders every prompt",
-    "function_call": "use tools and tool_choice",
-    "functions": "use tools and tool_choice",
-    "input_ids": "prompts are tokenised by the session",
-    "prompt_logprobs": "only sampled tokens have logprobs here",
-    "use_beam_search": "beams are not samples of the policy",
-    "web_search_options": "no search is available",
-}
-_ASK_WHEN_EMPTY = ("web_search_options",)
-_WITHOUT_EFFECT = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "user",
-    }
-)
-"""Fields for the bookkeeping of a provider, which ask nothing of an answer."""
-
-_ASK_NOTHING: dict[str, tuple[Any, ...]] = {
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "truncation": ("disabled",),
-}
-"""Values of fields that are not honoured with which nothing is asked for."""
 
 
 def chat_kwargs(request: ChatCompletionProxyRequest, *, max_choices: int) -> dict[str, Any]:

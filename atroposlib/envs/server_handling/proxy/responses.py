@@ -128,6 +128,30 @@ ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _TOOL_MODES = ("none", "auto", "required")
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 
+Item = dict[str, Any]
+
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+_MOST_LISTED = 100
+
+Fields = dict[str, Any]
+
+_TEXT_EVENT = {"output_text": "response.output_text", "reasoning_text": "response.reasoning_text"}
+
+FindItem = Callable[[str], Mapping[str, Any] | None]
+
+_INPUT_PARTS = ("input_text", "text", "output_text")
+_OUTPUT_PARTS = ("output_text", "text", "refusal", "input_text")
+_ROLES = {"user": "user", "system": "system", "developer": "system"}
+
+_MAX_STORED = 1024
+
+_NAME = "responses"
+
 
 class ResponsesFields(BaseModel):
     """What of a Responses request matters here; other fields are ignored."""
@@ -299,17 +323,6 @@ def _response_format(text_format: Any) -> dict[str, Any] | None:
         if wanted.get(name) is not None:
             schema[name] = wanted[name]
     return {"type": "json_schema", "json_schema": schema}
-
-
-Item = dict[str, Any]
-
-_ID_PREFIXES = {
-    "message": "msg",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "reasoning": "rs",
-}
-_MOST_LISTED = 100
 
 
 class ResponseHead(NamedTuple):
@@ -492,11 +505,6 @@ def _usage(answer: ShownAnswer) -> Mapping[str, Any]:
     }
 
 
-Fields = dict[str, Any]
-
-_TEXT_EVENT = {"output_text": "response.output_text", "reasoning_text": "response.reasoning_text"}
-
-
 def response_events(
     started: Mapping[str, Any], response: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
@@ -548,13 +556,6 @@ def _part_events(part: Mapping[str, Any]) -> Iterator[tuple[str, Fields]]:
         yield f"{head}.delta", {"delta": delta, **logprobs}
     yield f"{head}.done", {"text": part["text"], **logprobs}
     yield "response.content_part.done", {"part": part}
-
-
-FindItem = Callable[[str], Mapping[str, Any] | None]
-
-_INPUT_PARTS = ("input_text", "text", "output_text")
-_OUTPUT_PARTS = ("output_text", "text", "refusal", "input_text")
-_ROLES = {"user": "user", "system": "system", "developer": "system"}
 
 
 def read_input(value: Any, find_item: FindItem) -> list[ChatMessage | SentTurn]:
@@ -688,9 +689,6 @@ def _call_of(item: Mapping[str, Any], path: str) -> ChatMessage:
     return {"id": call_id, "type": "function", "function": function}
 
 
-_MAX_STORED = 1024
-
-
 @dataclass(frozen=True)
 class StoredResponse:
     """A response and the conversation it ends."""
@@ -754,9 +752,6 @@ class ResponsesState:
         for item in self.get(response_id).response["output"]:
             self._items.pop(item["id"], None)
         del self._stored[response_id]
-
-
-_NAME = "responses"
 
 
 async def create_response(exchange: Exchange) -> Response:

@@ -74,7 +74,22 @@ __all__ = [
     "open_backend",
 ]
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 0.1
+
+SAMPLES: ContextVar[list[Sample] | None] = ContextVar("SAMPLES", default=None)
+"""Where the running request collects its samples, in the order they were answered."""
+
+T = TypeVar("T")
+
+SESSION_HEADER = "X-Session-ID"
+"""Names the part of a session that a request belongs to, for agents that share one key."""
+
+_RETRY_S = 30
+_LONGEST_PART_ID = 256
+KEY_PREFIX = "sk-atropos-"
+"""Some agents insist on keys that begin like OpenAI's."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +102,6 @@ class Sample:
     """[n][C] ids it sampled."""
     completion_logprobs: list[list[float]]
     """[n][C] their logprobs."""
-
-
-SAMPLES: ContextVar[list[Sample] | None] = ContextVar("SAMPLES", default=None)
-"""Where the running request collects its samples, in the order they were answered."""
 
 
 class SampledServer(SessionServer):
@@ -130,9 +141,6 @@ class SampledServer(SessionServer):
                 )
             await asyncio.sleep(_POLL_S)
         return current
-
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -373,15 +381,6 @@ class ProxySettings(BaseModel):
     )
 
 
-SESSION_HEADER = "X-Session-ID"
-"""Names the part of a session that a request belongs to, for agents that share one key."""
-
-_RETRY_S = 30
-_LONGEST_PART_ID = 256
-KEY_PREFIX = "sk-atropos-"
-"""Some agents insist on keys that begin like OpenAI's."""
-
-
 class SessionStore:
     """Sessions by name and by key. Only digests of keys are looked up.
 
@@ -541,9 +540,6 @@ class SessionStore:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-logger = logging.getLogger(__name__)
 
 
 def config_of(entry: ServerEntry, *, model_name: str, tokenizer_name: str) -> APIServerConfig:
