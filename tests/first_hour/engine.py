@@ -132,6 +132,11 @@ def _sum_answer(prompt: str) -> str | None:
     return str(int(found[1]) + int(found[2])) if found else None
 
 
+def _product_answer(prompt: str) -> str | None:
+    found = re.search(r"(\d+) \* (\d+) = \?", prompt)
+    return str(int(found[1]) * int(found[2])) if found else None
+
+
 def _depot_answer(prompt: str) -> str | None:
     found = re.search(r"receives (\d+) boxes with (\d+) parts each, and (\d+) loose", prompt)
     if found is None:
@@ -170,6 +175,7 @@ def _word_guess(prompt: str) -> str | None:
 RULES: tuple[Callable[[str], str | None], ...] = (
     _gsm8k_answer,
     _sum_answer,
+    _product_answer,
     _depot_answer,
     _chain_sum_answer,
     _shopping_answer,

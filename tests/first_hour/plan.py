@@ -89,8 +89,14 @@ STEPS: tuple[Step, ...] = (
         limit_s=1800,
     ),
     NotRun("CONTRIBUTING.md", "git clone <this repository>", "CI does it: this is a fresh clone"),
-    NotRun("README.md", "make test", "CI runs it before this walk"),
-    NotRun("README.md", "everything goes to", "the output of `make demo`"),
+    Run("README.md", "import math", save_as="multiplication.py"),
+    Run(
+        "README.md",
+        "python multiplication.py check",
+        shows=("scores differ +│ passed +│ gold 1, empty 0, garbage 0", "19 passed, 1 skipped"),
+    ),
+    NotRun("README.md", "check of multiplication", "the output of the check above"),
+    NotRun("README.md", "share of tries that are right", "the output of `make demo`"),
     Run(
         "README.md",
         "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
@@ -99,11 +105,10 @@ STEPS: tuple[Step, ...] = (
     ),
     Run(
         "README.md",
-        "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
-        shows=("4 groups", "percent correct"),
+        "atropos-train multiplication.py",
+        until=("step [1-9][0-9]* of 200",),
+        limit_s=900,
     ),
-    Run("README.md", "atropos-new-env my_game", shows=("my_game.py",)),
-    Run("README.md", "atropos-train my_game.py", until=("step [1-9][0-9]* of 200",), limit_s=900),
     NotRun("README.md", "atroposlib/            the library", "the map of folders"),
     # the service
     Run(
