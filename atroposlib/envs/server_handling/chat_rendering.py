@@ -1,6 +1,8 @@
-"""Turning a conversation into the exact text of a prompt, or of what follows a sampled reply.
+"""Render conversations with the chat template, and convert between token ids and text.
 
-Between ids and the texts of tracked sequences, for any tokenizer or none.
+messages ─► render_messages ─► prompt text ─► encode_prompt ─► ids
+            render_added    ─► text that a template writes after a reply ─► encode_added ─► ids
+ids      ─► text_of         ─► completion text without special tokens
 """
 
 from __future__ import annotations
@@ -38,23 +40,23 @@ __all__ = [
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
-# Private-use characters: no template looks for them and no tokenizer ever sees them.
+# Private-use characters: templates do not look for them, and they are removed before encoding.
 _PLACEHOLDERS = {"<think>": "\ue000think\ue001", "</think>": "\ue000/think\ue001"}
 _REPLY = "\ue002reply\ue003"
 
 _STANDS_FOR = {"developer": "system"}
-"""Roles that most templates pass over without a word, and the one that means the same."""
+"""Roles that most templates silently skip, mapped to the role with the same meaning."""
 
 _SHOWN_START = 60
 
 PIECE_TOKENS = 2048
-"""Tokens encoded in one go; more would hold up what else runs on the event loop."""
+"""Maximum number of tokens encoded at once; longer pieces would block the event loop."""
 
 _WORD_WITHIN = 64
-"""How far behind a piece the next word is looked for."""
+"""How many tokens after a piece are searched for the start of a word."""
 
 _COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Tokenizers that encode the spelling of special tokens, by the tokenizer they were made of."""
+"""Copies that encode the spelling of special tokens as text, by the original tokenizer."""
 
 
 def render_messages(
@@ -66,14 +68,14 @@ def render_messages(
 ) -> str:
     """Return the prompt text of a conversation.
 
-    A reply is opened unless the last message is the assistant's. Without a chat template each
-    message becomes a line `role: content`. A `developer` is the system where the template's
-    source does not name that role.
+    A generation prompt is added unless the last message is the assistant's. Without a chat template
+    each message becomes a line `role: content`. The role `developer` becomes `system` if the
+    template's source does not name it.
 
     Args:
-        tokenizer: Anything with `apply_chat_template`; None for the plain lines.
-        messages: Conversation so far; not changed.
-        tools: Tool definitions the template should show; None leaves the argument out.
+        tokenizer: Any object with `apply_chat_template`; None for the plain lines.
+        messages: Conversation so far; not modified.
+        tools: Tool definitions for the template; None leaves the argument out.
         keep_thinking: Hide `<think>` tags of assistant messages from the template, since many
             templates drop earlier thinking and a continued sequence would no longer match.
 
@@ -84,7 +86,7 @@ def render_messages(
         return "\n".join(
             f"{message['role']}: {message.get('content') or ''}" for message in messages
         )
-    # Tokenizers of users may render without one.
+    # User-defined tokenizers may render without one.
     if not getattr(tokenizer, "chat_template", "their own"):
         raise ConfigError(no_template_text(tokenizer))
     shown = [_with_parsed_arguments(m) for m in _with_known_roles(tokenizer, messages)]
@@ -106,13 +108,13 @@ def check_texts(
 ) -> None:
     """Raise unless a prompt holds the text of every message from `start` on.
 
-    Outer space may differ, and the text may stand as JSON, as templates write results of tools.
-    Parts of a message that are not text are not looked for.
+    Surrounding whitespace may differ, and the text may appear as JSON, as in tool results.
+    Parts of a message that are not text are not checked.
 
     Args:
-        prompt: What a template made of the messages.
+        prompt: Output of the template for the messages.
         messages: A conversation.
-        start: Index of the first message that is looked for.
+        start: Index of the first message to check.
         keeps_thinking: Whether the prompt must hold the thinking of the assistant's messages.
 
     Raises:
@@ -139,7 +141,7 @@ def render_either(
 ) -> str:
     """Return the text of a conversation in the first of two forms that the template accepts.
 
-    Some templates tell an answer from a call by the calls, and refuse two answers in a row.
+    Some templates recognize a tool call by its `tool_calls`, and refuse two answers in a row.
     """
     refusals = _refusals()
     try:
@@ -156,17 +158,16 @@ def render_either(
 def render_added(
     render: Render, history: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return the text a template writes behind a reply: its end, the added messages, the opening.
+    """Return the text a template writes after a reply: its end, the added messages, the opening.
 
-    What stands before the reply does not enter, so it does not matter how the template would
-    write it today. The reply stands behind one short question, so that a template which puts
-    the system text or the tools in front of the *last* question does not repeat them; a template
-    that refuses this is given the whole history instead.
+    The result does not depend on how the template would write the messages before the reply. The
+    reply follows one short question: some templates put the system text or the tools before the
+    *last* question and would repeat them. A template that refuses this gets the whole history.
 
     Args:
-        render: Messages to prompt text.
+        render: Renders messages as prompt text.
         history: [M] messages before the reply.
-        added: Messages behind it.
+        added: Messages after it.
 
     Returns:
         The text, or None if the template refuses both.
@@ -182,7 +183,7 @@ def render_added(
 def tail_behind(
     render: Render, before: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return what a template writes behind a reply to `before`; None if it refuses."""
+    """Return what a template writes after a reply to `before`; None if it refuses."""
     marker = _REPLY
     while any(marker in str(message.get("content")) for message in before):
         marker += _REPLY
@@ -196,20 +197,20 @@ def tail_behind(
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Return what a template raises on a conversation it does not want."""
+    """Return the errors a template raises for a conversation it refuses."""
     try:
         from jinja2 import TemplateError
-    except ImportError:  # then the tokenizer renders by other means
+    except ImportError:  # then the tokenizer does not render with jinja2
         return (TypeError,)
-    return (TemplateError, TypeError)  # the latter when it joins text and nothing
+    return (TemplateError, TypeError)  # TypeError when a template adds None to text
 
 
 def _with_known_roles(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the messages with roles the template does not know replaced by what they stand for.
+    """Return the messages with roles unknown to the template replaced by equivalent ones.
 
-    The system's messages at the front are then one, as templates look for one.
+    Leading system messages are then joined, since templates expect a single one.
     """
     source = str(getattr(tokenizer, "chat_template", None) or "")
     unknown = {role for role in _STANDS_FOR if role not in source}
@@ -229,7 +230,7 @@ def _with_known_roles(
 
 
 def _texts_of(message: Mapping[str, Any], *, keeps_thinking: bool) -> Iterator[str]:
-    """Yield the texts of a message without the space around them."""
+    """Yield the texts of a message without surrounding whitespace."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     for part in parts:
@@ -243,7 +244,7 @@ def _texts_of(message: Mapping[str, Any], *, keeps_thinking: bool) -> Iterator[s
 
 
 def _is_written_otherwise(text: str, prompt: str) -> bool:
-    """Whether a prompt holds a text as JSON, or with other space."""
+    """Whether a prompt holds a text as JSON, or with different whitespace."""
     written = [json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)]
     written += [_without_marks(form) for form in written]
     if any(form in prompt for form in written):
@@ -256,13 +257,13 @@ def _is_written_otherwise(text: str, prompt: str) -> bool:
 
 
 def _without_marks(text: str) -> str:
-    """Return JSON text as templates that write HTML escape it."""
+    """Return JSON text with the escapes of templates that write HTML."""
     marks = {ord(mark): f"\\u{ord(mark):04x}" for mark in "<>&'"}
     return text.translate(marks)
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose calls hold their arguments as objects, as chat templates want them."""
+    """Return a message whose calls hold arguments as objects, as chat templates expect them."""
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or not calls:
         return message
@@ -293,29 +294,28 @@ def _show_thinking(text: str) -> str:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a whole prompt, with one bos where the tokenizer and the text bring two."""
+    """Return the ids of a whole prompt, without the duplicate if text and tokenizer add a bos."""
     ids = tokenizer.encode(text, add_special_tokens=True)
     return drop_double_bos(ids, getattr(tokenizer, "bos_token_id", None))
 
 
 def encode_added(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of text behind a recorded sequence."""
+    """Return the ids of text that follows a recorded sequence."""
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
 def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list[int]:
-    """Return the ids of a text that a model wrote, in which a special token's spelling is text.
+    """Return the ids of a model's text, encoding the spelling of special tokens as plain text.
 
     A model that spells `<|im_end|>` in its answer has not ended its turn, and must not be trained
-    as if it had. Tokens that stay in texts, such as `<think>`, are tokens as always.
+    as if it had. Tokens that stay in texts, such as `<think>`, are encoded as usual.
 
     Args:
-        tokenizer: Any tokenizer. The ids of texts without special tokens are its own; the others
-            come from its `split_special_tokens`, or from pieces of the text where it has no such
-            option.
-        text: What the model wrote, and what was written for it.
-        own_marks: What was written for it, without what it may have chosen itself. The special
-            tokens of this text are special in `text` too, unless that spells further ones.
+        tokenizer: Any tokenizer. Texts that contain special tokens are encoded with its option
+            `split_special_tokens`, or piece by piece if it lacks that option.
+        text: Text of the model, with the markup that this package added.
+        own_marks: The added markup alone. Its special tokens stay special in `text`, unless
+            `text` spells further ones.
     """
     ids = encode_added(tokenizer, text)
     special = _special_ids(tokenizer)
@@ -327,7 +327,7 @@ def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list
         return ids
     spellings = (str(tokenizer.decode([i], skip_special_tokens=False)).strip() for i in special)
     longest_first = sorted(filter(None, spellings), key=len, reverse=True)
-    # A cut behind the first letter of each leaves no special token in any piece.
+    # A cut after the first character of each leaves no special token in any piece.
     pieces = re.split(
         "|".join(f"(?<={re.escape(s[0])})(?={re.escape(s[1:])})" for s in longest_first), text
     )
@@ -339,7 +339,7 @@ def _encode_split(tokenizer: Any, text: str) -> list[int]:
     try:
         splitting = _COPIES.get(tokenizer)
         if splitting is None:
-            # Fast tokenizers keep the option until their next call, which may be another thread's.
+            # Fast tokenizers keep the option until their next call, possibly from another thread.
             splitting = copy.deepcopy(tokenizer)
             _COPIES[tokenizer] = splitting
         return list(splitting.encode(text, add_special_tokens=False, split_special_tokens=True))
@@ -348,8 +348,8 @@ def _encode_split(tokenizer: Any, text: str) -> list[int]:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of special tokens, without the one for text that has no id."""
-    # Tokenizers of users may have neither.
+    """Return the ids of special tokens, without the one for unknown text."""
+    # User-defined tokenizers may have neither attribute.
     ids = set(getattr(tokenizer, "all_special_ids", None) or ())
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     ids |= {i for i, token in added.items() if getattr(token, "special", False)}
@@ -359,17 +359,17 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return a completion without its special tokens; code points without a tokenizer."""
+    """Return a completion without its special tokens; without a tokenizer, ids are code points."""
     if tokenizer is None:
         return "".join(chr(i) for i in ids if 0 <= i < 0x110000 and chr(i).isprintable())
     return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def is_hidden(tokenizer: Any, token_id: int) -> bool:
-    """Whether a token is left out of texts; one that decodes to nothing anyway is not."""
+    """Whether a token is left out of texts; False for one that always decodes to nothing."""
     try:
         return _is_hidden_once(tokenizer, token_id)
-    except TypeError:  # a tokenizer that cannot be remembered
+    except TypeError:  # a tokenizer that cannot be hashed
         return _is_hidden_once.__wrapped__(tokenizer, token_id)
 
 
@@ -385,7 +385,7 @@ def text_of_end(tokenizer: Any, end_ids: Sequence[int]) -> str:
 
 
 def hidden_tail(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """Return the special tokens at the end of a completion, the end of its turn."""
+    """Return the special tokens at the end of a completion, which end its turn."""
     start = len(ids)
     while start and is_hidden(tokenizer, ids[start - 1]):
         start -= 1
@@ -393,9 +393,10 @@ def hidden_tail(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 
 
 async def has_ids_of_text(tokenizer: Any, ids: Sequence[int], *, hides_specials: bool) -> bool:
-    """Whether the tokenizer gives these ids to their own text; models may sample others.
+    """Whether encoding the text of these ids returns the same ids; models may sample others.
 
-    Long texts are encoded in pieces that begin with a word, which encode alone as in the whole.
+    Long texts are encoded in pieces that start at a word, so that each piece encodes as in the
+    whole text.
 
     Args:
         tokenizer: Encodes and decodes.

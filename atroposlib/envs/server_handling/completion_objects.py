@@ -1,9 +1,7 @@
-"""OpenAI answer objects made from texts, for servers that do not speak that protocol.
+"""Build OpenAI chat and completion objects from texts, with tool calls as plain dictionaries.
 
-The OpenAI chat types with tool calls as plain dictionaries.
-
-The client's own types turn each call into an object, which cannot be indexed. Imported where
-answers are built, as the OpenAI package takes a second to import.
+The OpenAI client's own types turn each tool call into an object, which cannot be indexed; the
+subclasses here keep dictionaries.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class ToolAnswer(NamedTuple):
 def as_finish_reason(reason: Any) -> FinishReason:
     """Return a reason both OpenAI types accept; engines send text, an object or null.
 
-    What the types do not know becomes `stop`, so that the answer can be built.
+    Unknown reasons become `stop`, so that the answer can be built.
     """
     if isinstance(reason, Mapping):
         reason = reason.get("type")
@@ -74,24 +72,20 @@ def build_chat(
 ) -> ChatCompletion:
     """Build a chat answer with one choice per completion, numbered from 0; `created` in seconds.
 
-    Tool calls are plain dictionaries: they can be indexed, and put back into messages as they are.
+    Tool calls are plain dictionaries: they can be indexed, and reused in messages unchanged.
     """
-    from atroposlib.envs.server_handling import completion_objects as types
-
-    choices: list[types.Choice] = []
+    choices: list[Choice] = []
     for i, answer in enumerate(answers):
         if isinstance(answer, ToolAnswer):
-            calling = types.ToolCallMessage(
+            calling = ToolCallMessage(
                 role="assistant", content=answer.content, tool_calls=answer.tool_calls
             )
-            choices.append(
-                types.ToolCallChoice(index=i, finish_reason="tool_calls", message=calling)
-            )
+            choices.append(ToolCallChoice(index=i, finish_reason="tool_calls", message=calling))
             continue
-        message = types.ChatCompletionMessage(role="assistant", content=answer.text)
-        choices.append(types.Choice(index=i, finish_reason=answer.finish_reason, message=message))
+        message = ChatCompletionMessage(role="assistant", content=answer.text)
+        choices.append(Choice(index=i, finish_reason=answer.finish_reason, message=message))
     calls_tools = any(isinstance(answer, ToolAnswer) for answer in answers)
-    chat_type = types.ToolCallChat if calls_tools else types.ChatCompletion
+    chat_type = ToolCallChat if calls_tools else ChatCompletion
     return chat_type(
         id=id_,
         created=created,
@@ -131,11 +125,11 @@ class ToolCallMessage(ChatCompletionMessage):
     """A message whose tool calls are dictionaries."""
 
     tool_calls: list[dict[str, Any]] | None = None  # type: ignore[assignment]  # see the module
-    """`{"id", "type": "function", "function": {"name", "arguments"}}` each."""
+    """Each `{"id", "type": "function", "function": {"name", "arguments"}}`."""
 
 
 class ToolCallChoice(Choice):
-    """A choice with such a message."""
+    """A choice whose message holds tool calls."""
 
     message: ToolCallMessage
 
@@ -144,4 +138,4 @@ class ToolCallChat(ChatCompletion):
     """An answer whose choices may call tools."""
 
     choices: list[SerializeAsAny[Choice]]
-    """Each dumped as what it is; the client's type would warn of the dictionaries."""
+    """Serialized by their own class; the client's type would warn about the dictionaries."""

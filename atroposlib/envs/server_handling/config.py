@@ -1,8 +1,7 @@
-"""Settings of inference servers and of the manager in front of them.
+"""Settings of inference servers: the models, the reasoning options, and how servers are chosen.
 
-How a request asks a provider for reasoning, and how much of it.
-
-Decide which inference servers an environment uses: one, several, or the discovered ones.
+config_init, YAML section `openai`, `--openai.*` flags
+    └─► resolve_openai_configs ─► one server, a list of servers, or a baseline for discovery
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = [
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
 
 LOCAL_API_KEY = "x"
-"""Key sent to a server that asks for none: the OpenAI client refuses to start without one."""
+"""Placeholder key for servers that need none: the OpenAI client refuses to start without a key."""
 
 VALID_REASONING_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 
@@ -46,35 +45,35 @@ _PREFIX = f"{_SECTION}."
 
 
 class ServerBaseline(BaseModel):
-    """What every inference server has in common; alone, it asks for discovery of the URLs."""
+    """Settings shared by every inference server; used alone, it requests URL discovery."""
 
     model_config = ConfigDict(protected_namespaces=())  # `model_name` is a field of the contract
 
     timeout: int = Field(
-        default=1200, gt=0, description="Longest wait for one answer of the server, in seconds."
+        default=1200, gt=0, description="Timeout of one request to the server, in seconds."
     )
     num_max_requests_at_once: int = Field(
-        default=512, ge=1, description="Training requests in flight at one server."
+        default=512, ge=1, description="Maximum number of training requests in flight per server."
     )
     num_requests_for_eval: int = Field(
-        default=64, ge=1, description="Evaluation requests in flight at one server."
+        default=64, ge=1, description="Maximum number of evaluation requests in flight per server."
     )
     model_name: str = Field(
-        default="default", description="Model name the server knows, sent with every request."
+        default="default", description="Name under which the server serves the model."
     )
     rolling_buffer_length: int = Field(
-        default=1000, ge=1, description="Number of newest requests that the metrics describe."
+        default=1000, ge=1, description="Number of recent requests that the metrics cover."
     )
     server_type: ServerType = Field(
         default="openai",
-        description="Engine behind the URL; openai is any provider, whose texts are tokenized. "
-        "Exact token ids and logprobs, which a policy gradient needs, come from vllm, "
-        "sglang, and trl where it starts vLLM's server.",
+        description="Engine at the URL. openai: any provider; its texts are tokenized locally. "
+        "vllm, sglang, and trl versions that start vLLM's server return the exact token ids and "
+        "logprobs that a policy gradient needs.",
     )
     tokenizer_name: str = Field(
         default="none",
-        description="Tokenizer of the served model, a hub name or a folder; "
-        "'none' means the one of model_name.",
+        description="Tokenizer of the served model: a hub name or a directory; "
+        "'none' uses model_name.",
     )
 
 
@@ -88,45 +87,46 @@ class APIServerConfig(ServerBaseline):
     api_key: str | None = Field(
         default="",
         repr=False,
-        description="Key of the server; empty: the environment's OPENAI_API_KEY for the official "
-        "endpoint, a dummy for a server with a URL of its own.",
+        description="API key of the server. If empty, OPENAI_API_KEY is used for the official "
+        "endpoint and a placeholder for any other base_url.",
     )
     base_url: str | None = Field(
         default="",
-        description="Address ending in /v1; empty: OPENAI_BASE_URL of the environment, "
-        "else the official OpenAI endpoint.",
+        description="URL ending in /v1. If empty, the environment variable OPENAI_BASE_URL is "
+        "used, else the official OpenAI endpoint.",
     )
     n_kwarg_is_ignored: bool = Field(
         default=False,
-        description="The server answers one choice whatever n is, so n requests are made instead.",
+        description="Whether the server ignores n and returns one choice; n requests are sent "
+        "instead.",
     )
     health_check: bool = Field(
         default=True,
-        description="Probe the server at start and after failures, and hold requests while it "
-        "is down.",
+        description="Whether to probe the server at start and after failures, and to hold "
+        "requests while it is down.",
     )
 
     startup_timeout: float = Field(
         default=60.0,
         ge=0,
-        description="Longest wait for a server that has never answered, in seconds; then requests "
-        "fail and say what to check. One that has answered is waited for, "
-        "engine_timeout at longest.",
+        description="Maximum wait for a server that has never answered, in seconds; after that, "
+        "requests fail with a hint about what to check. A server that answered before is waited "
+        "for up to engine_timeout.",
     )
 
     @property
     def known_base_url(self) -> str | None:
-        """The configured address, None when it is not set."""
+        """The configured URL, or None if it is not set."""
         return self.base_url or None
 
     @property
     def shown_base_url(self) -> str:
-        """The address for messages, without user and password."""
+        """The URL for messages, without user and password."""
         return without_secrets(self.known_base_url or "at the official endpoint")
 
     @property
     def key_for_client(self) -> str | None:
-        """What to hand to an OpenAI client; None lets the client read its environment."""
+        """The key for an OpenAI client; None lets the client read its environment variables."""
         if self.api_key:
             return self.api_key
         return LOCAL_API_KEY if self.known_base_url else None
@@ -140,20 +140,22 @@ class ServerManagerConfig(BaseModel):
     """Settings of `ServerManager` itself."""
 
     slurm: bool = Field(
-        default=False, description="Find the servers on the nodes of the current Slurm job."
+        default=False,
+        description="Whether to use the servers on the nodes of the current Slurm job.",
     )
     testing: bool = Field(
-        default=False, description="Use the scripted test server instead of real ones."
+        default=False,
+        description="Whether to use the scripted test server instead of real ones.",
     )
     max_n_completions: int = Field(
         default=8,
         ge=1,
-        description="Most completions asked for in one request; larger n is split.",
+        description="Maximum number of completions per request; a larger n is split.",
     )
     proxy_url: str | None = Field(
         default=None,
-        description="Address of a managed-server proxy; empty: ATROPOS_PROXY_URL of the "
-        "environment, else none.",
+        description="URL of a managed-server proxy. If empty, the environment variable "
+        "ATROPOS_PROXY_URL is used; without either, no proxy is used.",
     )
 
 
@@ -164,12 +166,12 @@ def is_official_openai(base_url: str | None) -> bool:
 
 @dataclass
 class ReasoningConfig:
-    """Reasoning wanted from the model; giving an effort or a token limit switches it on.
+    """Reasoning requested from the model; an effort or a token limit enables it.
 
     Attributes:
         enabled: Whether requests carry reasoning fields.
-        effort: One of `VALID_REASONING_EFFORTS`; wins over `max_tokens`.
-        max_tokens: Limit of reasoning tokens.
+        effort: One of `VALID_REASONING_EFFORTS`; takes precedence over `max_tokens`.
+        max_tokens: Maximum number of reasoning tokens.
     """
 
     enabled: bool = False
@@ -201,12 +203,12 @@ class ReasoningConfig:
     def build_extra_body(
         self, base_url: str | None = None, use_max_tokens: bool = False
     ) -> dict[str, Any] | None:
-        """Return the request fields that ask for this reasoning, None when it is off.
+        """Return the request fields for this reasoning, or None if it is disabled.
 
         Args:
             base_url: Where the request goes; OpenAI itself takes one flat field.
-            use_max_tokens: Express an effort as its token limit of `EFFORT_TO_MAX_TOKENS`, for
-                providers that know limits only.
+            use_max_tokens: Convert an effort to its token limit in `EFFORT_TO_MAX_TOKENS`, for
+                providers that accept only limits.
         """
         if not self.enabled:
             return None
@@ -222,13 +224,13 @@ class ReasoningConfig:
         return {"reasoning": reasoning}
 
     def add_to(self, kwargs: dict[str, Any], *, base_url: str | None) -> dict[str, Any]:
-        """Return the arguments of a chat with the fields the provider understands.
+        """Return the arguments of a chat with the provider's reasoning fields added.
 
-        What else `extra_body` holds is kept. OpenAI itself also gets the only temperature its
-        reasoning models take, and `max_tokens` under the name they know.
+        Other entries of `extra_body` are kept. For OpenAI itself, temperature is set to 1, the only
+        value its reasoning models accept, and `max_tokens` becomes `max_completion_tokens`.
 
         Args:
-            kwargs: Arguments of the request; not changed.
+            kwargs: Arguments of the request; not modified.
             base_url: Where the request goes.
         """
         body = self.build_extra_body(base_url)
@@ -246,7 +248,7 @@ class ReasoningConfig:
         """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of a config.
 
         Args:
-            env_config: Any object; attributes it lacks count as off.
+            env_config: Any object; missing attributes count as disabled.
         """
         return cls(
             enabled=bool(getattr(env_config, "thinking_mode", False)),
@@ -256,11 +258,11 @@ class ReasoningConfig:
 
 
 ServerConfigs = ServerBaseline | APIServerConfig | Sequence[ServerBaseline | APIServerConfig]
-"""What `config_init` returns second: a baseline, one server, or a list of servers."""
+"""Second value returned by `config_init`: a baseline, one server, or a list of servers."""
 
 
 def server_entries(section: Any) -> list[dict[str, Any]]:
-    """The servers of a YAML section: a mapping is one server, a list is one server per entry.
+    """Return the servers of a YAML section: one per mapping, or one per entry of a list.
 
     Args:
         section: Parsed YAML; None and empty containers hold no server.
@@ -286,19 +288,19 @@ def resolve_openai_configs(
     cli_passed_flags: Mapping[str, Any],
     logger: logging.Logger,
 ) -> ServerConfigs:
-    """Pick the servers from what the environment, the YAML file and the command line say.
+    """Choose the servers from the environment's defaults, the YAML file and the command line.
 
-    Several servers, whether from the YAML file or from `config_init`, are taken as they are: a
-    flag has no way to say which of them it means. One server, or none, is merged with the YAML
-    entry and the flags. A `ServerBaseline` (URLs are discovered) stays one as long as only fields
-    it has are overridden; a URL or a key makes it one server.
+    Several servers, from the YAML file or from `config_init`, are used unchanged: a flag cannot
+    name one of them. One server, or none, is merged with the YAML entry and the flags. A
+    `ServerBaseline` (URLs are discovered) stays a baseline while only its own fields are
+    overridden; a URL or a key turns it into one server.
 
     Args:
-        default_server_configs: What `config_init` returned.
+        default_server_configs: Server settings returned by `config_init`.
         openai_config_dict: Settings of the single server, all layers merged.
         yaml_config: The parsed YAML file; its `openai` entry is read.
-        cli_passed_flags: What was typed; names that begin with `openai.` count.
-        logger: Told about a default of an unexpected type.
+        cli_passed_flags: Flags given by the user; names that begin with `openai.` count.
+        logger: Receives a warning about a default of an unexpected type.
 
     Returns:
         A list of configs, one bare config where the default was bare, or a baseline.
@@ -340,7 +342,7 @@ def _is_list(configs: Any, *, at_least: int = 0) -> bool:
 
 
 def server_class_of(configs: ServerConfigs) -> type[APIServerConfig]:
-    """The class of the environment's own server settings, so that added fields survive."""
+    """Return the class of the environment's server settings, so that added fields are kept."""
     first = next(iter(configs), None) if isinstance(configs, list | tuple) else configs
     return type(first) if isinstance(first, APIServerConfig) else APIServerConfig
 

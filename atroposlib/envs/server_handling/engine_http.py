@@ -1,14 +1,11 @@
-"""JSON over HTTP to the native routes of an engine: status checked, key sent, time bounded.
+"""Talk to an engine's native routes in JSON over HTTP, and check that it matches the settings.
 
-Whether an engine is the one that the settings describe: its model list and its tokenizer.
+first request -> GET /v1/models                            -> does it list the configured model?
+              -> POST /tokenize, else the echo of a prompt -> does it use the same token ids?
 
-first request -> GET /v1/models                            -> does it list our model?
-              -> POST /tokenize, else the echo of a prompt -> are its ids ours?
-
-A check that cannot be made says nothing: a route that is missing or forbidden, an answer that is
-too long or of another form. A server that cannot be reached is asked again with the next request.
-
-Something found out once, however many requests ask for it at the same time.
+A check that cannot be made passes: the route is missing or forbidden, or the answer is too long or
+malformed. If the server cannot be reached, the next request repeats the check. Concurrent requests
+share one check (`SharedSearch`).
 """
 
 from __future__ import annotations
@@ -52,16 +49,16 @@ _LONG_BYTES = 2**17
 T = TypeVar("T")
 
 TEST_TEXT = "The tokenizer check: 12345 apples, naïve café, x = f(y) + 3;\nzwölf Übungen."
-"""Digits, accents, code and a line break; nothing that any tokenizer reads as a special token."""
+"""Digits, accents, code and a line break, but no text that a tokenizer reads as a special token."""
 
 CHECK_TIMEOUT_S = 10.0
 MAX_LISTING_BYTES = 2_000_000
 MAX_SERVER_ERRORS = 3
-"""Answers of 500 and above after which a server is not asked again."""
+"""Number of answers of 500 and above after which the check is no longer repeated."""
 MAX_SHOWN_MODELS = 8
 MAX_SHOWN_IDS = 6
 UNNAMED_MODELS = frozenset({"default", "unknown"})
-"""Names that stand for a model that the settings leave open."""
+"""Model names that mean the settings do not name a model."""
 
 _ROUTE_REFUSED = frozenset({400, 404, 405, 422, 501})
 
@@ -72,15 +69,16 @@ def root_of(base_url: str) -> str:
 
 
 class EngineHttp:
-    """Requests to one engine over kept connections; they are opened on first use.
+    """Requests to one engine over persistent connections, opened on first use.
 
     Args:
-        base_url: Address of the engine, with or without a trailing `/v1`.
+        base_url: URL of the engine, with or without a trailing `/v1`.
         api_key: Sent as a bearer token when not empty.
-        timeout_s: Longest time for a whole request.
+        timeout_s: Maximum time for a whole request.
 
     Attributes:
-        turns: Where answers wait for their turn to be decoded; shared by servers on one loop.
+        turns: Limits how many answers are decoded per pass of the event loop; shared by the
+            servers on one loop.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
@@ -94,7 +92,7 @@ class EngineHttp:
 
     @property
     def shown_url(self) -> str:
-        """The address for messages, without user and password."""
+        """The URL for messages, without user and password."""
         return without_secrets(self.root_url)
 
     async def post_json(
@@ -109,13 +107,13 @@ class EngineHttp:
 
         Args:
             path: Route, from the root of the server.
-            body: What is sent.
-            timeout_s: Longest time for the request; default: the server's.
-            decoder: Reads only what is of use in answers of the expected form; others, and very
-                long ones, are read whole.
+            body: JSON object to send.
+            timeout_s: Maximum time for the request; default: the server's.
+            decoder: Decodes only the needed fields of answers of the expected form; others, and
+                very long ones, are decoded completely.
 
         Raises:
-            EngineStatusError: the engine answered an error status; its own text is quoted.
+            EngineStatusError: the engine answered an error status; its text is quoted.
             aiohttp.ClientError, TimeoutError, json.JSONDecodeError: no usable answer.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -126,7 +124,7 @@ class EngineHttp:
             return await self._decode_long(raw)
         await self.turns.turn(answer_cost_s(len(raw)))
         answer = _decode_with(decoder, response, raw)
-        if len(raw) > _LONG_BYTES:  # what is done with it takes as long again
+        if len(raw) > _LONG_BYTES:  # processing it takes about the same time again
             await asyncio.sleep(0)
         return answer
 
@@ -137,7 +135,7 @@ class EngineHttp:
             return _loads(raw)
 
     async def get_json(self, path: str) -> Any:
-        """Return the decoded JSON answer of a GET; raises as `post_json`."""
+        """Return the decoded JSON answer of a GET; raises like `post_json`."""
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         async with self._open().get(f"{self.root_url}{path}", timeout=timeout) as response:
             return await decode_answer(response)
@@ -164,10 +162,10 @@ class EngineHttp:
             return decode_raw(response, bytes(raw))
 
     async def answers(self, path: str = "/health") -> bool:
-        """Whether the server is there: any answer below 500 to a GET counts.
+        """Whether the server is up: any answer below 500 to a GET counts.
 
         A reverse proxy in front of a dead engine answers 502 to 504; a server that lacks the
-        path or wants a key answers 4xx and is up.
+        path or requires a key answers 4xx and is up.
         """
         timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT_S, self._timeout_s))
         try:
@@ -183,7 +181,7 @@ class EngineHttp:
             await session.close()
 
     def _open(self) -> aiohttp.ClientSession:
-        # A session belongs to the loop it was made on; a second asyncio.run needs a new one.
+        # A session belongs to the loop it was created on; a second asyncio.run needs a new one.
         loop = asyncio.get_running_loop()
         if self._session is None or self._session.closed or self._loop is not loop:
             self._loop = loop
@@ -204,7 +202,7 @@ def _decode_with(
 
 
 def _loads(raw: bytes) -> Any:
-    """Decode an answer; `msgspec` takes an eighth of the time, `json` also reads NaN."""
+    """Decode an answer; `msgspec` is eight times faster, `json` also accepts NaN."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -217,7 +215,7 @@ async def decode_answer(response: aiohttp.ClientResponse) -> Any:
 
 
 def decode_raw(response: aiohttp.ClientResponse, raw: bytes) -> Any:
-    """Return the JSON of an answer whose body was read; raises as `decode_answer`."""
+    """Return the JSON of an answer whose body was read; raises like `decode_answer`."""
     if response.status < 400:
         return _loads(raw)
     text = inert_block(raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT])
@@ -229,18 +227,18 @@ def decode_raw(response: aiohttp.ClientResponse, raw: bytes) -> Any:
 
 
 class SharedSearch(Generic[T]):
-    """One search at a time; a failed one is made again by the next who asks.
+    """Lets concurrent callers share one running search; a failed one is repeated on the next call.
 
-    Keeping what was found is the caller's part.
+    The caller stores the result.
     """
 
     def __init__(self) -> None:
         self._running: asyncio.Task[T] | None = None
 
     async def result(self, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return what the running search finds, or that of a new one; cancelling leaves it on."""
+        """Return the result of the running or a new search; cancelling does not stop the search."""
         running = self._running
-        # A task of a loop that has ended never finishes, so it does not count.
+        # A task of a closed loop never finishes, so it does not count.
         if (
             running is None
             or running.done()
@@ -255,19 +253,19 @@ class ServedModel(NamedTuple):
 
     name: str
     root: str | None
-    """What it was loaded from, where the server says so."""
+    """Source it was loaded from; None if the server does not say."""
 
 
 class _NotReachableError(Exception):
-    """The server gave no answer; the same question may have one later."""
+    """The server gave no answer; the check may succeed later."""
 
 
 class EngineIdentity:
-    """What one server says of itself, asked for once and compared with the settings.
+    """Model list and tokenizer of one server, fetched once and compared with the settings.
 
     Args:
-        http: Speaks to the server.
-        model_name: The model that requests ask for.
+        http: Connection to the server.
+        model_name: Model named in requests.
 
     Attributes:
         served: The server's models; None while they are unknown.
@@ -279,7 +277,7 @@ class EngineIdentity:
         self._model_name = model_name
         self._are_models_asked = False
         self._is_tokenizer_asked = False
-        self._tokenizer: Any = None  # transformers carries no types worth following
+        self._tokenizer: Any = None  # transformers has no useful type for it
         self._tokenizer_name = ""
         self._num_server_errors = 0
         self._models_search: SharedSearch[None] = SharedSearch()
@@ -292,7 +290,7 @@ class EngineIdentity:
 
     @property
     def unknown_model(self) -> str | None:
-        """What to say when the server does not list our model; None when it does, or is unknown."""
+        """The message if the server does not list the configured model; None if it does."""
         if not self.served or self._model_name in UNNAMED_MODELS:
             return None
         if any(model.name == self._model_name for model in self.served):
@@ -354,10 +352,10 @@ class EngineIdentity:
             return None
 
     async def _answer(self, path: str, body: dict[str, Any] | None) -> Any:
-        """Return an answer, None where the server gives none that can be used.
+        """Return an answer; None if the server gives no usable one.
 
         Raises:
-            _NotReachableError: The server cannot be reached, or is not ready.
+            _NotReachableError: the server cannot be reached, or is not ready.
         """
         try:
             return await self._http.ask_briefly(
@@ -369,7 +367,7 @@ class EngineIdentity:
                 if self._num_server_errors <= MAX_SERVER_ERRORS:
                     raise _NotReachableError from error
             logger.debug("no answer to compare with the settings: %s", error)
-        except asyncio.TimeoutError as error:  # before OSError, which it is from Python 3.11 on
+        except asyncio.TimeoutError as error:  # a subclass of OSError from Python 3.11 on
             logger.debug("%s%s took too long: %r", self._http.shown_url, path, error)
         except (aiohttp.ClientConnectionError, OSError) as error:
             raise _NotReachableError from error
@@ -393,12 +391,12 @@ class EngineIdentity:
 
 
 def unknown_model_text(url: str, wanted: str, served: Sequence[str]) -> str:
-    """Return the message for a model that a server does not list, with the one to name instead.
+    """Return the message for a model that a server does not list, with a suggestion.
 
     Args:
-        url: Of the server.
-        wanted: The model that was asked for.
-        served: What the server lists, at least one.
+        url: URL of the server.
+        wanted: The requested model.
+        served: Models the server lists, at least one.
     """
     nearest = [*get_close_matches(wanted, served, n=MAX_SHOWN_MODELS, cutoff=0.6), *served]
     ordered = list(dict.fromkeys(nearest))
@@ -426,7 +424,7 @@ def _models_of(listing: Any) -> tuple[ServedModel, ...] | None:
 
 
 def _own_ids(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """Return the test text's ids without and with special tokens; None if that is not offered."""
+    """Return the ids of the test text without and with special tokens; None if unsupported."""
     try:
         plain = list(tokenizer.encode(TEST_TEXT, add_special_tokens=False))
         return plain, list(tokenizer.encode(TEST_TEXT))
@@ -441,7 +439,7 @@ def _ids(value: Any) -> list[int] | None:
 
 
 def _shown(ids: Sequence[int], first: int) -> str:
-    """Show a few ids from where two lists begin to differ, and how many there are."""
+    """Format a few ids from index `first` on, and the number of ids."""
     before = "..., " if first else ""
     after = ", ..." if len(ids) > first + MAX_SHOWN_IDS else ""
     shown = ", ".join(map(str, ids[first : first + MAX_SHOWN_IDS]))

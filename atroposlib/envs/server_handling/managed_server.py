@@ -1,20 +1,19 @@
 """A session at one server that records, for every completion, the exact tokens sampled.
 
-messages -> prompt text -> ids (those of the node it continues + what is new)
+messages -> prompt text -> ids (those of the continued node + the new ones)
          -> engine -> ids and logprobs -> node, and an OpenAI answer for the caller
 
-A chat continues the recorded conversation whose turns its messages begin with. Turns are compared
-by what they mean, not by their text (`turn_matching` has the rules), so it does not matter how a
-caller wrote an answer back: calls with other spacing, no ids, null content, or left-out thinking
-are the same turn. The engine is then sent the recorded ids and the encoding of what follows the
-reply. Where the chat template would write the recorded turns differently from how they were
-sampled, or their text has other ids, the node says so in `metadata["extended_by_tokens"]`.
-A changed turn, changed tools, or a changed system text start a new sequence.
+Invariants:
 
-A server that reports no token ids is asked for texts, and their ids are made by the tokenizer
-(`text_sampling`); conversations go on in the same way, and the nodes say so.
-
-Stand-ins around a managed server: placeholder tokens, and the shape of an OpenAI client.
+- A chat continues the recorded conversation that its messages start with. Turns are compared by
+  meaning (`turn_matching` has the rules): calls with other spacing, missing ids, null content, or
+  omitted thinking are the same turn. A changed turn, changed tools, or a changed system text start
+  a new sequence.
+- The engine receives the recorded ids plus the encoding of what follows the reply; sampled tokens
+  are never encoded again from text. If the chat template would render the recorded turns
+  differently, or their text has other ids, the node lists why in `metadata["extended_by_tokens"]`.
+- If a server reports no token ids, its texts are tokenized (`text_sampling`) and the nodes are
+  marked.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ _LIMIT_NAMES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens
 class DummyManagedServer:
     """A session at a server without token ids: real texts, placeholder tokens.
 
-    Lets an environment run against any provider. Its sequences say nothing about what was sampled
-    and must not be trained on: `metadata["dummy_tokens"]` is True in each, and exports and trainers
+    Lets an environment run against any provider. Its sequences do not hold the sampled tokens and
+    must not be trained on: `metadata["dummy_tokens"]` is True in each, and exports and trainers
     refuse them (`scored_data.has_placeholder_tokens`).
     """
 
@@ -125,7 +124,7 @@ class DummyManagedServer:
         return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """Raise: this server has no logprobs."""
+        """Raise: a server without token ids has no logprobs."""
         raise NotImplementedError("a server without token ids does not implement get_logprobs")
 
     def get_state(self) -> dict[str, Any]:
@@ -152,10 +151,10 @@ class DummyManagedServer:
 
 
 class ManagedServerAdapter:
-    """A managed server in the shape of an async OpenAI client.
+    """A managed server with the interface of an async OpenAI client.
 
-    Offers `chat.completions.create` and `completions.create`; everything else of the client is
-    refused, since it would bypass the recording of tokens.
+    Offers `chat.completions.create` and `completions.create`; other methods of the client raise,
+    since they would bypass the recording of tokens.
     """
 
     def __init__(self, managed_server: Any, base_url: str) -> None:
@@ -177,23 +176,23 @@ class ManagedServerAdapter:
 class ManagedServer:
     """Chat and completion requests whose sequences are kept with tokens, masks and logprobs.
 
-    A chat that goes on with a recorded conversation, or a prompt that starts with a recorded
-    text, continues that sequence: the engine is sent the recorded tokens, never a new
-    tokenisation of their text, and every turn sampled so far stays trainable. Any other request
-    starts a new sequence.
+    A chat that continues a recorded conversation, or a prompt that starts with a recorded text,
+    continues that sequence: the engine receives the recorded tokens, never a new tokenization of
+    their text, and every turn sampled so far stays trainable. Any other request starts a new
+    sequence.
 
     Args:
-        server: Anything with `tokens_and_logprobs_completion`.
+        server: Any object with `tokens_and_logprobs_completion`.
         tokenizer: Default: the server's, else the one of its model name; None if neither loads.
         track_tree: Keep every sequence by its text instead of replacing the continued one.
-        tool_parser: Name of a tool-call format. With it `tools` of a chat are shown to the model,
-            its calls are parsed, and those in the messages are written back as they were sampled.
-            Sequences always hold the raw text. None leaves tools out of prompts.
-        preserve_think_blocks: Kept for callers; thinking is preserved either way.
+        tool_parser: Name of a tool-call format. With it, prompts include the `tools` of a chat,
+            calls in completions are parsed, and calls in messages are rendered as they were
+            sampled. Sequences always hold the raw text. None leaves tools out of prompts.
+        preserve_think_blocks: Kept for compatibility; thinking is preserved either way.
         strip_think_blocks: Let the chat template drop earlier thinking. Such a turn then starts
             a new sequence, as its prompt differs from what was sampled.
-        policy_version: Called before each request; what the service calls the policy, for
-            engines that do not name their weights.
+        policy_version: Called before each request; returns the policy version that the service
+            reports, for engines that do not name their weights.
 
     Attributes:
         current_nodes: The sequences in list mode.
@@ -228,18 +227,18 @@ class ManagedServer:
     @property
     def is_text_only(self) -> bool:
         """Whether the server is known to report no token ids, so that texts are tokenized here."""
-        # Servers of tests and of users need not say so.
+        # Test and user-defined servers may lack the attribute.
         return not getattr(present_server(self.server), "gives_token_ids", True)
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the model's answers to `messages` and record their sequences.
 
         Args:
-            **kwargs: `messages`, and what the engine takes (`n`, `max_tokens`, `temperature`,
-                `stop`, ...); `split` is passed on. Without a limit a reply runs to its own end,
-                as in any chat. `tools` and `tool_choice` are honoured with a `tool_parser`;
-                `tool_choice="none"` still shows the tools but leaves the answer unparsed.
-                Messages that end with the assistant's text ask for the rest of that reply.
+            **kwargs: `messages` and engine options (`n`, `max_tokens`, `temperature`, `stop`, ...);
+                `split` is passed on. Without a limit a reply may fill the context. `tools` and
+                `tool_choice` need a `tool_parser`; `tool_choice="none"` still shows the tools but
+                leaves the answer unparsed. If the last message is the assistant's text, the model
+                continues that text.
 
         Raises:
             PromptError: the prompt would lack the text of a message, or the last message is the
@@ -259,8 +258,7 @@ class ManagedServer:
         """Return the text and the ids that `chat_completion` would send; nothing is recorded.
 
         Raises:
-            PromptError: the messages cannot be written as a prompt that holds all of them, or
-                there is no tokenizer.
+            PromptError: the prompt would not hold all messages, or the session has no tokenizer.
         """
         if self.tokenizer is None:
             raise PromptError("this session has no tokenizer to render a prompt with")
@@ -312,7 +310,7 @@ class ManagedServer:
     def get_state(self) -> dict[str, Any]:
         """Return `{"nodes": [...]}`, or `{"sequences": ..., "tree": ...}` in tree mode.
 
-        The containers are the caller's own; `reset` does not touch them.
+        The returned containers are copies; `reset` does not change them.
         """
         if self.track_tree:
             return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
@@ -329,7 +327,7 @@ class ManagedServer:
     ) -> tuple[list[Answer | ToolAnswer], CompletionUsage | None]:
         """Send one request, record its sequences, return the answers.
 
-        The usage is what a server without token ids reports, None otherwise.
+        Usage is reported only by servers without token ids; None otherwise.
         """
         if self.is_text_only:
             return await self._sample_texts(turn, kwargs)
@@ -344,7 +342,7 @@ class ManagedServer:
         except NoTokenIdsError as error:
             if self.tokenizer is None:
                 raise
-            logger.debug("%s", error)  # the warning says it once
+            logger.debug("%s", error)  # `announce_text_tokens` warns once
             return await self._sample_texts(turn, kwargs)
         prompt_ids, completions, logprobs, reasons = answer
         versions = versions_in(answer, len(completions))
@@ -366,7 +364,7 @@ class ManagedServer:
     async def _sample_texts(
         self, turn: Turn, kwargs: dict[str, Any]
     ) -> tuple[list[Answer | ToolAnswer], CompletionUsage | None]:
-        """Ask a server without token ids for texts, make their ids, record the sequences."""
+        """Request texts from a server without token ids, tokenize them, record the sequences."""
         if self.tokenizer is None:
             raise NoTokenIdsError(
                 f"{type(present_server(self.server)).__name__} gives no token ids, and there is no "
@@ -428,7 +426,7 @@ class ManagedServer:
         )
 
     def _end_ids(self, turn: Turn) -> list[int]:
-        """Return what ends a reply: as the chat template writes it, or the end of a bare text."""
+        """Return the ids that end a reply: those of the chat template, or eos for a bare text."""
         if turn.chat is None:
             eos = getattr(self.tokenizer, "eos_token_id", None)
             return [] if eos is None else [eos]
@@ -437,7 +435,7 @@ class ManagedServer:
         return self._end_of_turn
 
     def _end_texts(self, turn: Turn) -> list[str]:
-        """Return how servers may write the end of a reply, the chat template's own way first."""
+        """Return the texts with which servers may end a reply, the chat template's first."""
         end_ids = self._end_ids(turn)
         eos = getattr(self.tokenizer, "eos_token_id", None)
         ends = [end_ids, end_ids[:1], [] if eos is None else [eos]]
@@ -446,7 +444,7 @@ class ManagedServer:
     async def _record(
         self, turn: Turn, completions: Sequence[Sampled]
     ) -> list[Answer | ToolAnswer]:
-        """Record the completions of one request; returns what the caller gets for each."""
+        """Record the completions of one request and return the caller's answer for each."""
         notes = await turn.notes_of_prompt()
         recorded = []
         for sampled in completions:
@@ -457,7 +455,7 @@ class ManagedServer:
         return [given for given, _ in recorded]
 
     def _keep(self, records: Sequence[NodeRecord], parent: Continuation | None) -> None:
-        """Keep new sequences; in list mode the first takes the place of the one it continues."""
+        """Keep new sequences; in list mode the first replaces the sequence it continues."""
         for record in records:
             self._records.add(record)
         fresh = [record.node for record in records]
@@ -502,20 +500,20 @@ class ManagedServer:
         return render_either(render, as_text, messages)
 
     def _get_translator(self) -> ToolCallTranslator | None:
-        """Return the translator between tool calls and text; None without parser or tokenizer."""
+        """Return the tool-call translator; None without parser or tokenizer."""
         if self._translator is None and self._tool_parser_name and self.tokenizer is not None:
             self._translator = ToolCallTranslator(self.tokenizer, self._tool_parser_name)
         return self._translator
 
     def _initialize_tokenizer(self) -> None:
-        """Take the server's tokenizer, else load the one its config names, else its model's."""
+        """Use the server's tokenizer, else the one its config names, else its model's."""
         self.tokenizer = getattr(self.server, "tokenizer", None)
         if self.tokenizer is not None:
             return
         from transformers import AutoTokenizer
 
         config = self.server.config
-        named = getattr(config, "tokenizer_name", None)  # servers of tests have a model name alone
+        named = getattr(config, "tokenizer_name", None)  # test servers may have only a model name
         name = config.model_name if named in (None, "", "none") else named
         try:
             self.tokenizer = read_template_file(AutoTokenizer.from_pretrained(name))

@@ -1,4 +1,4 @@
-"""The proxy as a program, and the public address of its names.
+"""Command-line program that serves the agent proxy; re-exports its public names.
 
 python -m atroposlib.envs.server_handling.managed_server_proxy --config proxy.json
 """
@@ -55,7 +55,7 @@ class ProxyFile(BaseModel):
     model_name: str
     """Model the servers serve."""
     tokenizer_name: str = "none"
-    """Its tokenizer, a hub name or a folder; `none` is the one of `model_name`."""
+    """Its tokenizer: a hub name or a directory; `none` uses `model_name`."""
     servers: list[ServerEntry] = Field(min_length=1)
     settings: ProxySettings = Field(default_factory=ProxySettings)
 
@@ -75,26 +75,26 @@ def read_proxy_file(path: Path) -> ProxyFile:
     """Read the configuration file.
 
     Raises:
-        ConfigError: it cannot be read, or a field is missing, unknown or wrong; keys it holds
-            are not repeated.
+        ConfigError: it cannot be read, or a field is missing, unknown or wrong; the message
+            never contains keys from the file.
     """
     try:
         return ProxyFile.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
-        told = "; ".join(
+        problems = "; ".join(
             f"{'.'.join(map(str, entry['loc'])) or 'file'}: {entry['msg']}"
             for entry in error.errors(include_input=False, include_url=False)
         )
-        raise ConfigError(f"{path}: {told}") from None
+        raise ConfigError(f"{path}: {problems}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve the proxy until it is stopped.
 
     Args:
-        argv: Arguments without the program's name; None takes those of the process.
+        argv: Arguments without the program's name; None uses `sys.argv`.
     """
     parser = CommandParser(description="Serve tracked sessions to unmodified agents.")
     parser.add_argument("--config", type=Path, required=True, help="JSON file: model and servers")
@@ -134,7 +134,7 @@ def _serve(file: ProxyFile, *, host: str, port: int) -> None:
         ),
     )
     favour_event_loop()
-    # Addresses name sessions, and while no keys are required a name is all that is asked for.
+    # No access log: URLs contain session names, which grant access while keys are not required.
     uvicorn.run(app, host=host, port=port, access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
 
 

@@ -1,9 +1,10 @@
 """Chat and completion requests through the OpenAI client, for every engine that offers them.
 
-The OpenAI client's requests over aiohttp, whose cost does not grow with those in flight.
+OpenAICompatibleServer ─► openai.AsyncClient ─► aiohttp transport ─► engine
 
-The client's own HTTP library looks through every connection for every request: with a thousand in
-flight that takes milliseconds each. Its transport is replaced, everything above it stays.
+The client's own HTTP library scans every connection for every request, which takes milliseconds
+with a thousand requests in flight. So its transport is replaced by aiohttp; all layers above it
+are the client's own.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 16
 
 LIMIT_NAMES = ("max_completion_tokens", "max_tokens")
-"""How chat servers call the longest reply."""
+"""Names that chat servers use for the maximum length of a reply."""
 
 ALL_LIMIT_NAMES = (*LIMIT_NAMES, "max_new_tokens")
 
@@ -63,10 +64,10 @@ Create = Callable[..., Awaitable[AnyCompletion]]
 
 
 def make_http_client(base_url: str) -> Any:
-    """Return an HTTP client for `openai.AsyncClient`; None for what its own does better.
+    """Return an HTTP client for `openai.AsyncClient`; None keeps the client's default.
 
-    Servers with an `http://` address are engines near by. Others are providers on the internet,
-    where certificates and proxies matter more than a thousand requests at a time.
+    Servers with an `http://` URL are engines in the local network. Others are providers on the
+    internet, where certificates and proxies matter more than many concurrent requests.
     """
     hide_secrets_of_requests()
     if not base_url.startswith("http://"):
@@ -79,19 +80,19 @@ def make_http_client(base_url: str) -> Any:
 
 
 def _library_of(client_type: type[Any]) -> ModuleType:
-    """Return the library the client is built on, which differs between its versions."""
+    """Return the HTTP library of the client, which differs between its versions."""
     base = next(base for base in client_type.__mro__ if base.__name__ == "AsyncClient")
     return importlib.import_module(base.__module__.partition(".")[0])
 
 
 class _AiohttpTransport:
-    """What the client's library expects of a transport."""
+    """Implements the transport interface of the client's HTTP library."""
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The library takes only streams of its own family.
+        # The library accepts only subclasses of its own stream class.
         self._stream_type = type("_Stream", (_Stream, library.AsyncByteStream), {})
 
     async def __aenter__(self) -> _AiohttpTransport:
@@ -101,13 +102,12 @@ class _AiohttpTransport:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def handle_async_request(self, request: Any) -> Any:
-        """Send a request; the body of the answer is read by whoever wants it."""
+        """Send a request; the body of the answer is read lazily."""
         limits = request.extensions.get("timeout") or {}
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=limits.get("connect"), sock_read=limits.get("read")
@@ -115,7 +115,7 @@ class _AiohttpTransport:
         try:
             answer = await self._open().request(
                 request.method,
-                # The client has made a header of user and password; aiohttp takes one of the two.
+                # The client already sends user and password as a header; aiohttp rejects both.
                 str(request.url.copy_with(username="", password="")),
                 headers=request.headers.multi_items(),
                 data=await request.aread(),
@@ -132,7 +132,7 @@ class _AiohttpTransport:
         )
 
     def _open(self) -> aiohttp.ClientSession:
-        # A session belongs to the loop it was made on; a second asyncio.run needs a new one.
+        # A session belongs to the loop it was created on; a second asyncio.run needs a new one.
         loop = asyncio.get_running_loop()
         if self._session is None or self._session.closed or self._loop is not loop:
             self._loop = loop
@@ -156,17 +156,17 @@ class _Stream:
             raise _translated(self._library, error, self._request) from error
 
     async def aclose(self) -> None:
-        """Give the connection back if everything was read, else close it."""
+        """Return the connection to the pool if everything was read, else close it."""
         self._answer.release()
 
 
 def _is_kept(header: str) -> bool:
-    """Whether a header still holds: aiohttp has decompressed the body."""
+    """Whether a header is still valid after aiohttp has decompressed the body."""
     return header.lower() not in ("content-encoding", "content-length", "transfer-encoding")
 
 
 def _translated(library: ModuleType, error: Exception, request: Any) -> Exception:
-    """Return the client library's own error for what went wrong."""
+    """Return the client library's equivalent of an aiohttp error."""
     if isinstance(error, asyncio.TimeoutError):
         kind = library.ReadTimeout
     elif isinstance(error, aiohttp.ClientConnectorError):
@@ -177,11 +177,11 @@ def _translated(library: ModuleType, error: Exception, request: Any) -> Exceptio
 
 
 class WrongChoiceCountError(InferenceError, ValueError):
-    """A server answered another number of choices than was asked for."""
+    """A server returned a different number of choices than requested."""
 
 
 def append_choices(first: AnyCompletion, others: list[AnyCompletion]) -> AnyCompletion:
-    """Return `first` with the choices of `others` behind its own, numbered from 0."""
+    """Append the choices of `others` to `first`, numbered from 0, and return `first`."""
     for other in others:
         first.choices.extend(other.choices)  # type: ignore[arg-type]  # both of the same kind
     for index, choice in enumerate(first.choices):
@@ -193,10 +193,10 @@ class OpenAICompatibleServer(APIServer):
     """A server reached through the OpenAI client for chat and text completions.
 
     Attributes:
-        openai: The client; it does not retry by itself, the pipeline does.
+        openai: The client; its retries are disabled because the pipeline retries.
         lists_every_model: Whether a model that the server does not list is refused before the
-            first request. Providers answer to names that they do not list.
-        identity: What the server says of itself.
+            first request. Providers accept names that they do not list.
+        identity: Model list and tokenizer check of the server.
     """
 
     lists_every_model = False
@@ -242,7 +242,7 @@ class OpenAICompatibleServer(APIServer):
 
     @property
     def _is_engine_near_by(self) -> bool:
-        """Whether asking costs nothing; providers on the internet are asked when they refuse."""
+        """Whether checks are cheap; internet providers are checked only after a refusal."""
         return (self.config.known_base_url or "").startswith("http://")
 
     def _note_first_answer(self) -> None:
@@ -260,7 +260,7 @@ class OpenAICompatibleServer(APIServer):
         return None if unknown is None else EngineSetupError(unknown)
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Probe until the server answers, then end; failures start it again."""
+        """Probe until the server answers, then return; a failed request starts it again."""
         while not await self.health.confirm(self._probe):  # noqa: ASYNC110 - asks a server
             await asyncio.sleep(self.health_poll_s)
 
@@ -271,7 +271,7 @@ class OpenAICompatibleServer(APIServer):
         await self.openai.close()
 
     def share_turns(self, turns: LoopTurns) -> None:
-        """Take turns on the event loop together with the other servers that were given `turns`."""
+        """Use `turns` for the HTTP requests too; see `APIServer`."""
         super().share_turns(turns)
         self.http.turns = turns
 
@@ -298,10 +298,10 @@ class OpenAICompatibleServer(APIServer):
         return answer
 
     def _chat_limit_name(self, kwargs: Mapping[str, Any]) -> str:
-        """Return how the server calls the longest reply, as far as it is known.
+        """Return the server's name for the maximum length of a reply, as far as it is known.
 
-        `max_tokens` is what every compatible server knows. OpenAI itself gets what the caller
-        wrote, as its models differ.
+        Every compatible server accepts `max_tokens`. OpenAI itself receives the caller's name, as
+        its models differ.
         """
         if self._limit_name is None and is_official_openai(self._request_url()):
             return next(
@@ -311,7 +311,7 @@ class OpenAICompatibleServer(APIServer):
 
     @staticmethod
     def _with_one_limit(kwargs: dict[str, Any], *, name: str) -> dict[str, Any]:
-        """Return a request with its limit under one name, and without one that is no limit."""
+        """Return a request with its limit under one name; None and -1 are dropped."""
         given = {known: kwargs[known] for known in ALL_LIMIT_NAMES if known in kwargs}
         if not given:
             return kwargs
@@ -342,7 +342,7 @@ class OpenAICompatibleServer(APIServer):
     async def _with_n_choices(
         self, create: Create[AnyCompletion], kwargs: dict[str, Any]
     ) -> AnyCompletion:
-        """Call `create` so that `n` choices come back, even from a server that ignores `n`."""
+        """Call `create` until `n` choices are returned, even by a server that ignores `n`."""
         kwargs = _as_client_options(create, kwargs)
         wanted = kwargs.get("n") or 1
         single = {name: value for name, value in kwargs.items() if name != "n"}
@@ -369,11 +369,11 @@ class OpenAICompatibleServer(APIServer):
 
 
 def other_limit_name(error: Exception, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the other name of the longest reply where a server refuses the one it was sent.
+    """Return the other name of the reply limit if a server refused the one that was sent.
 
     Args:
-        error: What a chat was refused with.
-        kwargs: Of the chat.
+        error: Error of the chat request.
+        kwargs: Arguments of the chat request.
     """
     sent = next((name for name in LIMIT_NAMES if name in kwargs), None)
     said = str(error)
@@ -385,7 +385,7 @@ def other_limit_name(error: Exception, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def _as_client_options(create: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Move options that the client does not know, such as `top_k`, into `extra_body`."""
+    """Move options unknown to the client, such as `top_k`, into `extra_body`."""
     parameters = inspect.signature(create).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs

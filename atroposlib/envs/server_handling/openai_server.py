@@ -28,10 +28,10 @@ __all__ = [
 
 
 class OpenAIServer(OpenAICompatibleServer):
-    """A provider reached by the OpenAI protocol alone.
+    """A provider that offers only the OpenAI protocol.
 
     The protocol has no token ids. Tracked sessions tokenize the texts (see `text_sampling`), which
-    serves data generation, distillation, evaluation and judges, but not a policy gradient.
+    suits data generation, distillation, evaluation and judges, but not a policy gradient.
     """
 
     gives_token_ids = False

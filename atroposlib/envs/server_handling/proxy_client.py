@@ -1,7 +1,7 @@
-"""A tracked session at a proxy of another process, with the face of a managed server.
+"""Client of a tracked session at a proxy in another process, with a managed server's interface.
 
 chat_completion ──► POST /{uuid}/v1/chat/completions
-get_state ◄──────── GET  /{uuid}/nodes, fetched behind every chat
+get_state ◄──────── GET  /{uuid}/nodes, fetched after every chat
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ async def create_proxy_session(
     """Open a session at a proxy.
 
     Args:
-        proxy_url: Address of the proxy, without `/v1`.
+        proxy_url: URL of the proxy, without `/v1`.
         base_url: Inference server the proxy should use; None lets it choose.
         tool_parser: Tool-call format of the model.
         track_tree: Keep every sequence instead of replacing the one that is continued.
-        model_name: Name to use until the proxy tells its own.
-        admin_key: The proxy's administrator's key, where it has one.
+        model_name: Name to use if the proxy does not return one.
+        admin_key: Administrator key of the proxy, if it has one.
 
     Raises:
         RuntimeError: the proxy refused, with its message.
@@ -73,7 +73,7 @@ class ProxyManagedServer:
     """A session at a proxy; `async with` it to fetch its sequences and delete it at the end.
 
     Attributes:
-        proxy_url: Address of the proxy, without a trailing slash.
+        proxy_url: URL of the proxy, without a trailing slash.
         session_uuid: Name of the session.
         model_name: Model name in answers.
         base_url: Inference server of the session, None when unknown.
@@ -97,11 +97,11 @@ class ProxyManagedServer:
         self._nodes: list[SequenceNode] = []
 
     def get_url(self) -> str:
-        """Return the address for an agent's OpenAI client; its key is `api_key`."""
+        """Return the base URL for an agent's OpenAI client; its key is `api_key`."""
         return f"{self.proxy_url}/{self.session_uuid}/v1"
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        """Return the answer to `messages`, and refresh the state.
+        """Return the answer to `messages` and refresh the state.
 
         Args:
             **kwargs: Fields of an OpenAI chat request; `max_tokens` is 1024, `temperature` 1.0
@@ -126,7 +126,7 @@ class ProxyManagedServer:
         return types.ToolCallChat.model_validate({**answer, "choices": choices})
 
     async def completion(self, **kwargs: Any) -> NoReturn:
-        """Raise: a session at a proxy is for chats."""
+        """Raise: a session at a proxy offers chats only."""
         raise NotImplementedError("a session at a proxy answers chats only; use chat_completion")
 
     def get_state(self) -> dict[str, Any]:
@@ -155,7 +155,6 @@ class ProxyManagedServer:
             )
 
     async def __aenter__(self) -> ProxyManagedServer:
-        """Return the session."""
         return self
 
     async def __aexit__(
@@ -164,7 +163,6 @@ class ProxyManagedServer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Fetch the sequences, then delete the session."""
         try:
             if kind is None:
                 await self.fetch_state()

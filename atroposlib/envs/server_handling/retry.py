@@ -1,6 +1,9 @@
-"""Which failed requests are worth repeating, after how long, and what a final failure says.
+"""Classify failed requests to inference servers: retry, wait, or raise a typed error.
 
-What an engine's refusal means for its caller: a prompt too long, or a wrong setup.
+error ─┬─ is_retryable ─────────► backoff_s, retry_after_s ─► next attempt, or RetriesExhaustedError
+       ├─ as_context_overflow ──► ContextOverflowError      the prompt is too long
+       ├─ as_setup_error ───────► EngineSetupError          wrong address, model or key
+       └─ as_missing_completions ► NoTextCompletionsError    the server offers chats only
 """
 
 from __future__ import annotations
@@ -41,10 +44,10 @@ __all__ = [
 ]
 
 MAX_ATTEMPTS = 3
-"""Attempts of one request at a server that is up."""
+"""Maximum number of attempts of one request at a server that is up."""
 
 MAX_OUTAGES = 20
-"""Times one request survives its server going down; more means the request itself kills it."""
+"""Maximum number of outages during one request; more suggest that the request causes them."""
 
 LONGEST_RETRY_AFTER_S = 60.0
 
@@ -100,7 +103,7 @@ _CHAT_ONLY_TEXT = re.compile(
 MAX_QUOTED_CHARACTERS = 500
 
 _KEY_TEXT = re.compile(r"\b(?:sk|hf|gsk|key)-?_?[A-Za-z0-9_\-*]{8,}")
-"""What looks like a key, whole or masked by a provider."""
+"""Text that looks like an API key, complete or masked by a provider."""
 
 
 class EngineStatusError(InferenceError):
@@ -108,7 +111,7 @@ class EngineStatusError(InferenceError):
 
     Attributes:
         status: HTTP status.
-        wait_s: Seconds of its Retry-After header, None without one.
+        wait_s: Seconds in its Retry-After header; None without one.
     """
 
     def __init__(self, message: str, *, status: int, wait_s: float | None = None) -> None:
@@ -118,12 +121,12 @@ class EngineStatusError(InferenceError):
 
     @property
     def is_route_missing(self) -> bool:
-        """Whether the server does not offer what was asked of it, rather than refused it."""
+        """Whether the server lacks the route, rather than refusing the request."""
         return self.status in _ROUTE_IS_MISSING
 
 
 class ServerDownError(InferenceError):
-    """A server is down and the caller asked to be told rather than to wait."""
+    """A server is down and the caller asked for an error instead of waiting."""
 
 
 class RetriesExhaustedError(InferenceError, RetryError):
@@ -171,7 +174,7 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def is_outage_suspect(error: BaseException) -> bool:
-    """Whether an error can mean that the server is down, so that a probe is worth its while."""
+    """Whether an error may mean that the server is down, so that it should be probed."""
     status = http_status(error)
     if status is not None:
         return status >= 500
@@ -179,7 +182,7 @@ def is_outage_suspect(error: BaseException) -> bool:
 
 
 def retry_after_s(error: BaseException) -> float | None:
-    """Return how long the server asked to wait, in seconds, capped; None when it did not say."""
+    """Return how long the server asked to wait, in seconds, capped; None if it did not say."""
     import openai
 
     wanted: float | None = None
@@ -207,7 +210,7 @@ def describe(error: BaseException) -> str:
 
 
 def describe_connection(error: BaseException) -> str:
-    """Return why a server could not be reached; the OpenAI client says it in the cause only."""
+    """Return why a server could not be reached, from the innermost cause of the error."""
     innermost = error
     while innermost.__cause__ is not None:
         innermost = innermost.__cause__
@@ -215,7 +218,7 @@ def describe_connection(error: BaseException) -> str:
 
 
 def as_context_overflow(error: BaseException) -> ContextOverflowError | None:
-    """Return the typed error when an engine refused a request as too long, else None."""
+    """Return the typed error if an engine refused a request as too long, else None."""
     said = str(error)
     if http_status(error) not in (400, 413, 422) or not _OVERFLOW_TEXT.search(said):
         return None
@@ -242,13 +245,13 @@ def _amount(num_tokens: int | None) -> str:
 def as_setup_error(
     error: BaseException, *, url: str, model: str, api_key: str | None
 ) -> EngineSetupError | None:
-    """Return the typed error when a refusal means that address, model or key are wrong, else None.
+    """Return the typed error if a refusal means a wrong address, model or key, else None.
 
     Args:
-        error: What a request failed with.
-        url: Where it was sent.
-        model: Which model it asked for.
-        api_key: Never shown, also where the server repeats it.
+        error: Error of the request.
+        url: URL of the server.
+        model: Requested model.
+        api_key: Removed from the message, even if the server repeats it.
     """
     status = http_status(error)
     said, shown_url = _without_key(str(error), api_key), without_secrets(url)
@@ -270,15 +273,15 @@ def as_setup_error(
 def as_missing_completions(
     error: BaseException, *, url: str, model: str, api_key: str | None
 ) -> NoTextCompletionsError | None:
-    """Return the typed error when a server refused a text completion that it does not offer.
+    """Return the typed error if a server does not offer text completions, else None.
 
-    A model that the server does not know is refused alike; a chat then fails with the same reason.
+    An unknown model is refused with the same status; a chat request then fails for the same reason.
 
     Args:
-        error: What the request for a completion failed with.
-        url: Where it was sent.
-        model: Which model it asked for.
-        api_key: Never shown, also where the server repeats it.
+        error: Error of the completion request.
+        url: URL of the server.
+        model: Requested model.
+        api_key: Removed from the message, even if the server repeats it.
     """
     status = http_status(error)
     said = str(error)

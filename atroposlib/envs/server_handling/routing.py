@@ -1,12 +1,11 @@
-"""Which server takes the next request: pure rules over the servers' slots and health.
+"""Choose the server of the next request, conversation or tracked session by load and health.
 
-Which server a conversation goes back to: pure rules over its messages and the servers' load.
+new request       ─► least_loaded
+chat with replies ─► ConversationMemory ─► the server that holds its prefix in cache
+tracked session   ─► SessionServer      ─► the same server while it is up and not overloaded
 
-An engine that has read the earlier turns of a conversation keeps what it computed of them, so the
-next turn is cheapest there. A conversation is recognised by what it begins with: the messages of
-an earlier request and the reply to it.
-
-The server of a tracked session: always the same one, until that is down or overloaded.
+An engine caches the earlier turns of a conversation, so the next turn is cheapest there. A
+conversation is recognized by its prefix: the messages of an earlier request and the reply to it.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ logger = logging.getLogger(__name__)
 
 OVERLOAD_RATIO = 2.0
 OVERLOAD_MARGIN = 16
-"""A server is overloaded with more requests than `OVERLOAD_RATIO` times those of the least loaded
-one and this many; below, reading the conversation anew elsewhere would cost more than waiting."""
+"""A server is overloaded if it has more requests in flight than `OVERLOAD_RATIO` times those of
+the least loaded server plus this margin. Below that, prefilling the conversation on another server
+would cost more than waiting."""
 
 MAX_CONVERSATIONS = 32_768
 
 Choose = Callable[[Any, bool], Awaitable[Any]]
-"""From the present server and whether the request is training to the one that takes it."""
+"""Maps the session's current server and `is_training` to the server of the next request."""
 
 
 class HasSlots(Protocol):
-    """What routing needs to know about a server."""
+    """Attributes of a server that routing reads."""
 
     server_healthy: bool
     sem: AsyncSemWithAdaptiveWeight
@@ -60,7 +60,7 @@ AnyServer = TypeVar("AnyServer", bound=HasSlots)
 def free_slots(server: HasSlots, *, is_training: bool) -> float:
     """Return how many requests of a split may start at a healthy server now.
 
-    While evaluation runs, training leaves it as many slots as evaluation could still use.
+    While evaluation runs, training reserves the slots that evaluation could still use.
     """
     eval_sem = server.eval_sem
     eval_free = max(0.0, eval_sem._value - eval_sem.min_val())
@@ -76,12 +76,12 @@ def least_loaded(
     is_training: bool = True,
     open_sessions: Mapping[int, int] | None = None,
 ) -> AnyServer:
-    """Return the healthy server with most unused slots of a split; the first when none is healthy.
+    """Return the healthy server with most unused slots of a split; the first if none is healthy.
 
     Args:
         servers: At least one.
-        is_training: Whose slots count.
-        open_sessions: Sessions per `id(server)`; fewer wins between equally loaded servers, so
+        is_training: Whether training slots count, rather than evaluation slots.
+        open_sessions: Sessions per `id(server)`; breaks ties between equally loaded servers, so
             that sessions opened together spread before their first request. The first wins ties.
     """
     sessions = open_sessions or {}
@@ -118,10 +118,10 @@ def _in_flight(server: HasSlots, is_training: bool) -> int:
 
 
 class ConversationMemory:
-    """Where the newest conversations were answered, by the number of the server.
+    """Remembers which server answered the most recent conversations, by server index.
 
-    A request without a reply of an assistant in it is a new conversation: many rollouts of one
-    item begin alike, and are to spread.
+    A request without an assistant message is a new conversation: the rollouts of one item start
+    with the same messages and should spread over the servers.
     """
 
     def __init__(self, max_conversations: int = MAX_CONVERSATIONS) -> None:
@@ -134,7 +134,7 @@ class ConversationMemory:
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") != "assistant":
                 continue
-            for key in (keys[i], keys[i - 1]):  # with the reply; its caller may have rewritten it
+            for key in (keys[i], keys[i - 1]):  # the second, as callers may rewrite the reply
                 if key in self._server_of:
                     return self._server_of[key]
         return None
@@ -142,7 +142,7 @@ class ConversationMemory:
     def remember(
         self, messages: Sequence[Mapping[str, Any]], replies: Sequence[str | None], server: int
     ) -> None:
-        """Note that `server` answered a chat with these texts."""
+        """Record that `server` answered a chat with these replies."""
         beginning = _prefix_keys(messages)[-1] if messages else 0
         ends = [_key(beginning, {"role": "assistant", "content": reply}) for reply in replies]
         for key in (beginning, *ends):
@@ -153,7 +153,7 @@ class ConversationMemory:
 
 
 def _prefix_keys(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return [M] a key of the messages up to and with each."""
+    """Return [M] one key per message, for the messages up to and including it."""
     keys, key = [], 0
     for message in messages:
         key = _key(key, message)
@@ -162,18 +162,18 @@ def _prefix_keys(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _key(before: int, message: Mapping[str, Any]) -> int:
-    # A collision sends a conversation to a server that has not read it, which costs time only.
+    # A collision sends a conversation to a server without its prefix, which only costs time.
     content = message.get("content")
     text = content if isinstance(content, str) else repr(content)
     return hash((before, message.get("role"), text))
 
 
 class SessionServer:
-    """Stands where a server is expected and sends each request to the session's present one.
+    """Proxies a server and sends each request to the session's current one.
 
-    A request that finds its server down is sent again elsewhere: a session sends whole token
-    sequences, so any server of the same model can go on with it. Everything else, such as
-    `config` and `tokenizer`, is the present server's.
+    A request whose server is down is sent to another one: a session sends whole token sequences,
+    so any server of the same model can continue it. All other attributes, such as `config` and
+    `tokenizer`, are those of the current server.
 
     Attributes:
         current: The server that took the last request.
@@ -217,14 +217,14 @@ class SessionServer:
 
 
 def present_server(server: Any) -> Any:
-    """Return the server that a session's requests go to now; any other is itself."""
+    """Return the current server of a `SessionServer`; any other server is returned unchanged."""
     return server.current if isinstance(server, SessionServer) else server
 
 
 class OpenSessions:
-    """How many tracked sessions are open at each server.
+    """Number of tracked sessions open at each server.
 
-    Sessions that are opened together have made no request yet; their number spreads them.
+    Sessions opened at the same time have no requests in flight yet; counting them spreads them.
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class OpenSessions:
 
     @contextmanager
     def counted(self, server: Any) -> Iterator[None]:
-        """Count a session, for the time of the context, at the server it is at."""
+        """Count a session at its current server while the context is open."""
         self._num_at[id(present_server(server))] += 1
         try:
             yield

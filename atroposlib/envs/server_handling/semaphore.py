@@ -1,10 +1,8 @@
-"""A semaphore whose usable share of slots can change while it is in use.
+"""Limit concurrency: slots of a server with an adjustable share, and work per event-loop pass.
 
-Taking turns on the event loop, so that a thousand answers at once do not hold it up.
-
-Sending a request and reading an answer take a fraction of a millisecond that nothing can interrupt.
-When hundreds of rollouts are ready in the same pass of the loop, those fractions add up; here each
-waits for its turn, and a pass is given no more of them than fit its share.
+`AsyncSemWithAdaptiveWeight` bounds the requests in flight at a server. `LoopTurns` bounds the
+synchronous work of one pass of the event loop: encoding a request and decoding an answer each block
+it for a fraction of a millisecond, which adds up when hundreds of rollouts are ready in one pass.
 """
 
 from __future__ import annotations
@@ -24,21 +22,21 @@ __all__ = [
 ]
 
 SHARE_S = 0.004
-"""Work admitted to one pass of the loop, in seconds as estimated."""
+"""Estimated work admitted to one pass of the loop, in seconds."""
 
 SEND_COST_S = 0.0004
-"""What one request takes to be written: its prompt rendered, its body encoded and sent."""
+"""Estimated seconds to send one request: render the prompt, encode and write the body."""
 
 ROUTE_COST_S = 0.0001
-"""What it takes to choose a server for one request and to come to its slots."""
+"""Estimated seconds to choose a server for one request and acquire its slot."""
 
 
 class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
     """Admits about `weight * max_val` holders at once, first come first served.
 
-    At weight 1 it is a plain semaphore; at weight 0 or below nobody enters; above 1 it admits
-    more than `max_val`. Changing the weight never evicts holders, and wakes as many waiters as
-    now fit.
+    At weight 1 it is a plain semaphore; at weight 0 or below it admits no holder; above 1 it
+    admits more than `max_val`. Changing the weight never evicts holders, and wakes the waiters
+    that now fit.
 
     Invariant: `_value` is `max_val` minus the number of holders; a granted waiter counts as a
     holder from the moment it is granted, before it runs.
@@ -53,20 +51,20 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
         self._queue: deque[asyncio.Future[None]] = deque()
 
     def min_val(self) -> float:
-        """Return the count of slots below which `_value` may not be taken."""
+        """Return the bound that `_value` must exceed for a slot to be free."""
         return self.max_val * (1.0 - self.weight)
 
     def update_weight(self, weight: float) -> None:
-        """Set the share of slots in use and admit the waiters that now fit."""
+        """Set the usable share of slots and admit the waiters that now fit."""
         self.weight = weight
         self._admit_waiters()
 
     def locked(self) -> bool:
-        """Whether a newcomer would have to wait."""
+        """Whether `acquire` would have to wait."""
         return bool(self._queue) or not self._has_slot()
 
     async def acquire(self) -> Literal[True]:
-        """Wait for a slot and take it; a cancelled waiter leaves nothing behind."""
+        """Wait for a slot and take it; cancelling is safe."""
         if not self.locked():
             self._value -= 1
             return True
@@ -78,13 +76,13 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
             if turn.cancelled():
                 with suppress(ValueError):  # `_admit_waiters` may have dropped it already
                     self._queue.remove(turn)
-            else:  # granted and cancelled in the same tick: hand the slot on
+            else:  # granted and cancelled in the same tick: pass the slot on
                 self.release()
             raise
         return True
 
     def release(self) -> None:
-        """Give a slot back and admit the next waiter, if it fits."""
+        """Release a slot and admit the next waiter, if it fits."""
         self._value += 1
         self._admit_waiters()
 
@@ -101,10 +99,10 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
 
 
 class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
-    """A semaphore seen by someone who already holds one of its slots.
+    """View of a semaphore for a caller that already holds one of its slots.
 
-    The first holder uses the held slot, so that it cannot wait for itself; further holders
-    compete for slots of the original as everyone does. Weight and counts are the original's.
+    The first `acquire` uses the held slot, so that the caller cannot deadlock with itself; further
+    ones compete for slots of the original. Weight and counts are the original's.
     """
 
     def __init__(self, original: AsyncSemWithAdaptiveWeight) -> None:
@@ -120,7 +118,7 @@ class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
         self._original.update_weight(weight)
 
     def locked(self) -> bool:
-        """Whether a newcomer would have to wait."""
+        """Whether `acquire` would have to wait."""
         return not self._own_is_free and self._original.locked()
 
     async def acquire(self) -> Literal[True]:
@@ -133,7 +131,7 @@ class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
         return True
 
     def release(self) -> None:
-        """Give back a slot of the original if one was taken, else free the held one."""
+        """Release a slot of the original if one was taken, else free the held one."""
         if self._num_shared:
             self._num_shared -= 1
             self._original.release()
@@ -142,14 +140,14 @@ class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
 
 
 def answer_cost_s(num_bytes: int) -> float:
-    """Estimate how long an answer takes to be decoded, checked and recorded."""
+    """Estimate the seconds to decode, check and record an answer."""
     return 0.0003 + num_bytes * 12e-9
 
 
 class LoopTurns:
     """Admits estimated work to each pass of the running loop, first come first served.
 
-    Whoever comes while the share lasts goes on at once, without giving up the loop.
+    While the budget of the pass lasts, `turn` returns at once without yielding to the loop.
     """
 
     def __init__(self) -> None:
@@ -160,7 +158,7 @@ class LoopTurns:
     async def turn(self, cost_s: float) -> None:
         """Wait until work of `cost_s` seconds fits a pass of the loop; cancelling is safe."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # the one before has ended, with whoever waited on it
+        if loop is not self._loop:  # the previous loop was closed, together with its waiters
             self._loop, self._spent_s = loop, 0.0
             self._waiting.clear()
         if not self._waiting and self._fits(cost_s):
@@ -171,7 +169,7 @@ class LoopTurns:
         await mine
 
     def _fits(self, cost_s: float) -> bool:
-        # Work larger than the share has a pass to itself.
+        # Work larger than the budget gets a pass to itself.
         return self._spent_s == 0.0 or self._spent_s + cost_s <= SHARE_S
 
     def _spend(self, cost_s: float) -> None:

@@ -4,16 +4,13 @@
        ^                                              |
        +------ server down: wait, not an attempt -----+
 
-A request is never answered by a guess: while the server is down it waits, a refusal is raised as
-it came, and anything else is repeated up to `MAX_ATTEMPTS` times.
+While the server is down, requests wait; a refusal is raised unchanged; any other failure is retried
+up to `MAX_ATTEMPTS` times. Health is probed only at start and after failures:
 
-Whether one server is up: asked cheaply, at start and after failures only.
+    request fails -> confirm() -> one shared probe -> up: retry / down: watch() until it is back
 
-request fails -> confirm() -> one shared probe -> up: retry / down: watch() until it is back
-
-What went wrong so far in one request, and whether it is worth another attempt; no waiting.
-
-What the newest requests to one server took: seconds and attempts, and the metrics of both.
+Invariants: one slot of the split's semaphore is held per attempt; an attempt that fails because
+the server went down is counted as an outage, not as an attempt.
 """
 
 from __future__ import annotations
@@ -100,21 +97,22 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[An
 """Prompt ids [P], and per completion its ids [n][C], logprobs [n][C] and finish reason [n]."""
 
 RAISE_WHEN_DOWN: ContextVar[bool] = ContextVar("RAISE_WHEN_DOWN", default=False)
-"""Set by a caller that has other servers: a request meeting a server that is down raises
-`ServerDownError` instead of waiting. A context variable, so that no engine sees it as a kwarg."""
+"""Set by a caller that has other servers: a request to a server that is down raises
+`ServerDownError` instead of waiting. A context variable, so that engines do not receive it as an
+argument."""
 
 
 class ServerHealth:
-    """The verdict on one server and the task that revises it.
+    """Health of one server, and the task that updates it.
 
-    Invariant: while `is_up` is False because of a probe, one watcher task is running that sets it
-    back. A verdict set from outside stands until the next probe.
+    Invariant: while `is_up` is False because of a probe, one watcher task runs that resets it. A
+    value set by a caller holds until the next probe.
 
     Args:
-        name: Address of the server, for messages.
+        name: URL of the server, for messages.
         startup_timeout_s: How long requests wait for a server that never answered, for messages;
-            None where that is not known.
-        remedy: What to do about a server that never answered, for messages.
+            None if unknown.
+        remedy: Advice for a server that never answered, for messages.
 
     Attributes:
         has_answered: Whether the server ever answered; until then its address may be wrong.
@@ -157,7 +155,7 @@ class ServerHealth:
         self.watcher = asyncio.create_task(watch())
 
     async def confirm(self, probe: Callable[[], Awaitable[bool]]) -> bool:
-        """Probe once and keep the verdict; callers that come meanwhile share the probe."""
+        """Probe once and store the result; concurrent callers share the probe."""
         if not self._is_running(self._probing):
             self._probing = asyncio.create_task(_run(probe))
         assert self._probing is not None
@@ -174,7 +172,7 @@ class ServerHealth:
 
     @staticmethod
     def _is_running(task: asyncio.Task[Any] | None) -> bool:
-        # A task of a loop that has ended never finishes, so it does not count.
+        # A task of a closed loop never finishes, so it does not count.
         return (
             task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
         )
@@ -187,16 +185,16 @@ async def _run(probe: Callable[[], Awaitable[bool]]) -> bool:
 class RequestFailures:
     """The failures of one request.
 
-    A request that fails because its server went down has not used up an attempt; that may happen
-    `MAX_OUTAGES` times. Anything else that may pass is tried `MAX_ATTEMPTS` times.
+    A failure because the server went down does not use up an attempt and may happen `MAX_OUTAGES`
+    times. Other transient failures are retried until `MAX_ATTEMPTS` attempts were made.
 
     Args:
-        server_name: for messages.
-        config: of the server.
+        server_name: Name of the server, for messages.
+        config: Settings of the server.
 
     Attributes:
-        num_attempts: attempts that failed at a server that was up.
-        num_outages: attempts that failed because the server was down.
+        num_attempts: Attempts that failed at a server that was up.
+        num_outages: Attempts that failed because the server was down.
     """
 
     def __init__(self, server_name: str, config: APIServerConfig) -> None:
@@ -207,16 +205,16 @@ class RequestFailures:
         self._last_error: Exception | None = None
 
     def note(self, error: Exception, *, url: str) -> None:
-        """Take note of an error; raise when it is final.
+        """Record an error; raise if it is final.
 
         Args:
-            error: What the request failed with.
-            url: Where it was sent.
+            error: Error of the request.
+            url: URL the request was sent to.
 
         Raises:
-            ContextOverflowError: The prompt is too long for the engine.
-            EngineSetupError: Address, model or key are wrong.
-            Exception: `error` itself, when the same request cannot succeed later.
+            ContextOverflowError: the prompt is too long for the engine.
+            EngineSetupError: address, model or key are wrong.
+            Exception: `error` itself, if the same request cannot succeed later.
         """
         self._last_error = error
         overflow = as_context_overflow(error)
@@ -231,10 +229,10 @@ class RequestFailures:
             raise error
 
     def count(self, error: Exception, *, was_down: bool) -> bool:
-        """Count a failure that may pass; returns whether it was an attempt, not an outage.
+        """Count a transient failure; return whether it was an attempt rather than an outage.
 
         Raises:
-            RetriesExhaustedError: There were too many of either.
+            RetriesExhaustedError: the limit of attempts or of outages is exceeded.
         """
         if was_down:
             self.num_outages += 1
@@ -251,7 +249,7 @@ class RequestFailures:
         return True
 
     def as_never_answered(self) -> EngineSetupError:
-        """Return the error of a server that has not come up in the time it may take to start."""
+        """Return the error of a server that did not answer within its startup timeout."""
         tried = f" ({describe_connection(self._last_error)})" if self._last_error else ""
         return EngineSetupError(
             f"inference server {self._server_name} has not answered within "
@@ -262,15 +260,15 @@ class RequestFailures:
 
 
 def how_to_start(config: APIServerConfig) -> str:
-    """Return what to do about a server that has never answered.
+    """Return advice for a server that has never answered.
 
     Args:
-        config: of the server; its address may be of a provider, which nobody here can start.
+        config: Settings of the server; a start command is given only for a local address.
     """
     address = urlsplit(config.known_base_url or "")
     start = "start it"
     if address.hostname in LOOPBACK:
-        with contextlib.suppress(ValueError):  # a port that is no number
+        with contextlib.suppress(ValueError):  # the port is not a number
             command = _START_COMMANDS[config.server_type]
             start += f" ({command} {config.model_name} --port {address.port or 80})"
     return (
@@ -284,7 +282,7 @@ class RequestStats:
     """Timings of one split (training or evaluation) of one server.
 
     Attributes:
-        max_length: Newest requests kept.
+        max_length: Maximum number of recent requests kept.
         timings_s: Seconds from the first attempt to the answer, oldest first.
         attempts: Attempts made per answered request, oldest first.
     """
@@ -294,7 +292,7 @@ class RequestStats:
     attempts: list[int] = field(default_factory=list)
 
     def record(self, *, seconds: float, num_attempts: int) -> None:
-        """Add one answered request and forget the oldest beyond `max_length`."""
+        """Add one answered request and drop the oldest beyond `max_length`."""
         _append_bounded(self.timings_s, seconds, self.max_length)
         _append_bounded(self.attempts, num_attempts, self.max_length)
 
@@ -332,23 +330,23 @@ def _append_bounded(values: list[T], value: T, max_length: int) -> None:
 class APIServer(ABC):
     """One inference server: limits, retries, health and metrics around an engine's calls.
 
-    A subclass supplies the calls (`_chat_completion_wrapper` and its siblings) and a probe.
+    A subclass implements the engine calls (`_chat_completion_wrapper` etc.) and a probe.
 
     Attributes:
         config: Settings of this server.
-        reasoning_config: Reasoning asked for in chat requests, None for none.
+        reasoning_config: Reasoning options added to chat requests, or None.
         sem: Slots of training requests.
         eval_sem: Slots of evaluation requests.
-        request_timings: Seconds of the newest training requests; `eval_request_timings` likewise.
-        attempts_list: Attempts of the newest training requests; `eval_attempts_list` likewise.
-        num_answered: Requests that had an answer, of both splits.
-        num_failed: Requests that were given up.
-        last_failure: What the latest of those failed with, or None.
+        request_timings: Seconds of recent training requests; `eval_request_timings` likewise.
+        attempts_list: Attempts of recent training requests; `eval_attempts_list` likewise.
+        num_answered: Number of answered requests, of both splits.
+        num_failed: Number of requests that failed finally.
+        last_failure: Error of the latest failed request, or None.
         setup_error: The latest refusal for a wrong address, model, key or tokenizer, or None.
-        health_poll_s: Pause between probes of a server that is down.
-        max_backoff_s: Longest wait between two attempts.
-        gives_token_ids: Whether it may report the ids it sampled; False where the protocol has
-            none, and once the server turned out to have none.
+        health_poll_s: Seconds between probes of a server that is down.
+        max_backoff_s: Maximum seconds between two attempts.
+        gives_token_ids: Whether the server may report sampled ids; False if the protocol has none,
+            or once the server has returned none.
     """
 
     health_poll_s = 1.0
@@ -369,7 +367,7 @@ class APIServer(ABC):
         )
         self.train_stats = RequestStats(config.rolling_buffer_length)
         self.eval_stats = RequestStats(config.rolling_buffer_length)
-        # The contract's names of the same lists.
+        # Names that the public contract gives to the same lists.
         self.request_timings = self.train_stats.timings_s
         self.attempts_list = self.train_stats.attempts
         self.eval_request_timings = self.eval_stats.timings_s
@@ -383,11 +381,11 @@ class APIServer(ABC):
 
     @property
     def takes_structural_tags(self) -> bool:
-        """Whether `structured_outputs` of a request for tokens may hold a `structural_tag`."""
+        """Whether token requests accept a `structural_tag` in `structured_outputs`."""
         return False
 
     def share_turns(self, turns: LoopTurns) -> None:
-        """Take turns on the event loop together with the other servers that were given `turns`."""
+        """Share one budget of event-loop work with the other servers that received `turns`."""
         self._turns = turns
 
     @property
@@ -406,9 +404,9 @@ class APIServer(ABC):
 
     @abstractmethod
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Keep `server_healthy` true to the facts; runs in the background.
+        """Keep `server_healthy` up to date; runs in the background.
 
-        Called at the first request and after a failure, when no earlier call is still running.
+        Called at the first request and after a failure, unless an earlier call is still running.
 
         Args:
             chat_completion: Whether the first request was a chat.
@@ -431,16 +429,16 @@ class APIServer(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not offer prompt logprobs")
 
     async def _probe(self) -> bool:
-        """Ask once, cheaply, whether the server is up; without a way to ask, the last verdict."""
+        """Probe once whether the server is up; returns the last known state by default."""
         return self.server_healthy
 
     def expect_tokenizer(self, tokenizer: Any, *, name: str, is_for_all: bool = False) -> None:
-        """Compare the engine's ids with a tokenizer's at the first request; here nothing is known.
+        """Compare the engine's ids with a tokenizer's at the first request; no-op by default.
 
         Args:
-            tokenizer: Makes the ids that are sent, or trained on.
-            name: What it was loaded from, for messages.
-            is_for_all: Whether requests for text are trained on as well, not only those for ids.
+            tokenizer: Produces the ids that are sent or trained on.
+            name: Source it was loaded from, for messages.
+            is_for_all: Whether text requests are also trained on, not only token requests.
         """
         return
 
@@ -449,19 +447,19 @@ class APIServer(ABC):
         return
 
     def _note_first_answer(self) -> None:
-        """Log what is odd about a server that answers all the same."""
+        """Log a mismatch with the settings that did not prevent the first answer."""
         return
 
     async def _explain(self, error: Exception) -> EngineSetupError | None:
-        """Return what is wrong with the settings when a server refuses a request, if known."""
+        """Return the setup error that explains a refused request, if known."""
         return None
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the server's answer to a chat, with the configured reasoning fields added.
 
         Args:
-            **kwargs: `messages` and anything the engine takes; `split` ("train" or "eval") picks
-                the limit, `skip_reasoning=True` leaves the reasoning fields out.
+            **kwargs: `messages` and engine options; `split` ("train" or "eval") selects the
+                slots, `skip_reasoning=True` leaves the reasoning fields out.
         """
         if not kwargs.pop("skip_reasoning", False):
             kwargs = self._inject_reasoning_kwargs(kwargs)
@@ -472,7 +470,7 @@ class APIServer(ABC):
         return await self._request(self._completion_wrapper, kwargs)
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
-        """Return prompt ids, and per completion its sampled ids, their logprobs and its end."""
+        """Return prompt ids, and per completion its ids, their logprobs and its finish reason."""
         return await self._request(
             self._tokens_and_logprobs_completion_wrapper, kwargs, gives_tokens=True
         )
@@ -499,32 +497,32 @@ class APIServer(ABC):
         await self.health.close()
 
     def with_own_slot(self) -> APIServer:
-        """Return a view of this server for someone who already holds one of its train slots.
+        """Return a view of this server for a caller that holds one of its training slots.
 
-        The view shares everything with this server. Its first request in flight runs in the
-        held slot, further ones take slots as usual.
+        The view shares all state with this server. Its first request in flight uses the held slot,
+        further ones acquire slots as usual.
         """
         view = copy.copy(self)
         view.sem = SemaphoreWithOwnSlot(self.sem)
         return view
 
     def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `kwargs` with the reasoning fields this server's provider understands."""
+        """Return `kwargs` with the reasoning fields of this server's provider."""
         if self.reasoning_config is None:
             return kwargs
         return self.reasoning_config.add_to(kwargs, base_url=self._request_url())
 
     def _request_url(self) -> str | None:
-        """Return where requests go, as far as it is known."""
+        """Return the URL of requests; None if unknown."""
         return self.config.known_base_url
 
     @property
     def is_probed(self) -> bool:
-        """Whether the server is asked if it is up: it has a known address, and may be asked."""
+        """Whether the server's health is probed: its URL is known and health checks are on."""
         return self._checks_health
 
     async def probe(self) -> bool:
-        """Ask once whether the server is up, leaving `server_healthy` as it is."""
+        """Probe once whether the server is up, without changing `server_healthy`."""
         return await self._probe()
 
     @property
@@ -552,7 +550,7 @@ class APIServer(ABC):
             if self._checks_health:
                 self._start_check(is_chat=is_chat)
             else:
-                self.server_healthy = True  # nobody would ever correct an earlier verdict
+                self.server_healthy = True  # an earlier value would never be corrected
         failures = RequestFailures(self.health.name, self.config)
         started: float | None = None
         while True:
@@ -563,7 +561,7 @@ class APIServer(ABC):
                     await self._turns.turn(SEND_COST_S)
                     started = time.monotonic() if started is None else started
                     answer = await call(**kwargs)
-            except Exception as error:  # noqa: BLE001 - one request: judged, counted, re-raised
+            except Exception as error:  # noqa: BLE001 - one request: classified, counted, re-raised
                 try:
                     await self._after_failure(error, failures, is_chat=is_chat)
                 except Exception as final:
@@ -591,14 +589,14 @@ class APIServer(ABC):
     async def _after_failure(
         self, error: Exception, failures: RequestFailures, *, is_chat: bool
     ) -> None:
-        """Raise what is final; otherwise count the failure and wait until a retry makes sense."""
+        """Raise a final error; otherwise count the failure and wait before the next attempt."""
         try:
             explained = await self._explain(error)
             if explained is not None:
                 raise explained from None  # the original may repeat the key
             failures.note(error, url=self._request_url() or self.health.name)
         except NoTextCompletionsError:
-            raise  # the caller may ask a chat instead
+            raise  # the caller may send a chat instead
         except EngineSetupError as wrong:
             self.setup_error = wrong
             raise

@@ -1,4 +1,4 @@
-"""A server for tests of environments: answers what it was told to, without any network."""
+"""A scripted server for tests of environments: returns preset answers without any network."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def _answers(
 
 
 class ServerHarness:
-    """A server whose answers are set beforehand, one per conversation or prompt.
+    """A server with preset answers, one per conversation or prompt.
 
     It can be used alone or through a `ServerManager` built with `testing=True`. Attributes such as
-    `tokenizer`, `config` or `get_logprobs` may be assigned; `get_logprobs` does not exist unless
-    it is.
+    `tokenizer`, `config` or `get_logprobs` may be assigned; `get_logprobs` does not exist until it
+    is assigned.
 
     Attributes:
         response_map: Answers of chats and completions by their key.
@@ -116,12 +116,12 @@ class ServerHarness:
         return self.tokens_and_logprobs_map[kwargs["prompt"]]
 
     async def update_weight(self, weight: float) -> None:
-        """Do nothing: answers cost nothing here."""
+        """Do nothing: preset answers need no slots."""
 
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None
     ) -> dict[str, Any]:
-        """Return `metrics_dict` as it is."""
+        """Return `metrics_dict` unchanged."""
         return {} if metrics_dict is None else metrics_dict
 
     async def close(self) -> None:

@@ -1,16 +1,13 @@
-"""Many inference servers behind one face: routing, splitting of large `n`, tracked sessions.
+"""Manage the inference servers of an environment: discovery, routing, splitting, sessions.
+
+configs, or a baseline ─► find_configs (list, Slurm job, local ports) ─► make_server ─► servers
 
 request -> wait for a healthy server with a free slot -> least loaded -> its pipeline
                     ^                                                      |
                     +------------- the server went down: again ------------+
 
-Which class speaks to which engine, and the servers made from configs.
-
-Where the inference servers of a cluster job are, and their configs.
-
-Opening tracked sessions: at a server of our own, or at a managed-server proxy.
-
-One answer made of those to the parts of a request that was split.
+A request for more than `max_n_completions` completions is split, and the answers are merged.
+Tracked sessions are opened at one of the servers, or at a managed-server proxy.
 """
 
 from __future__ import annotations
@@ -100,7 +97,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LOCAL_URLS = tuple(f"http://localhost:{port}/v1" for port in range(9004, 9008))
-"""Where a baseline looks for servers outside a cluster job."""
+"""URLs that a baseline uses outside a cluster job."""
 
 FIRST_SLURM_PORT = 9000
 GPUS_PER_NODE = 8
@@ -131,10 +128,10 @@ def slurm_hosts(nodelist: str) -> list[str]:
 
 
 def slurm_urls(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the address of every inference server of a job.
+    """Return the URL of every inference server of a job.
 
-    Hosts after the first NUM_TRAINING_NODES serve; each has one server per INFER_TP of its
-    GPUS_PER_NODE.
+    The first NUM_TRAINING_NODES hosts train; each other host runs one server per INFER_TP of its
+    GPUS_PER_NODE GPUs.
 
     Raises:
         ConfigError: a variable is missing or not a number above 0.
@@ -156,7 +153,7 @@ def configs_from_baseline(
 ) -> list[APIServerConfig]:
     """Return one config per discovered server, with the baseline's settings.
 
-    Inside a Slurm job of two or more nodes the job's servers, otherwise `LOCAL_URLS`.
+    Uses the servers of a Slurm job with two or more nodes, otherwise `LOCAL_URLS`.
     """
     nodelist = environ.get("SLURM_JOB_NODELIST")
     hosts = list_hosts(nodelist) if nodelist else []
@@ -172,7 +169,7 @@ def configs_on_slurm(
 ) -> list[APIServerConfig]:
     """Return one copy of the first config per server of the Slurm job.
 
-    Outside a job, or on one node, the configs are used as they are.
+    Outside a job, or on one node, the configs are used unchanged.
     """
     nodelist = environ.get("SLURM_JOB_NODELIST")
     if not nodelist:
@@ -203,7 +200,7 @@ def _integer(environ: Mapping[str, str], name: str, *, default: int | None) -> i
 def find_configs(
     configs: ServerBaseline | Sequence[APIServerConfig], *, slurm: bool
 ) -> list[APIServerConfig]:
-    """Return one config per server: as listed, or found in the cluster job."""
+    """Return one config per server: as listed, or discovered in the cluster job."""
     if isinstance(configs, APIServerConfig):
         configs = [configs]
     if isinstance(configs, ServerBaseline):
@@ -218,7 +215,7 @@ def make_server(
     server_class: type[APIServer],
     reasoning_config: ReasoningConfig | None,
 ) -> APIServer:
-    """Build the server of one config; an abstract class lets `server_type` decide.
+    """Build the server of one config; if the class is abstract, `server_type` selects it.
 
     Raises:
         ConfigError: this version has no class for the config's `server_type`.
@@ -241,18 +238,18 @@ def open_session(
     preserve_think_blocks: bool,
     policy_version: Callable[[], int | None],
 ) -> ManagedServer | DummyManagedServer:
-    """Return a session that records the tokens of its requests: the exact ones where possible.
+    """Return a session that records the tokens of its requests, exactly if the server allows.
 
     Args:
-        server: Where its requests go, or a `SessionServer` that decides each time.
+        server: Server of its requests, or a `SessionServer` that chooses one per request.
         tokenizer: Renders chats and decodes completions; None: the server's own.
-        tool_parser: Name of the tool-call format, None for none.
-        preserve_think_blocks: Kept for callers; thinking is preserved either way.
-        policy_version: What the service last called the policy; for engines that do not say.
+        tool_parser: Name of the tool-call format, or None.
+        preserve_think_blocks: Kept for compatibility; thinking is preserved either way.
+        policy_version: Returns the policy version the service last reported, for engines that do
+            not name their weights.
 
     Raises:
-        NoTokenIdsError: The server gives no token ids, and there is no tokenizer to make them from
-            its texts.
+        NoTokenIdsError: the server gives no token ids, and there is no tokenizer for its texts.
     """
     has_no_ids = isinstance(present_server(server), OpenAIServer)
     if has_no_ids and wants_placeholders():
@@ -274,7 +271,7 @@ def open_session(
 
 
 def wants_placeholders() -> bool:
-    """Whether sessions without token ids are to hold placeholder tokens; warns if so."""
+    """Whether sessions without token ids hold placeholder tokens; logs a warning if so."""
     if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
         return False
     logger.warning(
@@ -288,17 +285,17 @@ def wants_placeholders() -> bool:
 async def open_proxy_session(
     proxy_url: str | None, base_url: str | None, *, tool_parser: str | None, model_name: str
 ) -> ProxyManagedServer:
-    """Return a session at a proxy, which records the tokens; closing it ends the session there.
+    """Return a session at a proxy, which records the tokens; closing it deletes the session.
 
     Args:
-        proxy_url: Address of the proxy.
-        base_url: Server the session is to use; None: the proxy chooses.
+        proxy_url: URL of the proxy.
+        base_url: Server of the session; None: the proxy chooses.
         tool_parser: Name of the tool-call format; None: Hermes.
-        model_name: What answers say they come from.
+        model_name: Model name in answers.
 
     Raises:
-        ConfigError: There is no address.
-        RuntimeError: The proxy refused.
+        ConfigError: `proxy_url` is None.
+        RuntimeError: the proxy refused.
     """
     if proxy_url is None:
         raise ConfigError(
@@ -328,11 +325,11 @@ def merge_choices(parts: Sequence[Answered]) -> Any:
 
 
 def merge_tokens(parts: Sequence[Answered], *, reported: int | None) -> TokensAndLogprobs:
-    """Return the completions of all, and note which policy versions sampled them.
+    """Return the completions of all, and record which policy versions sampled them.
 
     Args:
         parts: Token answers, at least one.
-        reported: What the service called the policy when the request was made.
+        reported: Policy version the service reported when the request was made.
     """
     answer = join_answers([part.answer for part in parts])
     for version in versions_in(answer, len(answer[1])):
@@ -344,26 +341,26 @@ class ServerManager:
     """The inference servers of one environment.
 
     Args:
-        configs: One config per server, a single config, or a bare `ServerBaseline` to look for
-            servers (see `discovery`).
-        server_class: Class of every server; abstract: each config's `server_type` decides.
-            A bool here is taken as `slurm`, as version 0.1 had it.
+        configs: One config per server, a single config, or a bare `ServerBaseline` to discover
+            servers (see `configs_from_baseline`).
+        server_class: Class of every server; if abstract, each config's `server_type` selects it.
+            A bool is interpreted as `slurm`, as in version 0.1.
         slurm: Replace the listed servers by those on the nodes of the Slurm job.
         testing: Use one `ServerHarness` instead of servers.
         max_n_completions: Larger `n` is split into several requests.
-        reasoning_config: Reasoning asked for in every chat.
-        proxy_url: Address of a managed-server proxy, also from ATROPOS_PROXY_URL.
-        use_proxy: Open tracked sessions at the proxy; on by itself when an address is known.
+        reasoning_config: Reasoning options added to every chat.
+        proxy_url: URL of a managed-server proxy; default: ATROPOS_PROXY_URL.
+        use_proxy: Open tracked sessions at the proxy; enabled automatically if a URL is known.
         tool_parser: Name of the tool-call format of tracked sessions.
 
     Attributes:
         servers: The servers, in the order of `configs`.
-        slot_poll_s: Pause between looks for a free slot.
-        policy_version: What the service last called the policy, None if it does not say; for
-            engines that do not name their weights.
+        slot_poll_s: Seconds between checks for a free slot.
+        policy_version: Policy version the service last reported, or None; used for engines that
+            do not name their weights.
     """
 
-    # Class-level defaults: some users build managers without `__init__` and assign `servers`.
+    # Class-level defaults: some users create managers without `__init__` and assign `servers`.
     slot_poll_s = 0.1
     max_n_completions = 8
     proxy_url: str | None = None
@@ -412,7 +409,7 @@ class ServerManager:
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the answer to a chat; see `APIServer`.
 
-        A conversation that goes on returns to the server that answered it before, unless that
+        A continued conversation returns to the server that answered it before, unless that server
         is down or overloaded; any other goes to the least loaded server.
         """
         messages = kwargs.get("messages") or ()
@@ -447,7 +444,7 @@ class ServerManager:
     def expect_tokenizer(self, tokenizer: Any, *, name: str, is_for_all: bool = False) -> None:
         """Compare every engine's ids with a tokenizer's at the first request; see `APIServer`.
 
-        Where the servers are of different models, only requests for ids are looked at.
+        If the servers run different models, only token requests are checked.
         """
         servers = [server for server in self.servers if isinstance(server, APIServer)]
         is_one_model = len({server.config.model_name for server in servers}) == 1
@@ -456,11 +453,11 @@ class ServerManager:
 
     @property
     def num_answered(self) -> int:
-        """Requests that had an answer."""
+        """Number of answered requests, over all servers."""
         return sum(s.num_answered for s in self.servers if isinstance(s, APIServer))
 
     def failures_text(self) -> str:
-        """Say how many requests were given up, and why the latest was; empty without any."""
+        """Return how many requests failed and the latest error; empty if none failed."""
         servers = [server for server in self.servers if isinstance(server, APIServer)]
         count = sum(server.num_failed for server in servers)
         if not count:
@@ -470,7 +467,7 @@ class ServerManager:
 
     @property
     def setup_error(self) -> EngineSetupError | None:
-        """Why no request has had an answer so far, where the settings are wrong; else None."""
+        """The setup error that has prevented every answer so far, or None."""
         if self.num_answered:
             return None
         errors = [s.setup_error for s in self.servers if isinstance(s, APIServer)]
@@ -490,7 +487,7 @@ class ServerManager:
         """Wait until a healthy server has a free slot of the split; cancelling is safe.
 
         Raises:
-            EngineSetupError: no server has ever answered, for as long as each may take to start.
+            EngineSetupError: no server answered within its startup timeout.
         """
         started = time.monotonic()
         while not self._servers_with_slots(is_training):
@@ -517,7 +514,7 @@ class ServerManager:
     async def dedicated_server(self) -> AsyncIterator[Any]:
         """Yield the least loaded server while holding one of its slots.
 
-        Requests on the yielded server use the held slot first, so one never waits for itself.
+        Requests on the yielded server use the held slot first, so the caller cannot deadlock.
         """
         server = least_loaded(self.servers)
         async with server.sem:
@@ -534,11 +531,11 @@ class ServerManager:
 
         Args:
             tokenizer: Renders chats and decodes completions; default: the server's own.
-            base_url: Use the server with this address instead of the least loaded one.
-            preserve_think_blocks: Kept for callers; thinking is preserved either way.
+            base_url: Use the server with this URL instead of the least loaded one.
+            preserve_think_blocks: Kept for compatibility; thinking is preserved either way.
 
         Raises:
-            RuntimeError: the managed-server proxy that is configured refused the session.
+            RuntimeError: the configured managed-server proxy refused the session.
             NoTokenIdsError: the server gives no token ids, and dummy tokens are not allowed
                 by the environment variable ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.
         """
@@ -593,7 +590,7 @@ class ServerManager:
         *,
         preferred: Any = None,
     ) -> list[Answered]:
-        """Route a request in parts of at most `max_n_completions` completions."""
+        """Route a request, split into parts of at most `max_n_completions` completions."""
         n = kwargs.get("n") or 1
         if n <= self.max_n_completions:
             return [await self._route(method_of, kwargs, preferred=preferred)]
@@ -608,7 +605,7 @@ class ServerManager:
         *,
         preferred: Any = None,
     ) -> Answered:
-        """Send a request to a server, and to another when that one goes down."""
+        """Send a request to a server, and to another one if that server goes down."""
         is_training = kwargs.get("split", "train") == "train"
         if self._turns is not None:
             await self._turns.turn(ROUTE_COST_S)
@@ -656,7 +653,7 @@ class ServerManager:
 
 
 def _is_hopeless(server: Any, *, waited_s: float) -> bool:
-    """Whether a server that never answered has been down for longer than it may take to start."""
+    """Whether a server that never answered has exceeded its startup timeout."""
     if not isinstance(server, APIServer) or server.server_healthy or server.health.has_answered:
         return False
     return waited_s > server.config.startup_timeout
