@@ -1,15 +1,13 @@
-"""SGLang over HTTP: the sampled token ids and their logprobs from its own `/generate`.
+"""SGLang over HTTP: sampled token ids and their logprobs from its native `/generate` route.
 
-Bodies and answers of SGLang's `/generate`, without any network.
-
-sent      input_ids, sampling_params, return_logprob
-answered  one object, or a list with one per completion:
-output_ids [C]
-meta_info.output_token_logprobs [C] of [logprob, token id, ...]
-meta_info.input_token_logprobs  [P] of [logprob or null, token id, ...]
-meta_info.input_top_logprobs    [P] of null or [K] of [logprob, token id, ...]
-meta_info.finish_reason         {"type": "stop"} or null
-meta_info.weight_version        text
+request   input_ids, sampling_params, return_logprob
+answer    one object, or a list with one per completion:
+          output_ids                      [C]
+          meta_info.output_token_logprobs [C] of [logprob, token id, ...]
+          meta_info.input_token_logprobs  [P] of [logprob or null, token id, ...]
+          meta_info.input_top_logprobs    [P] of null or [K] of [logprob, token id, ...]
+          meta_info.finish_reason         {"type": "stop"} or null
+          meta_info.weight_version        text
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ __all__ = [
 ]
 
 _NAMES: Mapping[str, str] = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
-"""SGLang's names of options; it refuses names it does not know."""
+"""SGLang's names of options; it refuses unknown names."""
 
 
 _FORMS = ("structured_outputs", "response_format")
-"""vLLM's and OpenAI's names of what a reply must look like."""
+"""vLLM's and OpenAI's names of structured-output options."""
 
 _FORM_NAMES: Mapping[str, str] = {
     "json": "json_schema",
@@ -58,7 +56,7 @@ _FORM_NAMES: Mapping[str, str] = {
 
 
 class PromptLogprobs(NamedTuple):
-    """What a model makes of each prompt token; no candidates at the first one."""
+    """Candidates of a model at each prompt position; none at the first one."""
 
     token_ids: list[list[int]]
     """[P][K] candidate ids."""
@@ -67,12 +65,12 @@ class PromptLogprobs(NamedTuple):
 
 
 def tokens_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body that brings back the sampled ids and their logprobs.
+    """Return a request body for the sampled ids and their logprobs.
 
     Args:
         prompt_ids: [P] prompt.
-        options: Sampling options with the limit under `max_tokens`; None is no limit but the
-            context.
+        options: Sampling options with the limit under `max_tokens`; None lets the completion fill
+            the context.
     """
     named = {_NAMES.get(name, name): value for name, value in options.items()}
     sampling_params = {name: named[name] for name in named if name not in _FORMS} | _form_of(named)
@@ -87,12 +85,12 @@ def tokens_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, 
 def prompt_logprobs_body(
     prompt_ids: list[int], options: Mapping[str, Any], *, top_k: int
 ) -> dict[str, Any]:
-    """Return a body that brings back logprobs of every prompt position.
+    """Return a request body for logprobs of every prompt position.
 
     Args:
         prompt_ids: [P] prompt.
-        options: As of `tokens_body`; what would sample is overridden.
-        top_k: Candidates per position besides the prompt's own token.
+        options: As in `tokens_body`; `n`, `temperature` and `top_p` are overridden.
+        top_k: Candidates per position in addition to the prompt's own token.
     """
     fixed = {"n": 1, "temperature": 0.0, "top_p": 1.0}
     return {
@@ -105,13 +103,13 @@ def prompt_logprobs_body(
 def parse_tokens(answer: Any, prompt_ids: list[int], *, num_choices: int) -> VersionedTokens:
     """Read an answer to `tokens_body`.
 
-    Id and logprob of a token come from the same entry, so they cannot be out of step; the finish
+    Id and logprob of a token come from the same entry, so they are always aligned; the finish
     reasons are the engine's objects, unchanged.
 
     Args:
         answer: Decoded JSON.
-        prompt_ids: [P] what was sent.
-        num_choices: Completions asked for.
+        prompt_ids: [P] ids that were sent.
+        num_choices: Number of requested completions.
 
     Raises:
         InferenceError: completions or logprobs are missing, or contradict `output_ids`.
@@ -135,8 +133,8 @@ def parse_tokens(answer: Any, prompt_ids: list[int], *, num_choices: int) -> Ver
 def parse_prompt_logprobs(answer: Any, prompt_ids: list[int], *, top_k: int) -> PromptLogprobs:
     """Read an answer to `prompt_logprobs_body`.
 
-    Each row holds the prompt's own token first and then those of the `top_k` likeliest that
-    differ from it, as vLLM orders them.
+    Each row holds the prompt's own token first, then the other tokens of the `top_k` likeliest,
+    in vLLM's order.
 
     Raises:
         ValueError: the answer has no prompt logprobs.
@@ -156,7 +154,7 @@ def parse_prompt_logprobs(answer: Any, prompt_ids: list[int], *, top_k: int) -> 
 
 
 def _form_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form of a reply under SGLang's names."""
+    """Return the structured-output options under SGLang's names."""
     wanted = dict(options.get("structured_outputs") or {})
     response_format = options.get("response_format") or {}
     if response_format.get("type") == "json_object":
@@ -171,7 +169,7 @@ def _form_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _candidates(own: Any, others: Sequence[Any] | None) -> dict[int, float]:
-    """Return {token id: logprob} of one position; empty where the engine gives no logprob."""
+    """Return {token id: logprob} of one position; empty if the engine gives no logprob."""
     found: dict[int, float] = {}
     for logprob, token_id in map(_entry, [own, *(others or ())]):
         if logprob is not None:
@@ -194,7 +192,7 @@ def _entry(entry: Any) -> tuple[Any, int]:
 
 
 def _check_output_ids(output_ids: Any, ids: Sequence[int], *, completion_index: int) -> None:
-    # The engine may leave a matched stop token out of output_ids; it was sampled all the same.
+    # The engine may leave a matched stop token out of output_ids although it was sampled.
     if output_ids is not None and list(output_ids) != list(ids[: len(output_ids)]):
         raise InferenceError(
             f"completion {completion_index}: output_ids and output_token_logprobs name "
@@ -203,15 +201,15 @@ def _check_output_ids(output_ids: Any, ids: Sequence[int], *, completion_index: 
 
 
 class SGLangServer(TokenServer):
-    """An SGLang server, spoken to over HTTP only.
+    """An SGLang server, accessed over HTTP only.
 
-    Chat and text go through its OpenAI routes, tokens through `/generate`. The answers with
-    tokens are `VersionedTokens`: they tell which weights sampled each completion.
+    Chat and text use its OpenAI routes, tokens use `/generate`. Token answers are
+    `VersionedTokens`: they name the weights that sampled each completion.
     """
 
     @property
     def takes_structural_tags(self) -> bool:
-        """Whether forms of replies are understood; they are sent under SGLang's own names."""
+        """Whether structural tags are supported; they are sent under SGLang's own names."""
         return True
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:

@@ -1,16 +1,16 @@
-"""Sequences made from text, for servers that report no token ids.
+"""Build sequences from text, for servers that report no token ids.
 
     messages ─► provider_messages ─► any OpenAI-compatible server ─► choices
     choice ─► reply_of ─► the text a model would have written: thinking, answer, calls
     text ─► ids of the environment's tokenizer + the end of turn that its chat template writes
 
-The text stays text: special tokens that a model spells are encoded letter by letter, and one end
-of turn that a server left at the end of a finished reply is taken off.
+Special tokens that a model spells in its text are encoded as plain text. One end-of-turn marker
+that a server left at the end of a finished reply is removed.
 
-The ids are the tokenizer's own for that text. The model may have sampled others, and nobody knows
-how likely they were, so there are no logprobs. Such sequences are fit for SFT, DPO, distillation
-and viewing; a policy gradient needs exact tokens. Images and other parts of a message that are not
-text go to the server and have no tokens.
+The ids are the tokenizer's encoding of the text. The model may have sampled others with unknown
+probability, so these sequences have no logprobs. They suit SFT, DPO, distillation and viewing; a
+policy gradient needs exact tokens. Images and other non-text parts of a message are sent to the
+server and have no tokens.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class TextReply(NamedTuple):
     """One choice of a server's answer."""
 
     text: str
-    """What the model wrote, as one text: thinking, answer, and tool calls."""
+    """Everything the model wrote, as one text: thinking, answer, and tool calls."""
     content: str | None
-    """The part before the tool calls; all of it where there are none."""
+    """The part before the tool calls; the whole text if there are no calls."""
     tool_calls: list[dict[str, Any]] | None
-    """Calls that the server returned as such, in the form of the chat APIs."""
+    """Structured calls returned by the server, in the format of the chat APIs."""
     finish_reason: FinishReason
     is_ended: bool
-    """Whether the model ended its turn by itself; a stop string or a limit ends it otherwise."""
+    """Whether the model ended its turn itself, rather than a stop string or a limit."""
     own_marks: str = ""
-    """How tool calls are written here when all that the model chose is left out."""
+    """The tool-call markup added here, with placeholders for everything the model chose."""
 
 
 def reply_of(
@@ -73,20 +73,20 @@ def reply_of(
     has_stop_strings: bool = False,
     end_texts: Sequence[str] = (),
 ) -> TextReply:
-    """Return what a choice of a chat or a completion says.
+    """Return the text, calls and ending of one choice of a chat or a completion.
 
     Args:
-        choice: Of the answer of an OpenAI client.
-        render_calls: Writes tool calls as text; None writes them as Hermes does.
+        choice: A choice in the answer of an OpenAI client.
+        render_calls: Renders tool calls as text; None uses the Hermes format.
         opens_thinking: Whether the prompt ends with `<think>`, which the reply then lacks.
-        has_stop_strings: Whether the request named strings that end the reply.
-        end_texts: What may end a turn. Of a reply that ended by itself one is taken off, which
-            some servers leave there.
+        has_stop_strings: Whether the request has stop strings.
+        end_texts: Possible end-of-turn markers. One is removed from the end of a finished reply,
+            where some servers leave it.
     """
     reason = choice.finish_reason
     is_ended = reason in _ENDED or as_finish_reason(reason) == "stop"
     if has_stop_strings:
-        # vLLM tells the string that ended a reply; null means the end of the turn.
+        # vLLM reports the string that ended a reply; null means the end of the turn.
         is_ended = is_ended and getattr(choice, "stop_reason", "unknown") is None
     message = getattr(choice, "message", None)
     if message is None:
@@ -108,11 +108,11 @@ def reply_of(
 def end_of_turn_ids(
     tokenizer: Any, render: Callable[[Sequence[Mapping[str, Any]]], str]
 ) -> list[int]:
-    """Return the special tokens that a chat template writes directly behind a reply; may be none.
+    """Return the special tokens that a chat template writes directly after a reply; may be empty.
 
     Args:
-        tokenizer: Encodes what the template writes.
-        render: From messages to prompt text.
+        tokenizer: Encodes the output of the template.
+        render: Renders messages as prompt text.
     """
     ids = encode_added(tokenizer, render_added(render, [], []) or "")
     end = next(
@@ -122,7 +122,7 @@ def end_of_turn_ids(
 
 
 def text_only(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages without the parts that are not text, as text tokens cannot show them."""
+    """Return messages without their non-text parts, which text tokens cannot represent."""
     return [
         {**message, "content": spoken_text(message["content"])}
         if isinstance(message.get("content"), list)
@@ -134,9 +134,9 @@ def text_only(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def provider_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as OpenAI-compatible providers accept them.
 
-    Roles that the protocol does not have become `user` and `assistant`. A result that answers no
-    call of the conversation, because the calls are text there, becomes a user message. Fields that
-    the protocol does not have are left out.
+    Roles unknown to the protocol become `user` and `assistant`. A tool result becomes a user
+    message if its call is only text in the conversation. Fields unknown to the protocol are left
+    out.
     """
     given: list[dict[str, Any]] = []
     open_calls: set[str] = set()
@@ -158,7 +158,7 @@ def provider_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 @lru_cache(maxsize=1)
 def announce_text_tokens(server_name: str, tokenizer_name: str) -> None:
-    """Log, once per process, that tokens are made from text, with what, and what that means."""
+    """Log once per process that texts are tokenized, with which tokenizer, and the consequences."""
     logger.warning(
         "inference server %s reports no token ids: its texts are tokenized with %s. Groups are "
         "marked tokenized_from_text and carry no logprobs: they serve SFT, DPO, distillation, "
@@ -175,7 +175,7 @@ def _without_end(text: str, end_texts: Sequence[str]) -> str:
 
 
 def _with_thinking(message: Any, content: str, opens_thinking: bool) -> str:
-    """Return the content behind the thinking that some servers return in a field of its own."""
+    """Return the content after the thinking, which some servers return in a separate field."""
     thinking = _thinking_of(message)
     if not thinking or THINKING_END in content:
         return content
@@ -195,7 +195,7 @@ def _thinking_of(message: Any) -> str:
 
 
 def _plain_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as text, as the protocol has them."""
+    """Return a tool call with its arguments as text, as the protocol defines them."""
     fields = as_mapping(call)
     function = as_mapping(fields.get("function"))
     arguments = function.get("arguments")

@@ -1,8 +1,6 @@
-"""What every engine that gives token ids needs: the served model's tokenizer and prompt ids.
+"""Base class of engines that return token ids, with their shared sampling options and checks.
 
-What the token routes of all engines share: sampling options, and checks of answers; pure.
-
-The tokenizer of a served model, loaded when first needed.
+kwargs ─► sampling_options, prompt ids ─► the engine's token route ─► check_count, check_sequences
 """
 
 from __future__ import annotations
@@ -29,17 +27,18 @@ __all__ = [
 ]
 
 _UNFINISHED = frozenset({"abort", "error"})
-"""Finish reasons of a completion the engine gave up: a fragment nobody may score."""
+"""Finish reasons of a completion the engine aborted: a fragment that must not be scored."""
 
 
 def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a request's kwargs goes to the engine, under the engine's names.
+    """Return the request options to send to the engine, under the engine's names.
 
     Unset values (None) are left out, `extra_body` is merged in, and the older names of
-    `max_tokens` are translated. `logprobs` is ours: exactly the sampled token's is asked for.
+    `max_tokens` are translated. `logprobs` is dropped: the request body always asks for the sampled
+    token's logprob.
 
-    `max_tokens` given as None or -1 means as long as the context allows and becomes None; left
-    out, the engine stops after its default of 16 tokens.
+    `max_tokens` given as None or -1 lets the completion fill the context and becomes None; if it is
+    left out, the engine stops after its default of 16 tokens.
     """
     options = {name: value for name, value in kwargs.items() if value is not None}
     options.update(options.pop("extra_body", {}))
@@ -54,13 +53,13 @@ def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_double_bos(ids: Sequence[int], bos_token_id: int | None) -> list[int]:
-    """Return `ids` with one bos where a template and the tokenizer both wrote it."""
+    """Return `ids` with a single bos if both the template and the tokenizer added one."""
     doubled = len(ids) > 1 and ids[0] == ids[1] == bos_token_id
     return list(ids[1:] if doubled else ids)
 
 
 def list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a list of an answer; raises `InferenceError` when it is not there."""
+    """Return a list field of an answer; raises `InferenceError` if it is missing."""
     value = mapping.get(name)
     if not isinstance(value, list):
         raise InferenceError(f"the engine's answer has no {name}")
@@ -68,7 +67,7 @@ def list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def check_count(choices: Sequence[Any], expected: int) -> None:
-    """Raise `InferenceError` unless the engine answered as many completions as asked for."""
+    """Raise `InferenceError` unless the engine returned the requested number of completions."""
     if len(choices) != expected:
         raise InferenceError(f"the engine answered {len(choices)} completions, not {expected}")
 
@@ -78,11 +77,11 @@ def check_sequences(
     logprobs: Sequence[Sequence[float | None]],
     finish_reasons: Sequence[Any],
 ) -> None:
-    """Raise `InferenceError` for a completion given up, or without one logprob per id.
+    """Raise `InferenceError` for an aborted completion, or one without one logprob per id.
 
     Args:
         ids: [n][C] sampled ids.
-        logprobs: [n][C] as the engine sent them.
+        logprobs: [n][C] logprobs as the engine sent them.
         finish_reasons: [n] text, an object with a `type`, or null.
     """
     for i, (row, values, reason) in enumerate(zip(ids, logprobs, finish_reasons, strict=True)):
@@ -96,15 +95,15 @@ def check_sequences(
 
 
 def _are_finite(values: Sequence[float | None]) -> bool:
-    # A sum is finite only when all numbers are; adding them up takes a fraction of a loop's time.
+    # A sum is finite only if all numbers are; `sum` is much faster than a loop.
     try:
         return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # type: ignore[arg-type]
-    except TypeError:  # None, where the engine gives none
+    except TypeError:  # the engine sent null for a missing logprob
         return False
 
 
 def tokenizer_name_of(config: ServerBaseline) -> str:
-    """Return the tokenizer's name: `tokenizer_name`, or `model_name` where that is unset."""
+    """Return the tokenizer's name: `tokenizer_name`, or `model_name` if that is unset."""
     return config.model_name if config.tokenizer_name in ("", "none") else config.tokenizer_name
 
 
@@ -116,7 +115,7 @@ def load_tokenizer(config: ServerBaseline) -> Any:
 
 
 class TokenServer(OpenAICompatibleServer):
-    """A server that is sent token ids and answers token ids."""
+    """A server that receives and returns token ids."""
 
     _tokenizer: Any = None
     _compares_for_all = False
@@ -146,7 +145,7 @@ class TokenServer(OpenAICompatibleServer):
         return load_tokenizer(self.config)
 
     def _prompt_ids(self, kwargs: dict[str, Any]) -> list[int]:
-        """Return the ids to send: `input_ids` as they are, else the encoded `prompt`."""
+        """Return the ids to send: `input_ids` unchanged, else the encoded `prompt`."""
         input_ids = kwargs.get("input_ids")
         if input_ids:
             return list(input_ids)
@@ -156,9 +155,9 @@ class TokenServer(OpenAICompatibleServer):
 
 
 def top_k_of(kwargs: dict[str, Any]) -> int:
-    """Take `top_k` (or `top_logprobs`, else 1) of a request for prompt logprobs out of `kwargs`.
+    """Remove `top_k` (or `top_logprobs`) from `kwargs` and return it; default 1.
 
-    0 asks for the prompt's own tokens only.
+    0 requests the prompt's own tokens only.
     """
     top_k = kwargs.pop("top_k", None)
     top_logprobs = kwargs.pop("top_logprobs", None)

@@ -1,15 +1,13 @@
-"""Between tool calls in the form of the chat APIs and the text a model reads and writes.
+"""Convert tool calls between the format of the chat APIs and the text a model reads and writes.
 
     completion ── parse_model_output ──► content, tool calls, finish reason
                         │ remembers id -> completion
     messages ◄── convert_messages_for_template ── messages with tool calls
 
-A completion that called tools goes back into the prompt exactly as it was sampled, so that the
-next turn continues the same tokens. It is found by the ids of its calls; spacing and order of keys
-in their arguments do not matter, but calls that ask for something else than was sampled are
-rendered as they stand: the caller changed them. The parsers are this package's own;
-`VLLM_AVAILABLE` says that tool calls are parsed, as it does for users who know it from versions
-that needed vLLM for it.
+A completion that called tools is inserted into the next prompt exactly as it was sampled, so that
+the next turn continues the same tokens. It is found by the ids of its calls; spacing and key order
+of their arguments do not matter. Calls that the caller changed are rendered as given. The parsers
+do not need vLLM; `VLLM_AVAILABLE` is kept for users of versions that did.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 VLLM_AVAILABLE = True
 
-# Names that users of earlier versions import from here; those without a meaning here are None.
+# Names imported by users of earlier versions; those without an equivalent are None.
 ToolParser = ToolCallFormat
 ToolParserManager = None
 ChatCompletionRequest = None
 ExtractedToolCallInformation = None
 
-# Mistral's chat templates refuse ids of any other length.
+# Mistral's chat templates accept only ids of this length.
 _ID_LENGTH = 9
 
 
@@ -59,13 +57,13 @@ class ToolCallTranslator:
 
     Args:
         tokenizer: Decodes completions.
-        parser_name: Name of a format in `tool_formats.registry`. With an unknown one a warning
-            is logged, completions stay text and calls are written as Hermes has them.
+        parser_name: Name of a format in `tool_formats.registry`. For an unknown name a warning
+            is logged, completions stay text and calls are rendered in the Hermes format.
 
     Attributes:
-        parser: The format, None if its name is unknown.
-        call_id_to_raw_text: The completion each call came from, by the id of the call; the
-            `max_remembered_calls` used last.
+        parser: The format; None if its name is unknown.
+        call_id_to_raw_text: The completion of each call, by the id of the call; limited to the
+            `max_remembered_calls` most recently used.
     """
 
     max_remembered_calls = 4096
@@ -90,14 +88,14 @@ class ToolCallTranslator:
     ) -> tuple[str | None, list[ToolCall] | None, str]:
         """Return content, tool calls and finish reason of a completion; never raises on its text.
 
-        Calls found: the text before them or None, the calls, `tool_calls`. Otherwise, also when
-        one of several calls is broken: the completion as it is, None, `stop`. Calls a model
-        mentions while thinking are not made.
+        If calls are found: the text before them or None, the calls, `tool_calls`. Otherwise, and if
+        one of several calls is malformed: the unchanged completion, None, `stop`. Calls inside the
+        thinking are ignored.
 
         Args:
             raw_text: The completion.
-            tool_choice: `none` leaves the completion as it is.
-            tools: Definitions the model was given; without any the completion is left as it is.
+            tool_choice: `none` disables parsing.
+            tools: Definitions given to the model; without any, parsing is disabled.
         """
         if self.parser is None or not tools or tool_choice == "none":
             return raw_text, None, "stop"
@@ -113,12 +111,12 @@ class ToolCallTranslator:
     def remember_answer(
         self, raw_text: str, content: str | None, tool_calls: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Keep calls that a server returned as such, with the text that stands for them.
+        """Store structured calls that a server returned, with the text that represents them.
 
         Args:
             raw_text: The whole reply.
             content: The text before the calls.
-            tool_calls: Calls in the form of the chat APIs, with the server's ids.
+            tool_calls: Calls in the format of the chat APIs, with the server's ids.
         """
         ids = [str(call.get("id")) for call in tool_calls]
         for call_id in ids:
@@ -126,14 +124,14 @@ class ToolCallTranslator:
         self._remember_meaning(ids, content, tool_calls)
 
     def render_calls(self, calls: Sequence[FunctionCall]) -> str:
-        """Return calls as text in this format; as Hermes has them where it is unknown."""
+        """Return calls as text in this format; in the Hermes format if it is unknown."""
         return (self.parser or HermesFormat()).render(calls)
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
-        """Return the completion that made these calls, or their rendering when it is unknown.
+        """Return the completion that made these calls, or their rendering if it is unknown.
 
         Args:
-            tool_calls: Calls of one assistant message, in the form of the chat APIs.
+            tool_calls: Calls of one assistant message, in the format of the chat APIs.
         """
         calls = [as_mapping(call) for call in tool_calls]
         known = self._recall(calls)
@@ -146,13 +144,13 @@ class ToolCallTranslator:
     ) -> list[Any]:
         """Return the messages with every assistant message that calls tools as plain text.
 
-        The completion itself where it is known; else the message's content and the rendered
-        calls, on lines of their own. All other messages are the same objects.
+        The text is the completion itself if it is known; else the message's content and the
+        rendered calls, on separate lines. All other messages are the same objects.
 
         Args:
             messages: A conversation.
-            honours_content: Take a completion for unknown when the message's content says
-                something else than it does; otherwise the content of known calls is not looked at.
+            honours_content: Treat a completion as unknown if the message's content differs from
+                it; otherwise the content of known calls is ignored.
         """
         return [self._as_text(message, honours_content) for message in messages]
 
@@ -191,7 +189,7 @@ class ToolCallTranslator:
             self.call_id_to_raw_text.popitem(last=False)
 
     def _remember(self, found: FoundCall, raw_text: str) -> ToolCall:
-        """Give a call an id that no other call has, and keep its completion under it."""
+        """Give a call a unique id and store its completion under that id."""
         call_id = found.call_id
         while call_id is None or call_id in self.call_id_to_raw_text:
             call_id = secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]
@@ -200,9 +198,9 @@ class ToolCallTranslator:
         return ToolCall(id=call_id, function=function)
 
     def _recall(self, calls: Sequence[Mapping[str, Any]], content: str = "") -> str | None:
-        """Return the completion of the first call and note that its calls are in use.
+        """Return the completion of the first call and mark its calls as recently used.
 
-        None when it is unknown, or when calls or content say something else than it does.
+        None if it is unknown, or if calls or content differ from it.
         """
         remembered = self.call_id_to_raw_text
         ids = [str(call.get("id")) for call in calls]
@@ -218,7 +216,7 @@ class ToolCallTranslator:
 
 
 class _ToolAnswer(NamedTuple):
-    """What was answered for one completion that calls tools."""
+    """The answer given for one completion that calls tools."""
 
     content: str | None
     """Text before the calls."""
@@ -226,7 +224,7 @@ class _ToolAnswer(NamedTuple):
     """Name and canonical arguments of each call."""
 
     def is_said_by(self, calls: Sequence[Mapping[str, Any]], content: str) -> bool:
-        """Whether a message repeats this answer; it may leave out the text, or its thinking."""
+        """Whether a message repeats this answer, possibly without its text or its thinking."""
         forms = reply_forms(self.content or "", has_calls=True)
         return _meaning(calls) == self.meaning and said_form(content) in forms
 
@@ -238,14 +236,14 @@ def _meaning(calls: Sequence[Any]) -> list[tuple[str, str]]:
 def _calls_after_thinking(
     parser: ToolCallFormat, text: str, tools: Sequence[Any]
 ) -> list[FoundCall]:
-    """Return the calls of a completion but those before the `</think>` that ends its thinking.
+    """Return the calls of a completion, without those before the `</think>` that ends its thinking.
 
-    The prompt may have opened the thinking, so only its end is looked for. Inside of a call,
-    such as in the text of an argument, the tag means nothing.
+    The prompt may have opened the thinking, so only its end is searched. A tag inside a call, such
+    as in the text of an argument, is ignored.
     """
     starts = [0]
     if THINKING_END in text:
-        # Of many ends only the outer ones: a search behind each would cost their square.
+        # Only the first and the last end: a search after each would take quadratic time.
         ends = (text.index(THINKING_END), text.rindex(THINKING_END))
         starts += [end + len(THINKING_END) for end in ends]
     calls: list[FoundCall] = []

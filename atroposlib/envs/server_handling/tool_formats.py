@@ -1,46 +1,11 @@
-"""How models write tool calls: one file per format, and a registry to add more.
+"""Parse and render tool calls in the formats of model families; pure, and never raises on text.
 
     completion ─► ToolCallFormat.find_calls ─► FoundCall, ...
-    calls made elsewhere ─► ToolCallFormat.render ─► the text the model would have written
+    calls of other origin ─► ToolCallFormat.render ─► the text the model would have written
 
-A format of your own is a subclass of `ToolCallFormat` given to `registry.register`; the name then
-works as `tool_parser`.
-
-What a tool call is, and what a format of tool calls must offer.
-
-Reading calls written as JSON objects, and writing them; pure, and never raises on any text.
-
-Hermes: each call a JSON object between `<tool_call>` tags; Qwen2.5 and Qwen3 write it too.
-
-Let me look.
-<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>
-
-Qwen: Hermes' tagged JSON (Qwen2.5, Qwen3), or a function element in the tag (Qwen3-Coder).
-
-    <tool_call>                                              <tool_call>
-    {"name": "search", "arguments": {"query": "cats"}}       <function=search>
-    </tool_call>                                             <parameter=query>
-                                                             cats
-                                                             </parameter>
-                                                             </function>
-                                                             </tool_call>
-
-Parameters of a function element carry no type: the tool's schema decides, and text stays text.
-
-Llama 3: calls as bare JSON objects, several divided by semicolons, sometimes behind a tag.
-
-    {"name": "get_weather", "parameters": {"city": "Oslo"}}; {"name": "get_time", "parameters": {}}
-    <|python_tag|>{"name": "search", "parameters": {"query": "cats"}}
-
-Without the tag an object counts when the answer begins with it, or when it names a tool of the
-request: answers hold JSON of other kinds too.
-
-Mistral: `[TOOL_CALLS]` and a list, or in newer tokenizers a name and its arguments per mark.
-
-[TOOL_CALLS] [{"name": "search", "arguments": {"query": "cats"}}]
-[TOOL_CALLS]search[ARGS]{"query": "cats"}[TOOL_CALLS]get_time[CALL_ID]a1B2c3D4e[ARGS]{}
-
-Formats of tool calls by name.
+Sections: the interface `ToolCallFormat`; JSON helpers; the formats Hermes, Qwen, Llama 3 and
+Mistral; the registry that finds a format by name. To add a format, pass a subclass of
+`ToolCallFormat` to `registry.register`; the name then works as `tool_parser`.
 """
 
 from __future__ import annotations
@@ -88,21 +53,21 @@ class FunctionCall(BaseModel):
     name: str
     """Name of the function."""
     arguments: str
-    """JSON text of an object, as the chat APIs have it."""
+    """JSON text of an object, as in the chat APIs."""
 
 
 class ToolCall(BaseModel):
-    """One call in the form of the chat APIs.
+    """One call in the format of the chat APIs.
 
     `ToolCall(id="a1B2c3D4e", function=FunctionCall(name="add", arguments='{"a": 1}'))`
     """
 
     id: str
-    """Names the call in the message that answers it."""
+    """Id by which the tool's result message refers to the call."""
     type: Literal["function"] = "function"
-    """The only kind there is."""
+    """The only type of call."""
     function: FunctionCall
-    """What is called, and with what."""
+    """Name and arguments."""
 
 
 class FoundCall(NamedTuple):
@@ -115,16 +80,16 @@ class FoundCall(NamedTuple):
     start: int
     """Index in the completion where the call begins, its tag included."""
     end: int
-    """Index behind the call."""
+    """Index after the call."""
     call_id: str | None = None
-    """Id the model wrote itself, None in most formats."""
+    """Id written by the model; None in most formats."""
 
 
 class ToolCallFormat(ABC):
-    """How one family of models writes tool calls. Implementations hold no state.
+    """Tool-call syntax of one model family. Implementations hold no state.
 
     Attributes:
-        trigger: Text that begins every call and nothing else; None where there is none.
+        trigger: Text that begins every call and nothing else; None if the format has none.
         separator: Text between calls.
     """
 
@@ -135,35 +100,35 @@ class ToolCallFormat(ABC):
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
         """Return the calls of a completion in their order.
 
-        All or nothing: one broken call makes the list empty, so that nobody acts on part of what
-        the model meant. Text that is no call never raises.
+        All or nothing: one malformed call makes the list empty, so that a partial set of calls is
+        never executed. Never raises, whatever the text.
 
         Args:
             text: The completion.
-            start: Index where the search begins; thinking lies before it.
-            tools: Tool definitions of the request, as its caller gave them.
+            start: Index where the search begins, after the thinking.
+            tools: Tool definitions of the request, as the caller gave them.
         """
 
     def frame_of(self, name: str) -> tuple[str, str] | None:
-        """Return the text around the arguments of a call, which stand as a JSON object between.
+        """Return the text around the arguments of a call, if these are written as a JSON object.
 
         Args:
-            name: Of the function.
+            name: Name of the function.
 
         Returns:
-            What stands before and behind them; None in a format that writes them otherwise.
+            The text before and after the arguments; None if the format writes them differently.
         """
         return None
 
     @abstractmethod
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        """Return the text of calls; `find_calls` reads the same calls from it."""
+        """Return the text of calls; `find_calls` parses it back to the same calls."""
 
 
 def parameter_schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
     """Map the name of every tool to the JSON schemas of its parameters by their names.
 
-    Definitions of another shape are left out: they are the caller's and were never checked.
+    Malformed definitions are left out: they come from the caller and were never validated.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
@@ -182,16 +147,16 @@ _END = re.compile(r"\s*(?:(?:<\|[^|<>]*\|>|</s>)\s*)*\Z")
 
 
 class ReadValue(NamedTuple):
-    """A JSON value and where it ended."""
+    """A decoded JSON value and its end."""
 
     value: Any
-    """What `json` makes of it."""
+    """The decoded value."""
     end: int
-    """Index behind it."""
+    """Index after the value."""
 
 
 class NamedCall(NamedTuple):
-    """What a JSON object calls."""
+    """A call described by a JSON object."""
 
     name: str
     """Name of the function, never empty."""
@@ -202,7 +167,7 @@ class NamedCall(NamedTuple):
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 # Not strict: models put line breaks into strings.
@@ -210,7 +175,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
 
 
 def read_json(text: str, start: int) -> ReadValue | None:
-    """Read the JSON value that begins at `start` or behind the space there; None without one."""
+    """Read the JSON value at `start`, after optional whitespace; None if there is none."""
     try:
         return ReadValue(*_DECODER.raw_decode(text, skip_space(text, start)))
     except (ValueError, RecursionError):
@@ -218,18 +183,18 @@ def read_json(text: str, start: int) -> ReadValue | None:
 
 
 def skip_space(text: str, start: int) -> int:
-    """Return the index of the first character from `start` on that is no space."""
+    """Return the index of the first non-whitespace character from `start` on."""
     found = _SPACE.match(text, start)
     return found.end() if found else start
 
 
 def is_end(text: str, start: int) -> bool:
-    """Whether only space and end-of-turn tokens are left."""
+    """Whether only whitespace and end-of-turn tokens are left."""
     return _END.match(text, start) is not None
 
 
 def to_json(value: Any) -> str | None:
-    """Return JSON text that any parser and UTF-8 accept; None for a number out of range."""
+    """Return standard JSON text that can be encoded as UTF-8; None for a number out of range."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         return text if _is_utf8(text) else json.dumps(value, allow_nan=False)
@@ -238,10 +203,10 @@ def to_json(value: Any) -> str | None:
 
 
 def call_of(value: Any) -> NamedCall | None:
-    """Return what an object such as `{"name": ..., "arguments": {...}}` calls.
+    """Return the call in an object such as `{"name": ..., "arguments": {...}}`.
 
-    The arguments may also be named `parameters`, be JSON text themselves, or be missing; the
-    object may lie under `function`. None for anything else.
+    The arguments may also be named `parameters`, be JSON text, or be missing; the object may be
+    nested under `function`. None for any other value.
     """
     if not isinstance(value, dict):
         return None
@@ -262,12 +227,12 @@ def call_of(value: Any) -> NamedCall | None:
 
 
 def object_of(call: FunctionCall, arguments_key: str = "arguments") -> Mapping[str, Any]:
-    """Return the object that describes a call; arguments that are no JSON stay text."""
+    """Return the object that describes a call; arguments that are not JSON stay text."""
     return {"name": call.name, arguments_key: whole_value(call.arguments, blank={})}
 
 
 def whole_value(text: str, *, blank: Any = None) -> Any:
-    """Return the JSON value a text consists of; `blank` without any, the text if it is no JSON."""
+    """Return a text decoded as JSON; `blank` if it is empty, the text itself if it is not JSON."""
     if not text.strip():
         return blank
     read = read_json(text, 0)
@@ -287,7 +252,13 @@ CLOSE = "</tool_call>"
 
 
 class HermesFormat(ToolCallFormat):
-    """Any number of tagged JSON objects; only the last tag may be left open."""
+    """Hermes: one JSON object per call between `<tool_call>` tags, also used by Qwen2.5 and Qwen3.
+
+    Only the last tag may be left open. Example:
+
+        Let me look.
+        <tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>
+    """
 
     trigger = OPEN
 
@@ -318,7 +289,7 @@ class HermesFormat(ToolCallFormat):
 
 
 def read_tagged_json(text: str, start: int) -> FoundCall | None:
-    """Read the JSON call whose opening tag is at `start`; None if it is broken."""
+    """Read the JSON call whose opening tag is at `start`; None if it is malformed."""
     read = read_json(text, start + len(OPEN))
     call = call_of(read.value) if read else None
     if read is None or call is None:
@@ -330,7 +301,7 @@ def read_tagged_json(text: str, start: int) -> FoundCall | None:
 
 
 def closing_end(text: str, start: int) -> int | None:
-    """Return the index behind the closing tag, or of the end of a text that lacks it; else None."""
+    """Return the index after the closing tag, or the end of a text that lacks it; else None."""
     position = skip_space(text, start)
     if text.startswith(CLOSE, position):
         return position + len(CLOSE)
@@ -346,7 +317,18 @@ _PYTHON_WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None"
 
 
 class QwenFormat(ToolCallFormat):
-    """Reads tagged JSON and function elements.
+    """Qwen: tagged JSON as in Hermes (Qwen2.5, Qwen3), or function elements (Qwen3-Coder).
+
+        <tool_call>                                              <tool_call>
+        {"name": "search", "arguments": {"query": "cats"}}       <function=search>
+        </tool_call>                                             <parameter=query>
+                                                                 cats
+                                                                 </parameter>
+                                                                 </function>
+                                                                 </tool_call>
+
+    Both are parsed. Parameters of a function element have no type: the tool's schema decides, and
+    without one the value stays text.
 
     Args:
         writes_elements: Render function elements, as Qwen3-Coder does, instead of JSON.
@@ -415,7 +397,7 @@ def _read_element(
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Return the value a parameter's text stands for under its schema, None if it has none."""
+    """Convert the text of a parameter to a value according to its schema."""
     text = text.removeprefix("\n").removesuffix("\n")
     kinds = _kinds(schema) if isinstance(schema, Mapping) else set()
     if not kinds or "string" in kinds:
@@ -426,7 +408,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types a schema allows; empty when it does not say."""
+    """Return the JSON types a schema allows; empty if it does not say."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}
@@ -435,7 +417,7 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
     kinds: set[str] = set()
     for one in [*_listed(schema, "anyOf"), *_listed(schema, "oneOf")]:
         kinds |= _kinds(one)
-    # What a reference points at is not looked up: JSON is tried, and text kept where it is none.
+    # References are not resolved: the value is decoded if it is JSON, else kept as text.
     return kinds | {"object"} if {"$ref", "allOf"} & schema.keys() else kinds
 
 
@@ -464,7 +446,16 @@ _NEXT = re.compile(r"\s*(?:[;,]\s*)?(?:<\|python_tag\|>\s*)?(?=[\[{])")
 
 
 class Llama3JsonFormat(ToolCallFormat):
-    """Objects with `name` and `parameters` (or `arguments`), or a list of them."""
+    """Llama 3: JSON objects with `name` and `parameters` (or `arguments`), or a list of them.
+
+    Several calls are separated by semicolons; a tag may come first:
+
+        {"name": "get_weather", "parameters": {"city": "Oslo"}}; {"name": "get_time", ...}
+        <|python_tag|>{"name": "search", "parameters": {"query": "cats"}}
+
+    Without the tag, an object counts as a call only if the answer begins with it, or if it names a
+    tool of the request, since answers may contain other JSON.
+    """
 
     separator = "; "
 
@@ -484,7 +475,7 @@ class Llama3JsonFormat(ToolCallFormat):
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        """Return the objects, divided by semicolons."""
+        """Return the objects, separated by semicolons."""
         return "; ".join(
             json.dumps(object_of(call, "parameters"), ensure_ascii=False) for call in calls
         )
@@ -520,7 +511,7 @@ def _read_calls(text: str, start: int, position: int) -> list[FoundCall]:
 
 
 def _calls_in(value: Any) -> list[NamedCall] | None:
-    """Return the calls of an object or a list of objects; None if one of them is no call."""
+    """Return the calls of an object or a list of objects; None if one of them is not a call."""
     calls = []
     for entry in value if isinstance(value, list) else [value]:
         call = call_of(entry) if _has_arguments(entry) else None
@@ -543,7 +534,12 @@ _NAMED = re.compile(
 
 
 class MistralFormat(ToolCallFormat):
-    """Reads both spellings.
+    """Mistral: `[TOOL_CALLS]` and a list; with newer tokenizers a name and arguments per mark.
+
+        [TOOL_CALLS] [{"name": "search", "arguments": {"query": "cats"}}]
+        [TOOL_CALLS]search[ARGS]{"query": "cats"}[TOOL_CALLS]get_time[CALL_ID]a1B2c3D4e[ARGS]{}
+
+    Both are parsed.
 
     Args:
         writes_names: Render a mark, a name and arguments per call instead of one list.
@@ -567,7 +563,7 @@ class MistralFormat(ToolCallFormat):
         return calls
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        """Return the calls behind one mark, or behind one each."""
+        """Return the calls after a single mark, or after one mark each."""
         objects = [object_of(call) for call in calls]
         if not self.writes_names:
             return f"{MARK} {json.dumps(objects, ensure_ascii=False)}"
@@ -610,21 +606,21 @@ def _read_one(text: str, start: int, position: int) -> list[FoundCall] | None:
 
 
 class ToolFormatRegistry:
-    """Finds formats by name; upper case, `-`, `.` and `_` make no difference."""
+    """Finds formats by name; case and the characters `-`, `.` and `_` are ignored."""
 
     def __init__(self) -> None:
         self._formats: dict[str, ToolCallFormat] = {}
         self._names: list[str] = []
 
     def register(self, tool_format: ToolCallFormat, *names: str) -> None:
-        """Let a format answer to `names`; a name given before now means this one."""
+        """Register a format under `names`, replacing earlier registrations of these names."""
         for name in names:
             self._names = [known for known in self._names if _key(known) != _key(name)]
             self._names.append(name)
             self._formats[_key(name)] = tool_format
 
     def find(self, name: str) -> ToolCallFormat | None:
-        """Return the format of that name, None if there is none."""
+        """Return the format of that name; None if it is unknown."""
         return self._formats.get(_key(name))
 
     def names(self) -> list[str]:
@@ -632,7 +628,7 @@ class ToolFormatRegistry:
         return sorted(self._names)
 
     def nearest(self, name: str) -> str | None:
-        """Return the known name most like `name`, None if none is like it."""
+        """Return the known name most similar to `name`; None without a similar one."""
         near = difflib.get_close_matches(name.lower(), self.names(), n=1)
         return near[0] if near else None
 

@@ -1,7 +1,7 @@
-"""TRL's vLLM server over HTTP: its own `/generate/`, or the vLLM server it starts today.
+"""TRL's vLLM server over HTTP: the `/generate/` route of older versions, or vLLM's own server.
 
-`trl vllm-serve` once answered token ids on routes of its own; now it starts vLLM's server. Which
-of the two is there is found out once, at the first request, and remembered.
+Older versions of `trl vllm-serve` return token ids on a route of their own; newer ones start vLLM's
+server. The first request detects which one is running, and the result is kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "min_p": 0.0,
     "max_tokens": 1024,
 }
-"""Every option `/generate/` takes besides the prompts."""
+"""Every option of `/generate/` in addition to the prompts."""
 
 
 class AutoTokenizer:
@@ -63,7 +63,7 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(name: str) -> Any:
-        """Load a tokenizer by hub name or folder."""
+        """Load a tokenizer by hub name or directory."""
         from transformers import AutoTokenizer as RealAutoTokenizer
 
         return RealAutoTokenizer.from_pretrained(name)
@@ -72,17 +72,17 @@ class AutoTokenizer:
 class TrlVllmServer(VLLMServer):
     """A server started with `trl vllm-serve`, of any version.
 
-    The older routes give no logprobs: chat and text only. On vLLM's routes everything works that
-    a `VLLMServer` offers.
+    The older route returns no logprobs, so it offers chat and text only. vLLM's routes offer
+    everything a `VLLMServer` does.
     """
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
         super().__init__(config, reasoning_config)
-        # TRL's users write the address without /v1, where vLLM's OpenAI routes are.
+        # TRL users give the URL without /v1, which vLLM's OpenAI routes need.
         self.openai.base_url = f"{self.http.root_url}/v1"
-        # Taken now and called at first use: who replaces the class does so for the construction.
+        # Read now, called at first use: users who replace the class do so only during construction.
         self._from_pretrained = AutoTokenizer.from_pretrained
         self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._is_searched = False
@@ -169,10 +169,10 @@ class TrlVllmServer(VLLMServer):
         ):
             if isinstance(response, ClientResponse):
                 return await decode_answer(response)
-            return await response.json()  # a replaced session may answer less than a response
+            return await response.json()  # a replaced session may return a minimal response
 
     async def _find_generate_once(self) -> str | None:
-        """Return the URL of TRL's own route, None where vLLM's server runs."""
+        """Return the URL of TRL's own route; None if vLLM's server runs."""
         if not self._is_searched:
             self._generate_url = await self._generate_search.result(self._find_generate)
             self._is_searched = True

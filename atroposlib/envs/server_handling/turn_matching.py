@@ -1,26 +1,23 @@
-"""When the messages of a request continue a recorded conversation; pure.
+"""Match request messages with recorded conversations, and extend token sequences; pure.
 
-A caller sends the whole conversation again with every turn, and rarely as it was answered: agents
-and the dialects of a proxy re-serialise arguments, drop empty fields, trim texts. So turns are
-compared by what they mean. Two messages are the same when these are equal:
+A caller sends the whole conversation with every turn, rarely byte for byte: agents and proxy
+dialects re-serialize arguments, drop empty fields and trim texts. So turns are compared by meaning.
+Two messages are the same if these are equal:
 
-- role, `name`, and the text of the content; a list of text parts is the text they make together.
-  Missing, null and empty content are the same.
-- of an assistant message also the calls, in their order: name, and arguments as JSON values, so
-  neither spacing nor the order of keys nor `1.0` for `1` counts; its text as `said_form` has it:
-  without the space around thoughts and text, a repeated thought once.
+- role, `name`, and the text of the content. A list of text parts equals their concatenation;
+  missing, null and empty content are equal.
+- for assistant messages also the calls, in order: name, and arguments as JSON values, so spacing,
+  key order and `1.0` for `1` are ignored. Their text is compared in its `said_form`: without
+  whitespace around thoughts and text, and with repeated thoughts once.
 
-Ids of calls, `tool_call_id` and every other field are left out. An id, and then the exact content,
-still choose between replies that say the same; a changed argument under an old id is a changed
-turn.
+Ids of calls, `tool_call_id` and all other fields are ignored. Among replies with equal meaning, the
+ids decide, then the exact content. A changed argument under an old id is a changed turn.
 
-The reply of a recorded turn may come back in any of these forms: as it was answered; without the
-thinking in front of its `</think>`; only its calls, without the text before them; the raw text. A
-text that a client library puts where a reply has none (`INSERTED_TEXTS`) counts as none.
+A recorded reply may be sent back in any of these forms: as it was answered; without the thinking
+before its `</think>`; only its calls, without the text before them; the raw text. A text that a
+client library inserts into an empty reply (`INSERTED_TEXTS`) counts as empty.
 
-Pure rules of tracked sequences: which one a prompt continues, and with which tokens and masks.
-
-One conversation of two turns, `p` prompt, `c` sampled, `.` masked:
+One sequence of two turns, `p` prompt, `c` sampled, `.` masked:
 
     turn 1   p p p p c c c e            e is the sampled end of turn, absent from the text
     turn 2   p p p p c c c e p p p c c  the next prompt repeats e as text: it is not added again
@@ -70,24 +67,24 @@ THINKING_END = "</think>"
 INSERTED_TEXTS = frozenset(
     {"[System: Empty message content sanitised to satisfy protocol]", "Please continue."}
 )
-"""What litellm writes into an assistant message without text, since some providers refuse one."""
+"""Texts that litellm inserts into empty assistant messages, which some providers refuse."""
 
 _EMPTY_ARGUMENTS = "{}"
 _SPACED = re.compile(r"\s")
 _TAGS = re.compile(f"{THINKING_START}|{THINKING_END}")
 
 Keys = frozenset[str]
-"""Every form of one message that counts as it."""
+"""The keys of all equivalent forms of one message."""
 
 
 class SampledReply:
-    """A sampled reply, and the forms in which it may come back.
+    """A sampled reply, and the forms in which a caller may send it back.
 
     Args:
         raw_text: The completion.
-        content: Text of the answer that was given for it.
+        content: Text of the answer given for it.
         tool_calls: Calls of that answer.
-        keeps_thinking: Whether a reply that comes back without its thinking is another one.
+        keeps_thinking: Whether a reply sent back without its thinking counts as a different one.
 
     Attributes:
         raw_text: The completion.
@@ -107,7 +104,7 @@ class SampledReply:
         self._keeps_thinking = keeps_thinking
         calls = calls_of(tool_calls)
         self.call_ids = tuple(call[0] for call in calls)
-        self._calls = _calls_text(calls)  # now, since the caller may change what it was given
+        self._calls = _calls_text(calls)  # computed now, as the caller may modify the calls
 
     @cached_property
     def keys(self) -> Keys:
@@ -128,7 +125,7 @@ class SampledReply:
     def likeness(self, content: str) -> int:
         """Return 3 for this reply's content, 2 for other spacing, 1 without its thinking, else 0.
 
-        Of an empty reply and a thought with nothing behind it, an empty content is the first.
+        An empty content matches an empty reply better than a reply that is only thinking.
         """
         if content == self._content:
             return 3
@@ -146,21 +143,21 @@ class Conversation:
     reply: SampledReply
     """The last message."""
     tools_key: str
-    """The tool definitions the prompt showed."""
+    """Digest of the tool definitions in the prompt."""
     has_thinking: bool = False
     """Whether a sampled reply holds thinking."""
 
     @property
     def num_turns(self) -> int:
-        """Messages, the reply included."""
+        """Number of messages, the reply included."""
         return len(self.earlier) + 1
 
 
 def matched_length(conversation: Conversation, keys: Sequence[str]) -> int:
-    """Return how many messages of a request are this conversation's; 0 unless all of it are.
+    """Return the length of a conversation if a request starts with it, else 0.
 
     Args:
-        conversation: A recorded one.
+        conversation: A recorded conversation.
         keys: [M] `message_key` of each message of the request.
     """
     length = conversation.num_turns
@@ -172,19 +169,19 @@ def matched_length(conversation: Conversation, keys: Sequence[str]) -> int:
 
 
 def earlier_turns(parent: Conversation | None, keys: Sequence[str]) -> tuple[Keys, ...]:
-    """Return the turns before a new reply: those of the conversation it continues, and the added.
+    """Return the turns before a new reply: those of the continued conversation and the added ones.
 
     Args:
-        parent: That conversation; None for a new one.
+        parent: The continued conversation; None for a new one.
         keys: [M] `message_key` of each message of the request.
     """
     known = (*parent.earlier, parent.reply.keys) if parent is not None else ()
-    known = known[: len(keys)]  # of a reply that goes on itself, the messages before it
+    known = known[: len(keys)]  # if the request continues the reply itself, the messages before it
     return (*known, *(frozenset({key}) for key in keys[len(known) :]))
 
 
 def message_key(message: Any) -> str:
-    """Return a short text that is equal for messages that mean the same."""
+    """Return a short text that is equal for messages with equal meaning."""
     fields = as_mapping(message)
     role = str(fields.get("role"))
     text = text_of_content(fields.get("content"))
@@ -194,14 +191,14 @@ def message_key(message: Any) -> str:
 
 
 def said_form(text: str) -> str:
-    """Return a reply's text in a form that is equal for texts that say the same.
+    """Return a reply's text in a normalized form, equal for texts with equal meaning.
 
-    Thoughts and text lose the space around them, thoughts also the kind of space inside and their
-    repetitions; a thought without words counts as none. The opening tag may be missing.
+    Whitespace around thoughts and text is removed. Within thoughts, whitespace is collapsed, and
+    repeated or empty thoughts are dropped. The opening tag may be missing.
     """
     head, end, said = text.rpartition(THINKING_END)
     said = said.strip()
-    while said.startswith(THINKING_START):  # cut inside of the thinking
+    while said.startswith(THINKING_START):  # truncated within the thinking
         said = said.removeprefix(THINKING_START).lstrip()
     if said in INSERTED_TEXTS:
         said = ""
@@ -211,10 +208,10 @@ def said_form(text: str) -> str:
 
 
 def reply_forms(text: str, *, has_calls: bool = False) -> frozenset[str]:
-    """Return the `said_form` of everything that a reply's text may come back as.
+    """Return the `said_form` of every form in which a reply's text may be sent back.
 
     Args:
-        text: What was answered.
+        text: Text of the answer.
         has_calls: Whether the reply calls tools; then its text may be left out.
     """
     said = text.rpartition(THINKING_END)[2]
@@ -262,7 +259,7 @@ def text_of_content(content: Any) -> str:
 
 
 def spoken_text(content: Any) -> str:
-    """Return the text of a message's content without the parts that are not text."""
+    """Return the text of a message's content without its non-text parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else ()
@@ -270,7 +267,7 @@ def spoken_text(content: Any) -> str:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """Return a message or call as a mapping; agents also pass on the objects of their client."""
+    """Return a message or call as a mapping; agents may pass objects of their client."""
     if isinstance(value, Mapping):
         return value
     dump = getattr(value, "model_dump", None)
@@ -287,7 +284,7 @@ def _text_of_part(part: Any) -> str:
 
 
 def _canonical_arguments(arguments: Any) -> str:
-    """Return JSON that is equal for equal values; arguments that are no JSON without space."""
+    """Return JSON that is equal for equal values; text that is not JSON loses its whitespace."""
     value = arguments
     if isinstance(arguments, str):
         if not arguments.strip():
@@ -305,7 +302,7 @@ def _canonical_arguments(arguments: Any) -> str:
 
 
 def _with_plain_numbers(value: Any) -> Any:
-    """Write whole numbers as integers everywhere, as clients in other languages do."""
+    """Convert floats with integer values to integers, as clients in other languages do."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -316,7 +313,7 @@ def _with_plain_numbers(value: Any) -> Any:
 
 
 class SequenceNode(BaseModel):
-    """One tracked sequence: a prompt, and everything sampled on the way.
+    """One tracked sequence: a prompt, its completion, and all turns that follow.
 
     `tokens`, `masked_tokens` and `logprobs` have one entry per token. A worked example, prompt
     `[1, 72]` and sampled `[105, 2]`:
@@ -335,18 +332,18 @@ class SequenceNode(BaseModel):
     logprobs: list[float]
     """[L] the sampled id's logprob, `MASKED_LOGPROB` elsewhere."""
     metadata: dict[str, Any] | None = None
-    """`finish_reason` of the last completion, and where there is something to say:
+    """`finish_reason` of the last completion, and these optional keys:
 
-    `extended_by_tokens`: why the recorded ids differ from what the chat template and the
-    tokenizer would make of the conversation today: a list of `template` (earlier turns would be
-    written differently) and `tokenisation` (the text of a reply has other ids than were sampled).
+    `extended_by_tokens`: why the recorded ids differ from a fresh rendering of the conversation: a
+    list of `template` (the chat template would write earlier turns differently) and
+    `tokenisation` (the text of a reply has other ids than were sampled).
 
-    `weight_versions`: what the engine called the weights of each completion, oldest first.
+    `weight_versions`: the engine's name of the weights of each completion, oldest first.
 
     `policy_version`: the oldest policy version among them, from the engine or the service.
 
-    `tokenized_from_text`: True where the server reported no ids, so that those of at least one
-    completion were made from its text; its logprobs are then `MASKED_LOGPROB`.
+    `tokenized_from_text`: True if the server reported no ids for at least one completion, so that
+    they were encoded from its text; its logprobs are then `MASKED_LOGPROB`.
     """
 
 
@@ -361,13 +358,13 @@ def continue_ids(
 ) -> list[int]:
     """Return the node's tokens followed by the added ones, the shared end of turn only once.
 
-    The sampled end-of-turn tokens are not part of the node's text, so the next prompt brings
-    them again; the longest overlap between them and the start of `added_ids` is skipped.
+    The sampled end-of-turn tokens are not part of the node's text, so the next prompt repeats
+    them; the longest overlap between them and the start of `added_ids` is skipped.
 
     Args:
         node: Sequence that the prompt continues.
-        added_ids: [A] ids of the prompt's text behind the node's text.
-        is_hidden: Whether a token leaves no trace in the node's text.
+        added_ids: [A] ids of the prompt's text after the node's text.
+        is_hidden: Whether a token is absent from the node's text.
     """
     num_hidden = 0
     for token_id, mask in zip(reversed(node.tokens), reversed(node.masked_tokens), strict=True):
@@ -392,7 +389,7 @@ def make_node(
     parent: SequenceNode | None,
     notes: Mapping[str, Any] | None = None,
 ) -> SequenceNode:
-    """Build the node of one completion, keeping what its parent sampled trainable.
+    """Build the node of one completion, keeping the sampled tokens of its parent trainable.
 
     Args:
         full_text: Prompt text and completion text.
@@ -400,9 +397,9 @@ def make_node(
         completion_ids: [C] ids it sampled.
         completion_logprobs: [C] their logprobs; padded with `MASKED_LOGPROB` or cut to C.
         finish_reason: Why sampling ended.
-        parent: Node the prompt continues. Its masks and logprobs are carried over as far as its
-            tokens are what the engine read; None masks the whole prompt.
-        notes: What else goes into `SequenceNode.metadata`.
+        parent: Node the prompt continues. Its masks and logprobs are copied for the common prefix
+            of its tokens and the prompt; None masks the whole prompt.
+        notes: Further entries of `SequenceNode.metadata`.
     """
     masks = [IGNORE_INDEX] * len(prompt_ids)
     logprobs = [MASKED_LOGPROB] * len(prompt_ids)
@@ -418,7 +415,7 @@ def make_node(
         "logprobs": [*logprobs, *completion_logprobs[: len(completion_ids)], *padding],
         "metadata": {"finish_reason": finish_reason, **(notes or {})},
     }
-    try:  # takes a tenth of the time that the model takes, which holds up the event loop
+    try:  # ten times faster than the model's validation, which blocks the event loop
         fields["tokens"] = msgspec.convert(fields["tokens"], list[int])
         fields["logprobs"] = msgspec.convert(fields["logprobs"], list[float])
     except msgspec.ValidationError:  # numbers of other kinds, or none

@@ -1,27 +1,23 @@
-"""One request of a tracked session: its prompt, and the record of each completion.
+"""Process one request of a tracked session: find the sequence it continues, record the result.
 
-Turn.input_ids ─► engine ─► Sampled ─► Turn.record ─► what the caller gets, and a NodeRecord
+    messages               ─► keys ─► longest recorded conversation they start with ─┐
+    prompt of a completion ─────────► longest recorded text it starts with ──────────┴─► NodeRecord
+    NodeRecord ─► Continuation ─► Turn.input_ids ─► engine ─► Sampled
+    Sampled    ─► Turn.record  ─► the caller's answer, and a new NodeRecord
 
-What a tracked session knows of its sequences beyond their tokens, and which one goes on.
+A request may also continue from an earlier turn of a sequence; it then uses the recorded tokens up
+to that turn. Candidates are ranked by length, then by equal call ids, then by exact content, then
+by whether the prompt starts with their text; whole sequences precede prefixes, then the first wins.
 
-    messages ─► keys ─► the recorded conversation they begin with ─► NodeRecord
-    prompt of a completion ─► the longest recorded text it begins with ─► NodeRecord
+Text of a continued chat:
 
-A sequence may also go on from an earlier turn: a caller that asks again, or takes another way, gets
-the recorded tokens up to there. Of several conversations the longest counts, then the one whose
-calls have the ids in the request, then the one with exactly its content, then the one whose text
-the prompt begins with, then a whole sequence before the beginning of one, then the first.
+    recorded text + rest of the prompt   if the prompt starts with the recorded text, and its rest
+                                         starts with the end of the turn
+    recorded text + the template's       if the template would render the recorded turns differently
+      output after a reply
+    recorded text                        if the last message is a reply truncated by a limit
 
-Which recorded sequence a chat continues, and with what text.
-
-recorded text + rest of the prompt   when the prompt begins with the text, and the rest with
-                                     the end of the turn
-recorded text + what the template    when it would write the recorded turns differently
-  writes behind a reply
-recorded text                        when the last message is a reply that a limit cut off
-
-A chat that ends with the assistant's text asks for the rest of that reply: the text stands behind
-the opening of the reply, and what is sampled goes on from it.
+If the last message is the assistant's text, the model continues it: the prompt ends with that text.
 """
 
 from __future__ import annotations
@@ -77,10 +73,10 @@ __all__ = [
 ]
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
-"""From messages and the tools to show, to a prompt text."""
+"""Renders messages and tools as prompt text."""
 
 _OPENING_TOKENS = 16
-"""How far before a reply a special token is looked for, at which ids always start anew."""
+"""How many tokens before a reply are searched for a special token, where encoding can restart."""
 
 
 @dataclass(frozen=True)
@@ -88,33 +84,33 @@ class TurnEnd:
     """Where one sampled reply ends in its sequence."""
 
     num_tokens: int
-    """Tokens up to there, the sampled end of the turn included."""
+    """Number of tokens up to this end, the sampled end of turn included."""
     text_length: int
-    """Length of the sequence's text up to there."""
+    """Length of the sequence's text up to this end."""
     num_reply_ids: int
-    """Sampled tokens of the reply without the end of its turn."""
+    """Number of sampled tokens of the reply without its end of turn."""
     num_end_ids: int
-    """Sampled tokens that end the turn."""
+    """Number of sampled tokens that end the turn."""
     hides_specials: bool
-    """Whether its text leaves special tokens out."""
+    """Whether special tokens are left out of its text."""
     end_text: str
-    """The sampled end of the turn as a template writes it; empty when it was cut off."""
+    """The sampled end of turn as a template writes it; empty if the reply was truncated."""
     conversation: Conversation | None
-    """Its turns; None when it was sampled for a bare prompt."""
+    """Its turns; None if it was sampled for a bare prompt."""
     weight_version: str | None
-    """What the engine called its weights."""
+    """The engine's name of its weights."""
     metadata: Mapping[str, Any]
-    """Of the node that ended here."""
+    """Metadata of the node that ended here."""
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A sequence, or the beginning of one."""
+    """A sequence, or a prefix of one."""
 
     node: SequenceNode
     """The tokens."""
     ends: tuple[TurnEnd, ...] = ()
-    """Its sampled replies, oldest first; empty for a node from elsewhere."""
+    """Its sampled replies, oldest first; empty for a node not recorded here."""
 
     @property
     def last(self) -> TurnEnd | None:
@@ -126,7 +122,7 @@ class NodeRecord:
         if num_ends >= len(self.ends):
             return self
         end = self.ends[num_ends - 1]
-        node = SequenceNode.model_construct(  # of what was checked
+        node = SequenceNode.model_construct(  # already validated
             full_text=self.node.full_text[: end.text_length],
             tokens=self.node.tokens[: end.num_tokens],
             masked_tokens=self.node.masked_tokens[: end.num_tokens],
@@ -138,20 +134,20 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A recorded sequence, and what a request adds to it."""
+    """A recorded sequence, and the text a request adds to it."""
 
     record: NodeRecord
-    """The sequence that goes on."""
+    """The continued sequence."""
     added_text: str
-    """Text behind it, the end of its last turn included."""
+    """Text after it, the end of its last turn included."""
     is_rerendered: bool
-    """Whether the chat template would write the recorded turns in another way."""
+    """Whether the chat template would write the recorded turns differently."""
     is_same_reply: bool = False
-    """Whether the last recorded reply itself goes on, rather than the conversation behind it."""
+    """Whether the request continues the last recorded reply itself, rather than adding a turn."""
 
 
 class NodeRecords:
-    """Records by node; a node without one is treated as a bare text."""
+    """Records by node; a node without a record is treated as bare text."""
 
     def __init__(self) -> None:
         self._records: dict[int, NodeRecord] = {}
@@ -173,7 +169,7 @@ class NodeRecords:
         Args:
             nodes: The session's sequences.
             prompt: The text.
-            only_bare: Leave out what was sampled for messages.
+            only_bare: Exclude sequences sampled for messages.
         """
         best: tuple[NodeRecord, int] | None = None
         best_rank = (-1, False)
@@ -196,11 +192,11 @@ class NodeRecords:
         keys: Sequence[str],
         prompt: str,
     ) -> NodeRecord | None:
-        """Return the record of the conversation that these messages go on.
+        """Return the record of the conversation that these messages continue.
 
         Args:
             nodes: The session's sequences.
-            messages: [M] those of the request.
+            messages: [M] messages of the request.
             keys: [M] `message_key` of each.
             prompt: Their prompt text.
         """
@@ -226,7 +222,7 @@ class NodeRecords:
         return best[0].up_to(best[1]) if best is not None else None
 
     def _beginnings(self, nodes: Sequence[SequenceNode]) -> Iterator[tuple[NodeRecord, int]]:
-        """Yield every record with the number of ends up to which it may go on."""
+        """Yield every record with each number of replies after which it may be continued."""
         for node in nodes:
             record = self._of(node)
             for num_ends in range(len(record.ends), min(1, len(record.ends)) - 1, -1):
@@ -239,53 +235,55 @@ class NodeRecords:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat as it is compared with recorded ones."""
+    """A chat in the form that is compared with recorded conversations."""
 
     messages: list[Mapping[str, Any]]
-    """[M] the conversation, without the reply that it begins."""
+    """[M] the conversation, without the partial reply at its end."""
     keys: list[str]
     """[M] `message_key` of each message."""
     tools: Sequence[Any] | None
-    """What the prompt shows of tools."""
+    """Tool definitions shown in the prompt."""
     tools_key: str
     """Equal for equal tools."""
     prompt: str
-    """The text of the messages and of the begun reply."""
-    begun: Mapping[str, Any] | None = None
-    """The message of the assistant that the reply goes on from; None for a reply from its start."""
+    """The text of the messages and of the partial reply."""
+    partial_reply: Mapping[str, Any] | None = None
+    """The assistant message that the model continues; None for a reply from its start."""
 
     @property
-    def begun_text(self) -> str:
-        """The text of the begun reply."""
-        return "" if self.begun is None else text_of_content(self.begun.get("content"))
+    def partial_text(self) -> str:
+        """The text of the partial reply."""
+        return (
+            "" if self.partial_reply is None else text_of_content(self.partial_reply.get("content"))
+        )
 
     @property
     def all_messages(self) -> list[Mapping[str, Any]]:
-        """The conversation with the begun reply."""
-        return self.messages if self.begun is None else [*self.messages, self.begun]
+        """The conversation with the partial reply."""
+        return self.messages if self.partial_reply is None else [*self.messages, self.partial_reply]
 
     @classmethod
     def of(
         cls, messages: Sequence[Any], tools: Sequence[Any] | None, render: Render
     ) -> ChatRequest:
-        """Render a chat and make its keys.
+        """Render a chat and compute its keys.
 
         Raises:
             PromptError: the last message calls tools, so that no text can follow in it.
         """
         plain = plain_messages(messages)
-        begun = None
+        partial_reply = None
         if plain and plain[-1].get("role") == "assistant":
-            begun = plain.pop()
-            if begun.get("tool_calls"):
+            partial_reply = plain.pop()
+            if partial_reply.get("tool_calls"):
                 raise PromptError(
                     "the last message is the assistant's and calls tools; add a tool message with "
                     "the result of each call"
                 )
         keys = [message_key(message) for message in plain]
         tools_key = digest(tools) if tools else ""
-        chat = cls(plain, keys, tools, tools_key, "", begun)
-        return replace(chat, prompt=render(plain, tools) + chat.begun_text)
+        chat = cls(plain, keys, tools, tools_key, "", partial_reply)
+        return replace(chat, prompt=render(plain, tools) + chat.partial_text)
 
 
 def continue_chat(
@@ -299,11 +297,11 @@ def continue_chat(
     """Return the sequence that a chat continues; None for a new one.
 
     Args:
-        records: What is known of the nodes.
+        records: Records of the nodes.
         nodes: Candidates.
         request: The chat.
-        render: Writes prompts.
-        strips_thinking: Whether a template that drops earlier thinking is to be obeyed.
+        render: Renders prompts.
+        strips_thinking: Whether the template may drop earlier thinking.
     """
     cut = _cut_reply(records, nodes, request)
     if cut is not None:
@@ -316,7 +314,7 @@ def continue_chat(
     history, added = request.messages[: num_turns - 1], request.messages[num_turns:]
     rest = _rest_of_prompt(record, request, history, added, render)
     if rest is not None:
-        # A turn that ended with another token than the template writes keeps both.
+        # A turn that ended with a different token than the template's keeps both.
         is_same_end = rest.startswith(record.last.end_text if record.last else "")
         return Continuation(record, rest, is_rerendered=not is_same_end)
     is_dropped = strips_thinking and conversation.has_thinking
@@ -325,16 +323,16 @@ def continue_chat(
     tail = render_added(lambda messages: render(messages, None), history, added)
     if tail is None:
         return None
-    return Continuation(record, tail + request.begun_text, is_rerendered=True)
+    return Continuation(record, tail + request.partial_text, is_rerendered=True)
 
 
 def _cut_reply(
     records: NodeRecords, nodes: Sequence[SequenceNode], request: ChatRequest
 ) -> NodeRecord | None:
-    """Return the record whose last reply is the begun one, without an end of its turn."""
-    if request.begun is None or not request.begun_text.strip():
+    """Return the record whose last reply is the partial one, without an end of turn."""
+    if request.partial_reply is None or not request.partial_text.strip():
         return None
-    keys = [*request.keys, message_key(request.begun)]
+    keys = [*request.keys, message_key(request.partial_reply)]
     record = records.find_conversation(nodes, request.all_messages, keys, request.prompt)
     last = record.last if record is not None else None
     if last is None or last.conversation is None or last.num_end_ids:
@@ -350,10 +348,10 @@ def _rest_of_prompt(
     added: Sequence[Mapping[str, Any]],
     render: Render,
 ) -> str | None:
-    """Return the prompt behind the recorded text, None unless the turn ends just there.
+    """Return the prompt after the recorded text; None unless the turn ends exactly there.
 
-    A prompt may begin with the text and yet go on inside of the turn: `1` begins `10`, and an
-    empty reply begins everything a template writes in front of one.
+    A prompt may start with the text and still be within the turn: `10` starts with `1`, and every
+    prompt starts with the text of an empty reply.
     """
     if not request.prompt.startswith(record.node.full_text):
         return None
@@ -362,14 +360,14 @@ def _rest_of_prompt(
     if end_text and rest.startswith(end_text):
         return rest
     tail = tail_behind(lambda messages: render(messages, request.tools), history, added)
-    return rest if tail is not None and tail + request.begun_text == rest else None
+    return rest if tail is not None and tail + request.partial_text == rest else None
 
 
 def plain_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """Return messages as mappings whose text is text, as chat templates want them.
+    """Return messages as mappings with text content, as chat templates expect them.
 
-    Objects of a client lose their unset fields; a content of text parts only becomes one text.
-    Anything else is the same object.
+    Objects of a client lose their unset fields; content made only of text parts becomes one text.
+    Other messages are the same objects.
     """
     return [_plain_message(message) for message in messages]
 
@@ -389,48 +387,48 @@ def _plain_message(message: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One completion as the engine gave it."""
+    """One completion as returned by the engine."""
 
     prompt_ids: list[int]
-    """[P] what the engine read."""
+    """[P] ids the engine read."""
     ids: list[int]
-    """[C] what it sampled."""
+    """[C] ids it sampled."""
     logprobs: list[float]
     """[C] their logprobs."""
     finish_reason: FinishReason
-    """Why it stopped."""
+    """Why sampling ended."""
     weight_version: str | None
-    """What the engine calls its weights."""
+    """The engine's name of its weights."""
     policy_version: int | None
-    """The policy version they stand for."""
+    """The policy version of these weights."""
     reply: TextReply | None = None
-    """What a server without token ids answered; `ids` are then its text's. None: `ids` were
+    """Answer of a server without token ids; `ids` are then encoded from its text. None: `ids` were
     sampled."""
     num_end_ids: int = 0
-    """Ids behind the text of `reply`."""
+    """Number of ids after the text of `reply`."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request: what it asks, and which recorded sequence it continues."""
+    """One request: its prompt, and the recorded sequence it continues."""
 
     tokenizer: Any
-    """None if there is none; then nothing is sent as ids."""
+    """None if no tokenizer is known; then no ids are sent."""
     prompt: str
     """The prompt's text."""
     parent: Continuation | None
-    """The sequence that goes on; None for a new one."""
+    """The continued sequence; None for a new one."""
     chat: ChatRequest | None = None
     """The messages; None for a bare prompt."""
     translator: ToolCallTranslator | None = None
-    """Reads tool calls; None leaves them text."""
+    """Parses tool calls; None leaves them as text."""
     tool_choice: Any = None
-    """As the caller gave it."""
+    """Value given by the caller."""
     strips_thinking: bool = False
-    """Whether a reply that comes back without its thinking is another one."""
+    """Whether a reply sent back without its thinking counts as a different one."""
 
     def input_ids(self) -> list[int]:
-        """Return [P] ids to send, those of the sequence that goes on taken as they were."""
+        """Return [P] ids to send, with the ids of the continued sequence unchanged."""
         if self.parent is None:
             return encode_prompt(self.tokenizer, self.prompt)
         added_ids = encode_added(self.tokenizer, self.parent.added_text)
@@ -438,7 +436,7 @@ class Turn:
         return continue_ids(node, added_ids, lambda i: is_hidden(self.tokenizer, i))
 
     def check_prompt(self) -> None:
-        """Raise unless the prompt holds every message; the recorded ones were checked before.
+        """Raise unless the prompt holds every new message; recorded ones were checked before.
 
         Raises:
             PromptError: the chat template left out the text of a message.
@@ -455,13 +453,13 @@ class Turn:
     async def record(
         self, sampled: Sampled, notes: Mapping[str, Any]
     ) -> tuple[Answer | ToolAnswer, NodeRecord]:
-        """Return what the caller gets for a completion, and its sequence.
+        """Return the caller's answer for a completion, and the record of its sequence.
 
-        Other sessions go on while the text of a long one is decoded.
+        Long texts are decoded in a way that does not block other sessions.
 
         Args:
             sampled: The completion.
-            notes: Those of the prompt.
+            notes: Result of `notes_of_prompt`.
         """
         if sampled.reply is None:
             end_ids = self._end_ids(sampled.ids)
@@ -497,7 +495,7 @@ class Turn:
         return given, NodeRecord(node, (*self._earlier_ends(sampled.prompt_ids), end))
 
     def _earlier_ends(self, prompt_ids: Sequence[int]) -> tuple[TurnEnd, ...]:
-        """Return the ends of the sequence that goes on, none if the engine read other tokens."""
+        """Return the ends of the continued sequence; empty if the engine read other tokens."""
         if self.parent is None:
             return ()
         record = self.parent.record
@@ -506,13 +504,13 @@ class Turn:
 
     @property
     def full_prompt(self) -> str:
-        """The text of the ids sent, which is the prompt unless that renders turns differently."""
+        """The text of the ids sent; differs from `prompt` if that renders turns differently."""
         if self.parent is None:
             return self.prompt
         return self.parent.record.node.full_text + self.parent.added_text
 
     async def notes_of_prompt(self) -> dict[str, Any]:
-        """Say why a continued prompt is not what the template and the tokenizer would make."""
+        """Return metadata on why a continued prompt differs from a fresh rendering."""
         if self.parent is None or self.tokenizer is None:
             return {}
         record = self.parent.record
@@ -524,7 +522,7 @@ class Turn:
         return {"extended_by_tokens": sorted(reasons)} if reasons else {}
 
     async def _is_shortest(self, node: SequenceNode, end: TurnEnd) -> bool:
-        """Whether a reply has the ids that its text is given behind the opening of its turn."""
+        """Whether encoding a reply's text after the opening of its turn gives its sampled ids."""
         stop = end.num_tokens - end.num_end_ids - end.num_reply_ids
         start = max(0, stop - _OPENING_TOKENS)
         specials = [i for i in range(start, stop) if is_hidden(self.tokenizer, node.tokens[i])]
@@ -535,7 +533,7 @@ class Turn:
         )
 
     async def _text_of(self, ids: Sequence[int], reply_ids: Sequence[int]) -> str:
-        """Return a completion's text; special tokens that may mark tool calls stay in."""
+        """Return a completion's text, keeping special tokens that may mark tool calls."""
         if self.tokenizer is None:
             return text_of(None, ids)
         if self.translator is None:
@@ -543,7 +541,7 @@ class Turn:
         return await decode_long(self.tokenizer, reply_ids, skip_special_tokens=False)
 
     def _end_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids at the end that the text leaves out: the template writes them itself."""
+        """Return the ids at the end that are left out of the text; the template writes them."""
         if self.tokenizer is None:
             return []
         tail = hidden_tail(self.tokenizer, ids)
@@ -555,38 +553,38 @@ class Turn:
         return tail[start:]
 
     def _answer_of(self, answer: Answer) -> Answer | ToolAnswer:
-        """Return an answer with its calls; as it is, its finish reason too, without any."""
+        """Return an answer with its tool calls, or the answer unchanged if it has none."""
         if self.translator is None or self.chat is None:
             return answer
         choice = self.tool_choice if isinstance(self.tool_choice, str) else "auto"
-        begun = self._begun_text
+        partial_text = self._partial_text
         content, calls, _ = self.translator.parse_model_output(
-            begun + answer.text, choice, self.chat.tools
+            partial_text + answer.text, choice, self.chat.tools
         )
         if not calls:
             return answer
         return ToolAnswer(
-            content[len(begun) :] or None if content else None,
+            content[len(partial_text) :] or None if content else None,
             [call.model_dump() for call in calls],
         )
 
     @property
-    def _begun_text(self) -> str:
-        """The text of this reply that stands in the prompt."""
+    def _partial_text(self) -> str:
+        """The part of this reply that is already in the prompt."""
         if self.parent is not None and self.parent.is_same_reply:
             last = self.parent.record.last
             return last.conversation.reply.raw_text if last and last.conversation else ""
-        return self.chat.begun_text if self.chat is not None else ""
+        return self.chat.partial_text if self.chat is not None else ""
 
     def _answer_with_calls(self, reply: TextReply) -> Answer | ToolAnswer:
-        """Return an answer with the calls that the server returned, else as `_answer_of`."""
+        """Return an answer with the server's structured calls; without any, use `_answer_of`."""
         if self.translator is None or self.chat is None or not reply.tool_calls:
             return self._answer_of(Answer(reply.text, reply.finish_reason))
         self.translator.remember_answer(reply.text, reply.content, reply.tool_calls)
         return ToolAnswer(reply.content, reply.tool_calls)
 
     def _inherited_notes(self) -> dict[str, Any]:
-        """Return what stays true of a sequence that goes on."""
+        """Return the metadata that a continued sequence passes on."""
         metadata = (self.parent.record.node.metadata or {}) if self.parent is not None else {}
         return {FROM_TEXT: True} if metadata.get(FROM_TEXT) else {}
 
@@ -597,9 +595,12 @@ class Turn:
         content = given.content if isinstance(given, ToolAnswer) else given.text
         last = self.parent.record.last if self.parent is not None else None
         known = last.conversation if last is not None else None
-        begun = self._begun_text
+        partial_text = self._partial_text
         reply = SampledReply(
-            begun + text, begun + (content or ""), calls, keeps_thinking=self.strips_thinking
+            partial_text + text,
+            partial_text + (content or ""),
+            calls,
+            keeps_thinking=self.strips_thinking,
         )
         return Conversation(
             earlier=earlier_turns(known, self.chat.keys),
@@ -609,7 +610,7 @@ class Turn:
         )
 
     def _version_notes(self, sampled: Sampled) -> dict[str, Any]:
-        """Return what metadata says of the weights; nothing where nothing is known."""
+        """Return metadata on the weights; empty if nothing is known."""
         record = self.parent.record if self.parent is not None else None
         ends = record.ends if record is not None else ()
         versions = [*(end.weight_version for end in ends), sampled.weight_version]

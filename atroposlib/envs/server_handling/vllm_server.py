@@ -1,8 +1,6 @@
-"""vLLM over HTTP: the sampled token ids and their logprobs, from a stock server or a companion.
+"""vLLM over HTTP: sampled token ids and their logprobs, from a stock server or a companion.
 
-Bodies and answers of vLLM's token routes, without any network.
-
-Two routes give the sampled ids and their logprobs:
+Two routes return the sampled ids and their logprobs:
 
     /v1/completions (stock vLLM)   return_token_ids: choices[i].token_ids
                                    logprobs: choices[i].logprobs.token_logprobs[t]
@@ -75,14 +73,14 @@ class _CompletionsAnswer(TypedDict, total=False):
 
 
 COMPLETIONS_DECODER = msgspec.json.Decoder(_CompletionsAnswer)
-"""Reads what is of use in an answer of `/v1/completions`, and passes over the texts and the
-candidates of every position, which are most of it."""
+"""Decodes the needed fields of a `/v1/completions` answer and skips the texts and the candidates
+of every position, which are most of it."""
 
 
 def completions_body(
     model: str, prompt_ids: list[int], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a body for `/v1/completions` that brings back ids and the sampled logprobs."""
+    """Return a request body for `/v1/completions` with ids and sampled logprobs enabled."""
     return {
         "model": model,
         "prompt": prompt_ids,
@@ -93,7 +91,7 @@ def completions_body(
 
 
 def generate_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body for `/generate` that brings back ids and the sampled logprobs."""
+    """Return a request body for `/generate` with ids and sampled logprobs enabled."""
     return {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0, **options}
 
 
@@ -104,8 +102,8 @@ def parse_completions(
 
     Args:
         answer: Decoded JSON.
-        prompt_ids: [P] what was sent; the engine's own record wins when it has one.
-        num_choices: Completions asked for.
+        prompt_ids: [P] ids that were sent; the engine's own list takes precedence.
+        num_choices: Number of requested completions.
 
     Raises:
         InferenceError: choices, ids or logprobs are missing or do not line up.
@@ -122,10 +120,10 @@ def parse_completions(
 def parse_generate(
     answer: Mapping[str, Any], prompt_ids: list[int], *, num_choices: int
 ) -> TokensAndLogprobs:
-    """Read an answer of `/generate`; arguments and errors as of `parse_completions`.
+    """Read an answer of `/generate`; arguments and errors as in `parse_completions`.
 
-    The ids come from `token_ids` where the server sends them, else from the logprob entries,
-    whose first one belongs to the sampled token.
+    The ids come from `token_ids` if the server sends them, else from the logprob entries, whose
+    first one belongs to the sampled token.
     """
     rows = [[_entries_of(position) for position in row] for row in list_of(answer, "logprobs")]
     check_count(rows, num_choices)
@@ -144,7 +142,8 @@ def parse_generate(
 def prompt_rows(value: Any, num_positions: int) -> list[Any]:
     """Return one entry per prompt position, removing an outer list around all of them.
 
-    Entries may themselves be lists, so only a lone list as long as the prompt is an outer one.
+    Entries may be lists themselves, so only a single list with the length of the prompt counts as
+    an outer one.
     """
     if not isinstance(value, list):
         raise ValueError("the engine's answer has no prompt_logprobs")
@@ -160,15 +159,15 @@ def prompt_rows(value: Any, num_positions: int) -> list[Any]:
 def _is_outer_list(value: list[Any], num_positions: int) -> bool:
     if len(value) != 1 or not isinstance(value[0], list) or len(value[0]) != num_positions:
         return False
-    # One position: `[[{...}]]` reads the same either way, only a third level tells.
+    # For one position `[[{...}]]` is ambiguous; only a third level of nesting decides.
     return num_positions > 1 or isinstance(value[0][0], list)
 
 
 def normalize_topk_entry(entry: Any) -> tuple[list[int], list[float]]:
-    """Turn one position's logprobs into parallel lists of ids and logprobs.
+    """Convert one position's logprobs to parallel lists of ids and logprobs.
 
-    Accepts `{id: logprob}`, the engine's `{id: {"logprob": ...}}`, or a list of either; anything
-    else, such as null at the first position, gives two empty lists.
+    Accepts `{id: logprob}`, the engine's `{id: {"logprob": ...}}`, or a list of either; any other
+    value, such as null at the first position, gives two empty lists.
     """
     entries = _entries_of(entry)
     return list(entries), list(entries.values())
@@ -197,13 +196,13 @@ def __getattr__(name: str) -> Any:
 
 
 class VLLMServer(TokenServer):
-    """A vLLM server, spoken to over HTTP only.
+    """A vLLM server, accessed over HTTP only.
 
-    Which route gives tokens is found out once, at the first request for tokens, and remembered.
+    The first token request detects which route returns tokens, and the result is kept.
 
     The logprobs are those of the engine's `--logprobs-mode`: by default *raw*, the log-softmax of
     the model's logits before temperature, top-p and penalties. At temperature 1 without
-    truncation they are the sampling distribution's own.
+    truncation they equal those of the sampling distribution.
     """
 
     lists_every_model = True
@@ -221,7 +220,7 @@ class VLLMServer(TokenServer):
 
     @property
     def takes_structural_tags(self) -> bool:
-        """Whether the route for tokens is vLLM's own, as it is until another one was found."""
+        """Whether tokens come from vLLM's own route; True until another route was detected."""
         return self._token_route != "/generate"
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
@@ -260,7 +259,7 @@ class VLLMServer(TokenServer):
         if self._token_route is None:
             search = self._route_search
             self._token_route = await search.result(lambda: self._find_route(prompt_ids[:1]))
-            await self._turns.turn(SEND_COST_S)  # all who waited for it go on at the same moment
+            await self._turns.turn(SEND_COST_S)  # all waiting requests resume at the same time
         if self._token_route == "/generate":
             body = generate_body(prompt_ids, options)
             return await self.http.post_json("/generate", body, timeout_s=timeout_s)
@@ -271,7 +270,7 @@ class VLLMServer(TokenServer):
         )
 
     async def _with_limit(self, options: dict[str, Any], *, num_prompt_ids: int) -> dict[str, Any]:
-        """Write "as long as the context allows" as a number: the engine reads null as 16."""
+        """Replace a limit of None by the rest of the context: the engine reads null as 16."""
         if "max_tokens" not in options or options["max_tokens"] is not None:
             return options
         if self._context_length is None:
@@ -280,10 +279,10 @@ class VLLMServer(TokenServer):
             self._context_length = lengths.get(self.config.model_name)
         if self._context_length is None:
             raise ConfigError(
-                f"server {self.http.shown_url} does not tell the context length of model "
+                f"server {self.http.shown_url} does not report the context length of model "
                 f"{self.config.model_name!r}; give max_tokens"
             )
-        # At least one, so that a prompt that is too long is refused as such.
+        # At least 1, so that the engine itself refuses a prompt that is too long.
         return {**options, "max_tokens": max(1, self._context_length - num_prompt_ids)}
 
     async def _find_route(self, some_ids: list[int]) -> TokenRoute:

@@ -1,10 +1,10 @@
-"""Which weights sampled which tokens, and why sampling ended, as engines and the service say.
+"""Track which weights sampled which tokens, and why sampling ended.
 
     engine's answer ── VersionedTokens.weight_versions ─┐
     service's report of the policy ─────────────────────┴─ policy_version_of ─► node, group
 
-Names of weights are free text. One that is a whole number is taken for the policy version the
-trainer reports to the service, so whoever loads weights should name them by that number.
+Names of weights are free text. An integer name is interpreted as the policy version that the
+trainer reports to the service, so weights should be loaded under that number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 FROM_TEXT = "tokenized_from_text"
-"""Key of a node's metadata, and field of a group: its tokens were made from text."""
+"""Key of a node's metadata and field of a group: the tokens were encoded from text."""
 
 Tokens = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
 """Prompt ids [P], completions [n][C], their logprobs, and finish reasons [n]."""
@@ -42,28 +42,28 @@ class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[
     """An answer with tokens and logprobs, unpacked and compared like the plain tuple.
 
     Attributes:
-        weight_versions: [n] what the engine calls the weights of each completion, None where it
-            does not say. Whoever loads new weights into the engine chooses the names.
+        weight_versions: [n] the engine's name for the weights of each completion; None if it does
+            not report one. Names are chosen when weights are loaded into the engine.
     """
 
     weight_versions: list[str | None]
 
     def __new__(cls, tokens: Tokens, weight_versions: Sequence[str | None]) -> VersionedTokens:
-        """Wrap an answer."""
+        """Attach weight versions to an answer."""
         self = super().__new__(cls, tokens)
         self.weight_versions = list(weight_versions)
         return self
 
 
 def versions_in(answer: Any, num_completions: int) -> list[str | None]:
-    """Return what an answer says of each completion's weights; Nones if it says nothing."""
+    """Return the weight version of each completion of an answer; None for unknown ones."""
     if isinstance(answer, VersionedTokens):
         return list(answer.weight_versions)
     return [None] * num_completions
 
 
 def join_answers(parts: Sequence[Tokens]) -> Tokens:
-    """Return the answers to the parts of one request as one, with the first part's prompt.
+    """Join the answers to the parts of one request, with the first part's prompt.
 
     Args:
         parts: Token answers, at least one.
@@ -85,19 +85,19 @@ def policy_version_of(weight_version: Any, reported: int | None) -> int | None:
     """Return the policy version of a completion.
 
     Args:
-        weight_version: The engine's own name of the weights; counts if it is a whole number.
-        reported: What the service called the policy when the completion was asked for.
+        weight_version: The engine's name of the weights; used if it is an integer.
+        reported: Policy version the service reported when the completion was requested.
     """
     text = str(weight_version)
     return int(text) if text.isascii() and text.isdigit() else reported
 
 
 class SampledVersions:
-    """The policy versions and finish reasons of what was sampled since this was opened.
+    """Policy versions and finish reasons of everything sampled while this collection is open.
 
     Attributes:
         oldest: The smallest version; None while none is known.
-        has_text: Whether tokens of something that was sampled were made from its text.
+        has_text: Whether the tokens of any completion were encoded from its text.
     """
 
     def __init__(self) -> None:
@@ -106,20 +106,20 @@ class SampledVersions:
         self.has_text = False
 
     def add(self, version: int) -> None:
-        """Take note of one more."""
+        """Record the version of one completion."""
         self.oldest = version if self.oldest is None else min(self.oldest, version)
 
     def add_finish_reason(self, tokens: Sequence[int], reason: str) -> None:
-        """Take note of why the last completion of a sequence ended.
+        """Record why the last completion of a sequence ended.
 
         Args:
             tokens: [L] the whole sequence, prompt included.
-            reason: As the engine gave it.
+            reason: Finish reason from the engine.
         """
         self._reasons[hash(tuple(tokens))] = reason
 
     def finish_reasons(self, sequences: Sequence[Sequence[int]]) -> list[str | None] | None:
-        """Return [G] why the engine ended each of the sequences; None when none of them is known.
+        """Return [G] the finish reason of each sequence; None if all are unknown.
 
         Args:
             sequences: [G][L] token ids; one that differs from what was recorded has no reason.
@@ -130,7 +130,7 @@ class SampledVersions:
 
 @contextmanager
 def sampled_versions() -> Iterator[SampledVersions]:
-    """Collect the versions of everything sampled inside, in tasks started there too."""
+    """Collect the versions of everything sampled in this context and in tasks started in it."""
     versions = SampledVersions()
     token = _OPEN.set((*_OPEN.get(), versions))
     try:
@@ -140,31 +140,31 @@ def sampled_versions() -> Iterator[SampledVersions]:
 
 
 def note_sampled(version: int | None) -> None:
-    """Tell every open collection of this task under which version a completion was sampled."""
+    """Record the policy version of a completion in every open collection of this task."""
     if version is not None:
         for versions in _OPEN.get():
             versions.add(version)
 
 
 def note_finish_reason(tokens: Sequence[int], reason: str | None) -> None:
-    """Tell every open collection of this task why the last completion of a sequence ended."""
+    """Record the finish reason of a sequence in every open collection of this task."""
     if reason is not None:
         for versions in _OPEN.get():
             versions.add_finish_reason(tokens, reason)
 
 
 def note_from_text() -> None:
-    """Tell every open collection of this task that tokens were made from text."""
+    """Record in every open collection of this task that tokens were encoded from text."""
     for versions in _OPEN.get():
         versions.has_text = True
 
 
 def note_node(tokens: Sequence[int], metadata: Mapping[str, Any] | None) -> None:
-    """Tell every open collection of this task what a sequence from elsewhere says of itself.
+    """Record the metadata of a sequence sampled by another process in every open collection.
 
     Args:
-        tokens: [L] of its node.
-        metadata: Of its node.
+        tokens: [L] tokens of the node.
+        metadata: Metadata of the node.
     """
     said = metadata or {}
     note_sampled(said.get("policy_version"))
