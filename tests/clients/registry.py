@@ -303,7 +303,7 @@ CLIENTS = (
         _python("litellm_loop.py", "openai"),
         "`OPENAI_BASE_URL`, `OPENAI_API_KEY`; `openai/policy`",
         variables={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        notes="tools need the package `mcp`, which LiteLLM 1.106 imports then. It takes `<think>` out of contents; the conversation is still recognised.",
+        notes="tools need the package `mcp`, which LiteLLM 1.106 then imports. It removes `<think>` from contents; the conversation is still recognized.",
     ),
     Client(
         "LiteLLM, Anthropic",
@@ -325,7 +325,7 @@ CLIENTS = (
         turns=_STEPS,
         answers=ANSWERS[:1],
         num_rows=5,
-        notes="each step is a new prompt that holds the steps so far as text, so each call is a row of its own; `cache=False`, or a question that was asked before is answered from disk.",
+        notes="each step is a new prompt that holds the steps so far as text, so each call is a row of its own; without `cache=False`, repeated questions are answered from disk.",
     ),
     Client(
         "LlamaIndex",
@@ -334,7 +334,7 @@ CLIENTS = (
         "chat",
         _python("llama_index_agent.py"),
         "`OpenAILike(api_base=..., api_key=..., is_chat_model=True, is_function_calling_model=True)`",
-        notes="pass `memory=` to `agent.run`: without it a second run starts with an empty history, and with a row of its own.",
+        notes="pass `memory=` to `agent.run`: without it, a second run starts with an empty history and a new row.",
     ),
     Client(
         "AutoGen",
@@ -342,7 +342,7 @@ CLIENTS = (
         "autogen-agentchat",
         "chat",
         _python("autogen_agent.py"),
-        "`OPENAI_BASE_URL`, `OPENAI_API_KEY`; `model_info`, for the model's name is unknown to it",
+        "`OPENAI_BASE_URL`, `OPENAI_API_KEY`; `model_info`, since it does not know the model's name",
         is_light=True,
     ),
     Client(
@@ -364,7 +364,7 @@ CLIENTS = (
         files=_NUMBERS,
         turns=_SHELL,
         answers=ANSWERS[:1],
-        notes="needs `mcp` as LiteLLM does. Set `MSWEA_CONFIGURED=true` where nobody answers its first questions.",
+        notes="needs `mcp` as LiteLLM does. Set `MSWEA_CONFIGURED=true` to skip its setup questions.",
     ),
     Client(
         "verifiers",
@@ -380,7 +380,7 @@ CLIENTS = (
         ),
         "`--client.base-url`, `--client.api-key-var OPENAI_API_KEY`",
         answers=("1.0",),
-        notes="`EvalClient` relays what the agent behind it sends, with `X-Session-ID`: `agent.nodes(session_id)` are the rows of one rollout, and no others.",
+        notes="`EvalClient` forwards the requests of its agent with `X-Session-ID`: `agent.nodes(session_id)` returns the rows of one rollout only.",
         turns=SHOPPING * 2,
         num_conversations=2,
         num_rows=2,
@@ -402,7 +402,7 @@ CLIENTS = (
                 "compatible",
                 "chat",
                 "`createOpenAICompatible({ baseURL, apiKey })`",
-                "send back `result.responseMessages`; `result.response.messages` holds the last step alone. Node 22 is needed; this is so for every provider.",
+                "send back `result.responseMessages`; `result.response.messages` contains the last step only. All providers need Node 22.",
             ),
             ("OpenAI", "responses", "responses", "`createOpenAI({ baseURL, apiKey })`", ""),
             (
@@ -423,7 +423,7 @@ CLIENTS = (
         files=_NUMBERS,
         turns=_CODEX,
         answers=ANSWERS,
-        notes='the search of the provider\'s own, which it offers unless `web_search = "disabled"`, is left out and named in `X-Atropos-Ignored`. It warns that it does not know the model; `model_context_window` names its length.',
+        notes='the provider\'s web search, which it offers unless `web_search = "disabled"`, is left out and listed in `X-Atropos-Ignored`. It warns that the model is unknown; `model_context_window` sets its context length.',
     ),
     Client(
         "Claude Code",
@@ -436,7 +436,7 @@ CLIENTS = (
         files=_NUMBERS,
         turns=_CLAUDE,
         answers=ANSWERS,
-        notes="its `WebSearch` asks the provider to search and is refused by name, which the model reads as the tool's error; nobody here can search for it.",
+        notes="its `WebSearch`, which the provider runs, is rejected by name; the model receives this as the error of the tool.",
     ),
 )
 """In the order of the table."""

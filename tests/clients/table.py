@@ -18,18 +18,18 @@ PAGE = Path(__file__).parents[2] / "docs/clients.md"
 _CONSTRAINTS = Path(__file__).parents[2] / ".ci/constraints.txt"
 
 _HEAD = """\
-# Programs that were tested in front of the agent proxy
+# Programs tested with the agent proxy
 
-Each program below runs unmodified, at the version given, in front of the proxy of `docs/agents.md`: two questions,
-several tool calls, some of them at the same time. The engine is scripted, samples unusual tokenizations, and uses
-chat templates built like those of Llama 3, Qwen 2.5, Qwen 3, Mistral and plain ChatML. Afterwards every call of the
-engine stands at its place in the recorded sequences, and every trained token is one that was sampled.
+Each program below runs unmodified, at the version given, with the proxy of [agents.md](agents.md). A test asks two
+questions with several tool calls, some of them concurrent. The engine is scripted, samples unusual tokenizations, and
+uses chat templates like those of Llama 3, Qwen 2.5, Qwen 3, Mistral and plain ChatML. The test asserts that every call of
+the engine is at its place in the recorded sequences, and that every trained token is one that was sampled.
 
-`make test-clients` runs them again. It installs each into an environment of its own in the user's cache
-(`ATROPOS_CLIENTS_DIR` names another folder; 2.6 GB in all) and skips, with the reason, what cannot be installed.
+`make test-clients` runs the tests. It installs each program into its own virtual environment in the user's cache
+(`ATROPOS_CLIENTS_DIR` selects another folder; 2.6 GB in all) and skips, with the reason, what cannot be installed.
 
-A conversation is one row where the program sends its history back as it was. Where it rewrites its history, each
-call is a row: no server can mend that, and every row is exact.
+A conversation is one row if the program sends its history back unchanged. If it rewrites its history, each call is a row
+of its own; every row is exact.
 
 | Program | Version | API | Rows of a conversation | What to set |
 |---|---|---|---|---|
@@ -37,7 +37,7 @@ call is a row: no server can mend that, and every row is exact.
 
 _TAIL = """
 `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, are those of
-`agent.environment`; the model's name is free.
+`agent.environment`; any model name is accepted.
 
 {notes}
 
@@ -45,13 +45,12 @@ _TAIL = """
 
 | Program | Version | What works |
 |---|---|---|
-| Axolotl's Atropos plugin, its dataset | {axolotl} | takes every row with the tokens that were posted; a batch is \
-acknowledged as it is sent, and the environment ends after the last; groups need `scores` that differ and completions \
-with a shared prompt |
-| TensorBoard | {tensorboard} | finds every number of a run at its step |
-| wandb, offline runs | {wandb} | the records of a run hold every number at its step |
-| TRL `GRPOTrainer` | {trl} | the programs of `docs/other_trainers.md`, for TRL and for Axolotl: every batch is \
-acknowledged and the environment ends with the training; one process. Run in this project's own environment |
+| Axolotl's Atropos plugin, its dataset | {axolotl} | receives every row with the tokens that were posted; a batch is \
+acknowledged as it is sent, and the environment ends after the last; groups need different `scores` and a shared prompt |
+| TensorBoard | {tensorboard} | shows every metric of a run at its step |
+| wandb, offline runs | {wandb} | the records of a run contain every metric at its step |
+| TRL `GRPOTrainer` | {trl} | the programs of [other_trainers.md](other_trainers.md), for TRL and for Axolotl: every batch is \
+acknowledged and the environment ends with the training; one process. Tested in this project's own virtual environment |
 """
 
 

@@ -1,0 +1,63 @@
+"""Documentation avoids constructions that make a reader stop and decode a sentence."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+INSTEAD: dict[str, str] = {
+    r"\b(?:is none of|are none)\b": "write `is not one of`, or use `no` with the noun",
+    r"(?<!here )\bis no (?!longer|more|less|guarantee|such)[a-z]+\b": "write `is not a ...`",
+    r"\bwhoever\b": "name the role, such as `a client that`",
+    r"\b(?:nobody|somebody)\b": "name the role, or use the passive voice",
+    r"\banew\b": "write `again`",
+    r"\bbegun\b": "write `started`",
+}
+"""Pattern of a construction, and what to write in its place."""
+
+
+def findings(text: str) -> list[tuple[int, str, str]]:
+    """Return line, construction and remedy of each construction to avoid, code blocks excluded."""
+    found, in_code = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            for pattern, remedy in INSTEAD.items():
+                hits = re.finditer(pattern, line, re.IGNORECASE)
+                found += [(number, hit.group(), remedy) for hit in hits]
+    return found
+
+
+def test_pages_avoid_the_constructions() -> None:
+    command = ["git", "ls-files", "-z", "README.md", "CONTRIBUTING.md", "CONFIG.md", "docs/*.md"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    pages = [name for name in listed.stdout.split("\0") if name]
+
+    found = [
+        f"{page}:{number} {words!r}: {remedy}"
+        for page in pages
+        for number, words, remedy in findings((REPOSITORY / page).read_text(encoding="utf-8"))
+    ]
+
+    assert pages
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_findings"),
+    [
+        ("A list that is no list.", 1),
+        ("There is no list, and a list is no longer there.", 0),
+        ("Whoever asks, nobody answers.", 2),
+        ("The run is begun anew.", 2),
+        ("```\nnobody\n```\nThe client waits.", 0),
+    ],
+)
+def test_findings_of_a_text(text: str, num_findings: int) -> None:
+    assert len(findings(text)) == num_findings
