@@ -34,16 +34,16 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)  # this folder has a module `environments`, which is this one
 
+from atroposlib.envs.check import check_command  # noqa: E402
 from atroposlib.envs.checks.runner import (  # noqa: E402
     Stage,
-    local_tokenizers,
+    is_local_tokenizer,
     next_item,
     roll_out,
     seeded,
     staged_settings,
 )
 from atroposlib.envs.checks.scripted_model import make_script  # noqa: E402
-from atroposlib.envs.commands import check_command  # noqa: E402
 from atroposlib.envs.hooks import settle  # noqa: E402
 from atroposlib.envs.running import favour_event_loop  # noqa: E402
 from atroposlib.sandbox import SandboxUnavailableError, open_sandbox, run_python  # noqa: E402
@@ -105,10 +105,10 @@ def measure(path: str, seconds: float) -> Figures:
     source = (REPOSITORY / "environments" / path).read_text(encoding="utf-8")
     env_cls = getattr(module, re.findall(r"(\w+)\.cli\(\)", source)[-1])
     settings = check_command(env_cls)().layered({})
+    is_stand_in = not is_local_tokenizer(settings.env.tokenizer_name)
     with (
         TemporaryDirectory() as folder,
         seeded(),
-        local_tokenizers(settings.env.tokenizer_name) as is_stand_in,
     ):
         staged = staged_settings(settings, Path(folder), is_stand_in=is_stand_in)
         staged.env.num_score_workers = 1  # the first item starts it; a second would start later

@@ -204,7 +204,11 @@ class BaseEnv(OfflineEnv):
             if isinstance(server_configs, list)
             else [server.config for server in self.server.servers]
         )
-        self.tokenizer = _load_tokenizer(config.tokenizer_name)
+        self.tokenizer = (
+            _load_tokenizer(config.tokenizer_name)
+            if self.tokenizer is None
+            else keep_earlier_calls(self.tokenizer)
+        )
         self.max_num_workers = self._most_workers()
         self.jsonl_writer = None
         if config.data_path_to_save_groups is not None:
@@ -324,3 +328,10 @@ class BaseEnv(OfflineEnv):
         from atroposlib.envs.commands import evaluate_command
 
         return evaluate_command(cls)
+
+    @classmethod
+    def get_cli_check_config_cls(cls) -> type:
+        """Return the command class of `check`."""
+        from atroposlib.envs.check import check_command
+
+        return check_command(cls)

@@ -12,12 +12,19 @@ In a test: `report = check_environment(MyEnv); assert report.passed, report.text
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import sys
 import time
+import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from pydantic import Field
 
 from atroposlib.envs.checks.group_checks import check_groups
 from atroposlib.envs.checks.report import (
@@ -38,7 +45,7 @@ from atroposlib.envs.checks.runner import (
     check_evaluation,
     check_failed_rollout,
     data_of,
-    local_tokenizers,
+    is_local_tokenizer,
     next_item,
     rehearse,
     seeded,
@@ -58,12 +65,35 @@ from atroposlib.envs.checks.watchers import (
     capture_output,
     watch_loop,
 )
-from atroposlib.envs.commands import check_command
+from atroposlib.envs.commands import (
+    DATASET_PATH_FLAG,
+    JSON_FLAG,
+    EnvCommand,
+    make_command,
+)
 from atroposlib.envs.hooks import settle
 from atroposlib.envs.running import missing_methods, outside_event_loop
-from atroposlib.envs.settings import Settings
+from atroposlib.envs.settings import ENV_PREFIX, Settings
+from atroposlib.utils.cli import UsageError
+from atroposlib.utils.writable import require_writable_file
 
-__all__ = ["CheckReport", "Outcome", "check_environment", "run_checks"]
+__all__ = [
+    "CheckCommand",
+    "CheckReport",
+    "Outcome",
+    "check_command",
+    "check_environment",
+    "run_checks",
+]
+
+DATASET_PATH_SETTING = "dataset_path"
+CHECK_FLAGS: dict[str, Any] = {
+    DATASET_PATH_FLAG: (
+        str | None,
+        Field(None, description="Small local data set, handed on as env.dataset_path."),
+    ),
+    JSON_FLAG: (str | None, Field(None, description="File for the report as JSON.")),
+}
 
 NUM_ITEMS = 2
 MAX_ITEMS = 6
@@ -130,9 +160,9 @@ def _judge_class(env_cls: type[Any], settings: Settings, findings: Findings) -> 
 
 def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None:
     name = settings.env.tokenizer_name
+    is_stand_in = not is_local_tokenizer(name)
     with (
         TemporaryDirectory() as folder,
-        local_tokenizers(name) as is_stand_in,
         block_network() as attempts,
         capture_output() as output,
     ):
@@ -277,3 +307,62 @@ async def _try_failures(
 
 def _site(stage: Stage, *names: str) -> str | None:
     return hook_site(type(stage.env), names)
+
+
+class CheckCommand(EnvCommand):
+    """Run the environment against a scripted model, without GPU and network, and report."""
+
+    command = "check"
+
+    def typed_flags(self) -> dict[str, Any]:
+        """What was typed; the data set under the name of its setting.
+
+        Raises:
+            UsageError: the environment has no such setting.
+        """
+        flags = super().typed_flags()
+        path = flags.pop(DATASET_PATH_FLAG, None)
+        if path is None:
+            return flags
+        known = {*self.defaults.config_class.model_fields, *self.defaults.env_settings}
+        if DATASET_PATH_SETTING not in known:
+            raise UsageError(
+                f"--{DATASET_PATH_FLAG}: {self.env_cls.__name__} has no setting "
+                f"{DATASET_PATH_SETTING}; add one to its config, or use the setting it has"
+            )
+        return {**flags, f"{ENV_PREFIX}{DATASET_PATH_SETTING}": path}
+
+    def require_places(self, settings: Settings) -> None:
+        """Find out whether the report can be written; nothing else is."""
+        path = self.typed_flags().get(JSON_FLAG)
+        if path is not None:
+            require_writable_file(path, f"--{JSON_FLAG}")
+
+    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
+        """Print the report, and write it as JSON where that was asked for.
+
+        Raises:
+            SystemExit: 1 when a rule is broken.
+        """
+        from rich.console import Console
+
+        report = run_checks(self.env_cls, settings)
+        report.print_to(Console())
+        path = self.typed_flags().get(JSON_FLAG)
+        if path is not None:
+            Path(path).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+        if any(outcome.name == "leftovers" for outcome in report.failures):
+            sys.stdout.flush()
+            os._exit(1)  # what was left running would keep this process from ending
+        if not report.passed:
+            raise SystemExit(1)
+
+
+def check_command(env_cls: type[Any]) -> type[CheckCommand]:
+    """The `check` command of an environment class; its `check_settings` go before the defaults."""
+    with warnings.catch_warnings():
+        # The flag is --json; pydantic has a deprecated method of that name.
+        warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
+        # What only looks like an environment may have no settings of its own for a check.
+        own_settings = getattr(env_cls, "check_settings", {})
+        return make_command(env_cls, CheckCommand, CHECK_FLAGS, own_settings)

@@ -13,9 +13,7 @@ The live view of an environment: what is shown of it, and running it with the vi
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import sys
 import time
 import warnings
@@ -79,18 +77,17 @@ if TYPE_CHECKING:
 __all__ = [
     "DATASET_PATH_FLAG",
     "JSON_FLAG",
-    "CheckCommand",
     "EnvCommand",
     "EvaluateCommand",
     "ProcessCommand",
     "ServeCommand",
     "TeacherServeCommand",
     "ViewedCommand",
-    "check_command",
     "environment_defaults",
     "evaluate_command",
     "flag_fields",
     "load_yaml",
+    "make_command",
     "process_command",
     "run_cli",
     "run_viewed",
@@ -215,7 +212,6 @@ def _activity(env: OfflineEnv) -> str:
 
 
 DATASET_PATH_FLAG = "dataset-path"
-DATASET_PATH_SETTING = "dataset_path"
 JSON_FLAG = "json"
 
 _LOCAL_HOSTS = ("localhost", "0.0.0.0", "127.0.0.1")
@@ -376,57 +372,6 @@ class EvaluateCommand(EnvCommand):
         run_foreground(env._run_evaluate)
 
 
-class CheckCommand(EnvCommand):
-    """Run the environment against a scripted model, without GPU and network, and report."""
-
-    command = "check"
-
-    def typed_flags(self) -> dict[str, Any]:
-        """What was typed; the data set under the name of its setting.
-
-        Raises:
-            UsageError: the environment has no such setting.
-        """
-        flags = super().typed_flags()
-        path = flags.pop(DATASET_PATH_FLAG, None)
-        if path is None:
-            return flags
-        known = {*self.defaults.config_class.model_fields, *self.defaults.env_settings}
-        if DATASET_PATH_SETTING not in known:
-            raise UsageError(
-                f"--{DATASET_PATH_FLAG}: {self.env_cls.__name__} has no setting "
-                f"{DATASET_PATH_SETTING}; add one to its config, or use the setting it has"
-            )
-        return {**flags, f"{ENV_PREFIX}{DATASET_PATH_SETTING}": path}
-
-    def require_places(self, settings: Settings) -> None:
-        """Find out whether the report can be written; nothing else is."""
-        path = self.typed_flags().get(JSON_FLAG)
-        if path is not None:
-            require_writable_file(path, f"--{JSON_FLAG}")
-
-    def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
-        """Print the report, and write it as JSON where that was asked for.
-
-        Raises:
-            SystemExit: 1 when a rule is broken.
-        """
-        from rich.console import Console
-
-        from atroposlib.envs.check import run_checks
-
-        report = run_checks(self.env_cls, settings)
-        report.print_to(Console())
-        path = self.typed_flags().get(JSON_FLAG)
-        if path is not None:
-            Path(path).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
-        if any(outcome.name == "leftovers" for outcome in report.failures):
-            sys.stdout.flush()
-            os._exit(1)  # what was left running would keep this process from ending
-        if not report.passed:
-            raise SystemExit(1)
-
-
 def load_yaml(path: str) -> dict[str, Any]:
     """Read a YAML file of settings; an empty file holds none.
 
@@ -469,38 +414,20 @@ def _warn_if_local(servers: ServerConfigs) -> None:
 
 Command = TypeVar("Command", bound=EnvCommand)
 
-CHECK_FLAGS: dict[str, Any] = {
-    DATASET_PATH_FLAG: (
-        str | None,
-        Field(None, description="Small local data set, handed on as env.dataset_path."),
-    ),
-    JSON_FLAG: (str | None, Field(None, description="File for the report as JSON.")),
-}
-
 
 def serve_command(env_cls: type[Any]) -> type[ServeCommand]:
     """The `serve` command of an environment class."""
-    return _made_for(env_cls, ServeCommand)
+    return make_command(env_cls, ServeCommand)
 
 
 def process_command(env_cls: type[Any]) -> type[ProcessCommand]:
     """The `process` command of an environment class."""
-    return _made_for(env_cls, ProcessCommand)
+    return make_command(env_cls, ProcessCommand)
 
 
 def evaluate_command(env_cls: type[Any]) -> type[EvaluateCommand]:
     """The `evaluate` command of an environment class."""
-    return _made_for(env_cls, EvaluateCommand)
-
-
-def check_command(env_cls: type[Any]) -> type[CheckCommand]:
-    """The `check` command of an environment class; its `check_settings` go before the defaults."""
-    with warnings.catch_warnings():
-        # The flag is --json; pydantic has a deprecated method of that name.
-        warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
-        # What only looks like an environment may have no settings of its own for a check.
-        own_settings = getattr(env_cls, "check_settings", {})
-        return _made_for(env_cls, CheckCommand, CHECK_FLAGS, own_settings)
+    return make_command(env_cls, EvaluateCommand)
 
 
 def environment_defaults(env_cls: type[Any]) -> Defaults:
@@ -556,12 +483,20 @@ def flag_fields(
     return definitions
 
 
-def _made_for(
+def make_command(
     env_cls: type[Any],
     kind: type[Command],
     own_flags: Mapping[str, Any] = MappingProxyType({}),
     own_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> type[Command]:
+    """Make the command class of an environment class.
+
+    Args:
+        env_cls: the environment.
+        kind: the command without the environment's flags.
+        own_flags: field definitions of further flags.
+        own_settings: settings of the environment that go before those of `config_init`.
+    """
     defaults = environment_defaults(env_cls)
     defaults = defaults._replace(env_settings={**defaults.env_settings, **own_settings})
     forced = forced_env_settings(kind.command, defaults.env_settings, env_name=env_cls.name)
@@ -661,7 +596,8 @@ def _help(flags: Sequence[Flag], usage: str, intro: str, *, is_full: bool) -> st
         ),
         *ServerManagerConfig.model_fields,
         *ViewedCommand.model_fields,
-        *CHECK_FLAGS,
+        DATASET_PATH_FLAG,
+        JSON_FLAG,
     }
     return short_help_text(flags, shared=shared, usage=usage, intro=intro)
 
@@ -672,7 +608,7 @@ def _command_class(env_cls: type[Any], name: str) -> Any:
         "serve": env_cls.get_cli_serve_config_cls,
         "process": env_cls.get_cli_process_config_cls,
         "evaluate": env_cls.get_cli_evaluate_config_cls,
-        "check": lambda: check_command(env_cls),
+        "check": env_cls.get_cli_check_config_cls,
     }
     return hooks[name]()
 

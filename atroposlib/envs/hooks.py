@@ -58,7 +58,7 @@ class EnvHooks(ABC):
 
     config: BaseEnvConfig
     server: Any  # a ServerManager, or whatever a test puts in its place
-    tokenizer: Any  # transformers carries no types worth following
+    tokenizer: Any = None  # transformers carries no types worth following
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, Any]:

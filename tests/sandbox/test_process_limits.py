@@ -19,7 +19,7 @@ def users_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     def given(rows: str) -> None:
         for kind in ("uid", "gid"):
             (tmp_path / f"{kind}_map").write_text(rows)
-        monkeypatch.setattr(process_limits, "OWN", tmp_path)
+        monkeypatch.setattr(process_limits, "OWN_LIMITS", tmp_path)
         process_limits._unused_users.cache_clear()
 
     yield given

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import json
 import random
 import sys
@@ -58,7 +57,7 @@ __all__ = [
     "check_evaluation",
     "check_failed_rollout",
     "data_of",
-    "local_tokenizers",
+    "is_local_tokenizer",
     "next_item",
     "rehearse",
     "roll_out",
@@ -82,8 +81,16 @@ class Stage:
 
     @classmethod
     def build(cls, env_cls: type[Any], settings: Settings, *, is_stand_in: bool) -> Stage:
-        """Construct an environment and put the scripted model behind its servers."""
-        env = build_environment(env_cls, settings)
+        """Construct an environment whose servers are the scripted model.
+
+        Args:
+            env_cls: the environment.
+            settings: from `staged_settings`.
+            is_stand_in: Whether the environment gets a tokenizer of one token per character
+                instead of loading the configured one.
+        """
+        extra = {"tokenizer": CharTokenizer(template_bos=True)} if is_stand_in else None
+        env = build_environment(env_cls, settings, extra)
         model = ScriptedModel(
             env.tokenizer, is_stand_in=is_stand_in, judge_reply=env.check_judge_reply
         )
@@ -108,38 +115,7 @@ def staged_settings(settings: Settings, folder: Path, *, is_stand_in: bool) -> S
     return settings._replace(env=settings.env.model_copy(update=changes), manager=manager)
 
 
-@contextmanager
-def local_tokenizers(name: str) -> Iterator[bool]:
-    """Let the base class load only a tokenizer that is on this machine.
-
-    Yields:
-        Whether a character tokenizer stands in for the configured one.
-    """
-    base: Any = importlib.import_module("atroposlib.envs.base")  # it must not be imported above
-    if _is_local(name):
-        yield False
-        return
-    before = vars(base).get("AutoTokenizer")
-    base.AutoTokenizer = _StandIn
-    try:
-        yield before is None or before.__module__.startswith("transformers")
-    finally:
-        if before is None:
-            del base.AutoTokenizer
-        else:
-            base.AutoTokenizer = before
-
-
-class _StandIn:
-    """Takes the place of `AutoTokenizer`."""
-
-    @staticmethod
-    def from_pretrained(name: str, *_: Any, **__: Any) -> CharTokenizer:
-        """Return the character tokenizer, whatever the name."""
-        return CharTokenizer(template_bos=True)
-
-
-def _is_local(name: str) -> bool:
+def is_local_tokenizer(name: str) -> bool:
     """Whether a tokenizer is a folder, or a hub repository whose files are in the cache."""
     if Path(name).is_dir():
         return True
