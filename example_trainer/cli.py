@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser
 from example_trainer import config as fields
 from example_trainer.config import TrainingConfig, default_device
@@ -36,6 +37,7 @@ __all__ = [
     "describe_errors",
     "parse_args",
     "parse_layer_indices",
+    "torchrun_settings",
 ]
 
 _FLAGS_BY_FIELD = {
@@ -241,3 +243,28 @@ def describe_errors(error: ValidationError) -> str:
         message = problem["msg"].removeprefix("Value error, ")
         lines.append(f"{flag}{message}" + (f" (got {problem['input']!r})" if name else ""))
     return "; ".join(lines)
+
+
+def torchrun_settings(environment: Mapping[str, str], *, device: str) -> dict[str, Any]:
+    """Return the settings that torchrun's variables stand for, none outside torchrun.
+
+    Args:
+        environment: Of this process.
+        device: `cuda` becomes the GPU of this process's number on its host.
+
+    Raises:
+        ConfigError: a variable is not an integer.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return {}
+    try:
+        settings: dict[str, Any] = {
+            "trainer_rank": int(environment["RANK"]),
+            "world_size": int(environment["WORLD_SIZE"]),
+        }
+        local_rank = int(environment.get("LOCAL_RANK", "0"))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from error
+    if device == "cuda":
+        settings["device"] = f"cuda:{local_rank}"
+    return settings

@@ -14,10 +14,9 @@ if __package__ in (None, ""):
     # module names (`config`, `data`, ...) must not become importable at the top level.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from example_trainer.cli import config_from_args, create_full_parser
+from example_trainer.cli import config_from_args, create_full_parser, torchrun_settings
 from example_trainer.config import TrainingConfig
 from example_trainer.doors import run_door
-from example_trainer.parallel import torchrun_settings
 
 __all__ = ["TrainingConfig", "first_example", "main"]
 

@@ -32,7 +32,6 @@ __all__ = [
     "gather_weights",
     "load_optimizer_state",
     "open_parallel",
-    "torchrun_settings",
 ]
 
 logger = logging.getLogger(__name__)
@@ -223,31 +222,6 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
     )
     # Not after a failure: the other ranks may never come to the end, torchrun ends them.
     dist.destroy_process_group()
-
-
-def torchrun_settings(environment: Mapping[str, str], *, device: str) -> dict[str, Any]:
-    """Return the settings that torchrun's variables stand for, none outside torchrun.
-
-    Args:
-        environment: Of this process.
-        device: `cuda` becomes the GPU of this process's number on its host.
-
-    Raises:
-        ConfigError: a variable is no number.
-    """
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
-        return {}
-    try:
-        settings: dict[str, Any] = {
-            "trainer_rank": int(environment["RANK"]),
-            "world_size": int(environment["WORLD_SIZE"]),
-        }
-        local_rank = int(environment.get("LOCAL_RANK", "0"))
-    except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from error
-    if device == "cuda":
-        settings["device"] = f"cuda:{local_rank}"
-    return settings
 
 
 class GatheredModel:

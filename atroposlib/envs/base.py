@@ -29,10 +29,10 @@ from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.delivery import GroupWriter
 from atroposlib.envs.hooks import settle
-from atroposlib.envs.live_view import RepeatedErrors
 from atroposlib.envs.offline import OfflineEnv
 from atroposlib.envs.reporting import RunFigures
 from atroposlib.envs.reward_parts import PartSums
+from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,

@@ -28,7 +28,7 @@ from pydantic_cli import Cmd, FailedExecutionException
 
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.constants import NAMESPACE_SEP
-from atroposlib.envs.live_view import ErrorLine, RecentErrors, RunSnapshot
+from atroposlib.envs.run_snapshot import ErrorLine, RecentErrors, RunSnapshot
 from atroposlib.envs.running import build_environment, outside_event_loop, run_foreground
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,

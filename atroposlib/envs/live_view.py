@@ -1,26 +1,17 @@
-"""How a running environment is shown in a terminal: a function of one snapshot; pure.
-
-Only bold, dim and red are used, which read on light and dark ground alike.
-
-The live view of a running environment: the lowest lines of the terminal, log lines above them.
+"""The live view of a running environment: the lowest lines of the terminal, log lines above them.
 
     take_snapshot ──every 0.4 s──► RunView ──┐
     log lines, print ──► LineStream ─────────┴──► terminal, in a thread
 
-The view goes to the terminal itself, lines through the streams they were meant for: W&B records
-what is written to those, and a view drawn twice a second is nothing to keep.
+The view is written to the terminal itself and log lines to their own streams: W&B records these
+streams, and a view that is redrawn twice a second does not belong there. Only bold, dim and red
+are used; they are readable on light and dark backgrounds.
 
 Invariants:
     - While the view is up, nothing else writes to the terminal: `sys.stdout`, `sys.stderr` and
-      the log handlers that write there are diverted, and put back when it ends.
-    - The event loop only takes snapshots; a terminal that is slow or stopped holds up a thread.
-    - A view that fails ends itself, and the run goes on.
-
-What a running environment looks like at one moment.
-
-Errors that repeat: told once in the log, and kept as one line for the terminal view.
-
-Scores counted by value or by range; pure.
+      the log handlers that write there are diverted, and restored when it ends.
+    - The event loop only takes snapshots; a slow or stopped terminal delays a thread.
+    - A view that fails ends itself, and the run continues.
 """
 
 from __future__ import annotations
@@ -29,16 +20,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from rich.box import ROUNDED
@@ -48,18 +36,15 @@ from rich.live_render import LiveRender
 from rich.panel import Panel
 from rich.text import Text
 
+from atroposlib.envs.run_snapshot import ErrorLine, RunSnapshot
 from atroposlib.utils.line_stream import LineStream, can_show, diverted
-from atroposlib.utils.text import inert_block, inert_line, is_milestone
+from atroposlib.utils.text import inert_block, inert_line
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
 
 __all__ = [
-    "ErrorLine",
     "LineStream",
-    "RecentErrors",
-    "RepeatedErrors",
-    "RunSnapshot",
     "RunView",
     "ScoreBar",
     "TerminalDisplay",
@@ -67,80 +52,6 @@ __all__ = [
     "score_bars",
     "view_lines",
 ]
-
-NOTHING: Mapping[str, int] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class ErrorLine:
-    """A warning or an error of the log."""
-
-    time_s: float
-    """When it came last, seconds since the epoch."""
-    text: str
-    """One line; may hold anything, what a model wrote included."""
-    count: int = 1
-    """How often it came."""
-    is_error: bool = True
-    """False for a warning."""
-
-
-@dataclass(frozen=True)
-class RunSnapshot:
-    """A running environment at one moment.
-
-    Example:
-        RunSnapshot(name="gsm8k_0", activity="rolling out", elapsed_s=61.0, step=3, total_steps=10)
-    """
-
-    name: str
-    """As registered."""
-    activity: str
-    """What it does, in a few words."""
-    elapsed_s: float
-    """Seconds since rollouts began."""
-    step: int
-    """Trainer steps done; groups made under `process`."""
-    total_steps: int
-    """Where the run ends; negative when it does not."""
-    step_word: str = "step"
-    """What a step is: `step` or `group`."""
-    group_size: int = 1
-    """Rollouts of a group."""
-    groups_running: int = 0
-    """Groups in the making."""
-    most_groups_running: int | None = None
-    """Groups that may be in the making; None where that is one."""
-    groups_sending: int = 0
-    """Finished groups that are on their way to the service."""
-    oldest_rollout_s: float | None = None
-    """Seconds the longest group in the making has taken; None when nothing runs."""
-    groups_done: int = 0
-    """Groups made, dropped ones included."""
-    groups_per_s: float = 0.0
-    """Of the last minute."""
-    tokens_done: int = 0
-    """Trained tokens of these groups."""
-    tokens_per_s: float = 0.0
-    """Of the last minute."""
-    queue_groups: int | None = None
-    """Groups waiting at the service; None without one."""
-    queue_batches: float | None = None
-    """The same in batches; None when the batch size is unknown."""
-    staleness_mean: float | None = None
-    """Trainer steps that went by while a group was made; None when nothing is known."""
-    staleness_max: int | None = None
-    """The most of the latest groups."""
-    scores: tuple[float, ...] = ()
-    """The latest scores, of dropped groups too."""
-    drops: Mapping[str, int] = field(default_factory=lambda: NOTHING)
-    """Groups dropped, by reason."""
-    failures: Mapping[str, int] = field(default_factory=lambda: NOTHING)
-    """Failed rollouts and hooks, by name."""
-    stragglers: Mapping[str, int] = field(default_factory=lambda: NOTHING)
-    """Rollouts that took too long, by what became of them."""
-    errors: tuple[ErrorLine, ...] = ()
-    """The latest warnings and errors, oldest first."""
 
 
 class ScoreBar(NamedTuple):
@@ -521,109 +432,3 @@ def _console_beside(stream: TextIO) -> Iterator[Console]:
         return
     with os.fdopen(descriptor, "w", encoding=stream.encoding, errors="replace") as terminal:
         yield Console(file=terminal)
-
-
-MAX_CHARACTERS = 500
-MAX_TEXTS = 10
-"""Different messages of one error that are told each."""
-MAX_KINDS = 200
-"""Different errors told apart; beyond that all count as one."""
-
-
-class RepeatedErrors:
-    """Logs an error with its traceback once; the same error again is only counted.
-
-    Errors are the same when they have one type and were raised at one place. Another message of
-    such an error is told in one line, a few times; the count is told at 10, 100 and so on.
-
-    Args:
-        logger: where the lines go.
-    """
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._counts: dict[tuple[str, ...], int] = {}
-        self._texts: dict[tuple[str, ...], set[str]] = {}
-
-    def log(self, what: str, error: BaseException) -> None:
-        """Log one error.
-
-        Args:
-            what: what failed, in a few words: "a rollout failed".
-            error: what it raised.
-        """
-        kind = (what, type(error).__name__, *_place_of(error))
-        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
-            kind = (what, "others")
-        count = self._counts[kind] = self._counts.get(kind, 0) + 1
-        text = str(error)[:MAX_CHARACTERS]
-        if count == 1:
-            self._texts[kind] = {_without_numbers(text)}
-            self._logger.error("%s: %s", what, text, exc_info=error)
-            return
-        told = self._texts[kind]
-        is_new = _without_numbers(text) not in told and len(told) < MAX_TEXTS
-        if is_new:
-            told.add(_without_numbers(text))
-        if is_new or is_milestone(count):
-            name = type(error).__name__
-            self._logger.error("%s, %d times so far with %s: %s", what, count, name, text)
-        else:
-            self._logger.debug("%s: %s", what, text)
-
-
-def _place_of(error: BaseException) -> tuple[str, ...]:
-    frames = traceback.extract_tb(error.__traceback__, limit=-1)
-    return (frames[-1].filename, str(frames[-1].lineno)) if frames else ()
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"\d+", "#", text)
-
-
-class RecentErrors(logging.Handler):
-    """A log handler that keeps the latest warnings and errors, equal ones as one.
-
-    Args:
-        capacity: lines kept.
-    """
-
-    def __init__(self, *, capacity: int = 8) -> None:
-        super().__init__(level=logging.WARNING)
-        self._capacity = capacity
-        self._lines: dict[str, ErrorLine] = {}  # by text, the latest last
-
-    @property
-    def lines(self) -> tuple[ErrorLine, ...]:
-        """The lines kept, oldest first."""
-        self.acquire()
-        try:
-            return tuple(self._lines.values())
-        finally:
-            self.release()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record; a record that cannot be formatted is left to the other handlers."""
-        try:
-            text = _summary(record)
-        except Exception:  # noqa: BLE001 - whoever prints the record reports it
-            return
-        known = self._lines.pop(text, None)
-        self._lines[text] = ErrorLine(
-            record.created,
-            text,
-            count=1 if known is None else known.count + 1,
-            is_error=record.levelno >= logging.ERROR,
-        )
-        if len(self._lines) > self._capacity:
-            del self._lines[next(iter(self._lines))]
-
-
-def _summary(record: logging.LogRecord) -> str:
-    """What was raised, which says most, and the message."""
-    message = record.getMessage()[:MAX_CHARACTERS]
-    error = record.exc_info[1] if record.exc_info else None
-    if error is None:
-        return message
-    raised = f"{type(error).__name__}: {error}"[:MAX_CHARACTERS]
-    return f"{raised} ({message})" if message else raised

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from atroposlib.envs.delivery import mark_tokenized_from_text, stamp_finish_reasons
 from atroposlib.envs.hooks import settle
-from atroposlib.envs.live_view import RecentErrors
 from atroposlib.envs.rollouts import as_pair
+from atroposlib.envs.run_snapshot import RecentErrors
 from atroposlib.envs.server_handling.weight_versions import sampled_versions
 from atroposlib.envs.serving import ServingEnv, cancelled
 from atroposlib.errors import InferenceError, NoDataError

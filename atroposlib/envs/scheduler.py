@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
-from atroposlib.envs.live_view import RepeatedErrors
+from atroposlib.envs.run_snapshot import RepeatedErrors
 
 __all__ = [
     "EvaluationRunner",

@@ -38,9 +38,9 @@ from atroposlib.envs.delivery import (
     stamp_policy_version,
 )
 from atroposlib.envs.hooks import settle
-from atroposlib.envs.live_view import RepeatedErrors
 from atroposlib.envs.reporting import dated_run_name
 from atroposlib.envs.rollouts import as_pair
+from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.weight_versions import sampled_versions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,23 +33,37 @@ def _statements(tree: ast.AST, *, lazy: bool) -> Iterator[ast.stmt]:
         yield from _statements(node, lazy=lazy)
 
 
-def _targets(node: ast.stmt, importer: str, is_package: bool) -> set[str]:
+def _targets(node: ast.stmt, importer: str, is_package: bool, known: Collection[str]) -> set[str]:
+    """Modules of ours that a statement imports; a package only where a name of its own is."""
     if isinstance(node, ast.Import):
-        return {alias.name for alias in node.names}
+        return {alias.name for alias in node.names} & set(known)
     assert isinstance(node, ast.ImportFrom)
     base = node.module or ""
     if node.level:
         parents = importer.split(".") if is_package else importer.split(".")[:-1]
         parents = parents[: len(parents) - node.level + 1]
         base = ".".join([*parents, base] if base else parents)
-    return {base} | {f"{base}.{alias.name}" for alias in node.names}
+    members = {f"{base}.{alias.name}" for alias in node.names} & set(known)
+    return members if len(members) == len(node.names) else (members | {base}) & set(known)
+
+
+def _named_imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the modules of calls of `import_module` with a literal name."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
+        name = called.id if isinstance(called, ast.Name) else called
+        argument = node.args[0]
+        if name == "import_module" and isinstance(argument, ast.Constant):
+            yield str(argument.value)
 
 
 def import_graph(*, lazy: bool) -> dict[str, set[str]]:
     """Map every module of ours to the modules of ours it imports.
 
     Args:
-        lazy: Count imports inside functions too.
+        lazy: Count imports inside functions and calls of `import_module` too.
     """
     files = {module_name(path): path for path in source_files()}
     graph: dict[str, set[str]] = {}
@@ -58,7 +72,9 @@ def import_graph(*, lazy: bool) -> dict[str, set[str]]:
         is_package = path.name == "__init__.py"
         found: set[str] = set()
         for node in _statements(tree, lazy=lazy):
-            found |= _targets(node, name, is_package) & files.keys()
+            found |= _targets(node, name, is_package, files)
+        if lazy:
+            found |= set(_named_imports(tree)) & files.keys()
         graph[name] = found - {name}
     return graph
 

@@ -137,6 +137,7 @@ TYPED = {
 SCRIPT = """
 import sys
 from atroposlib.envs import commands
+from atroposlib.envs.check import check_command
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.config import APIServerConfig
 
@@ -153,6 +154,7 @@ class Env:
     get_cli_serve_config_cls = classmethod(commands.serve_command)
     get_cli_process_config_cls = classmethod(commands.process_command)
     get_cli_evaluate_config_cls = classmethod(commands.evaluate_command)
+    get_cli_check_config_cls = classmethod(check_command)
 
 try:
     commands.run_cli(Env)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs import commands
+from atroposlib.envs.check import check_command
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.config import APIServerConfig
 
@@ -52,6 +53,10 @@ class StandInEnv:
     @classmethod
     def get_cli_evaluate_config_cls(cls) -> Any:
         return commands.evaluate_command(cls)
+
+    @classmethod
+    def get_cli_check_config_cls(cls) -> Any:
+        return check_command(cls)
 
     @classmethod
     def check_inputs(cls, config: Any) -> None:

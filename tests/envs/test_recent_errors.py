@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from atroposlib.envs.live_view import MAX_TEXTS, RepeatedErrors
+from atroposlib.envs.run_snapshot import MAX_TEXTS, RepeatedErrors
 
 logger = logging.getLogger("repeated")
 

@@ -21,7 +21,8 @@ import pytest
 
 from atroposlib.envs import commands as env_view
 from atroposlib.envs.commands import run_viewed, snapshot_of
-from atroposlib.envs.live_view import LineStream, RunSnapshot, TerminalDisplay
+from atroposlib.envs.live_view import LineStream, TerminalDisplay
+from atroposlib.envs.run_snapshot import RunSnapshot
 from tests.envs.live_service import LiveService, ScriptedTrainer, until
 
 MakeEnv = Callable[..., Any]

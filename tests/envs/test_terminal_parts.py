@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from atroposlib.envs.live_view import RecentErrors, score_bars
+from atroposlib.envs.live_view import score_bars
 from atroposlib.envs.reporting import RunFigures
+from atroposlib.envs.run_snapshot import RecentErrors
 from atroposlib.utils.text import inert_block, inert_line
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from atroposlib.envs.live_view import ErrorLine, RunSnapshot, RunView, view_lines
+from atroposlib.envs.live_view import RunView, view_lines
+from atroposlib.envs.run_snapshot import ErrorLine, RunSnapshot
 
 HOSTILE = "answer \x1b[2J\x1b[31m\x1b]0;owned\x07 \u202etxet\x9b1m\ud800\n\nnext\r" + "long " * 5000
 FULL: dict[str, Any] = {

@@ -12,7 +12,8 @@ import torch
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX
 from example_trainer.batch import build_batch, split_batch
-from example_trainer.parallel import ONE_PROCESS, open_parallel, torchrun_settings
+from example_trainer.cli import torchrun_settings
+from example_trainer.parallel import ONE_PROCESS, open_parallel
 from example_trainer.rows import RowRules
 from tests.trainer.kill_supervisor import seeded_groups
 from tests.trainer.parallel_runs import largest_difference, run_trainer, service_with
