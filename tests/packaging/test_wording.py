@@ -17,6 +17,7 @@ INSTEAD: dict[str, str] = {
     r"\b(?:nobody|somebody)\b": "name the role, or use the passive voice",
     r"\banew\b": "write `again`",
     r"\bbegun\b": "write `started`",
+    r"\blanes?\b": "write `format`",
 }
 """Pattern of a construction, and what to write in its place."""
 
