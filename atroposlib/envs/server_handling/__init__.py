@@ -1,1 +1,1 @@
-"""Inference servers: one client per engine behind one manager."""
+"""Inference servers: a client class per engine, and the manager that routes requests."""

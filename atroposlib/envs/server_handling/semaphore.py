@@ -1,8 +1,8 @@
 """Limit concurrency: slots of a server with an adjustable share, and work per event-loop pass.
 
 `AsyncSemWithAdaptiveWeight` bounds the requests in flight at a server. `LoopTurns` bounds the
-synchronous work of one pass of the event loop: encoding a request and decoding an answer each block
-it for a fraction of a millisecond, which adds up when hundreds of rollouts are ready in one pass.
+synchronous work of one pass of the event loop. Encoding a request and decoding an answer each block
+it for a fraction of a millisecond; with hundreds of rollouts ready in one pass, this adds up.
 """
 
 from __future__ import annotations

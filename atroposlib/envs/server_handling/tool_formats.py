@@ -453,8 +453,8 @@ class Llama3JsonFormat(ToolCallFormat):
         {"name": "get_weather", "parameters": {"city": "Oslo"}}; {"name": "get_time", ...}
         <|python_tag|>{"name": "search", "parameters": {"query": "cats"}}
 
-    Without the tag, an object counts as a call only if the answer begins with it, or if it names a
-    tool of the request, since answers may contain other JSON.
+    Answers may contain other JSON. So without the tag, an object is a call only if the answer
+    begins with it, or if it names a tool of the request.
     """
 
     separator = "; "

@@ -1,4 +1,4 @@
-"""The proxy: tracked sessions behind OpenAI-style addresses, for agents left as they are."""
+"""The agent proxy: tracked sessions at OpenAI-style URLs, for unmodified agents."""
 
 from atroposlib.envs.server_handling.proxy.agent_proxy import (
     AgentProxy,

@@ -1,6 +1,7 @@
-"""The proxy inside of an environment: an address and a key per rollout, exact tokens afterwards.
+"""Run the proxy inside an environment: a URL and a key per rollout, and groups of exact tokens.
 
-A scored group from what agents left behind in their sessions; pure.
+AgentProxy.session ─► AgentSession (URL, key) ─► agent ─► recorded nodes
+AgentSession.trajectory(score) ─► AgentTrajectory ─► group_of_agents ─► ScoredDataGroup
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ __all__ = [
 
 
 class AgentTrajectory(NamedTuple):
-    """What one agent sampled for an item, and what came of it."""
+    """The sequences and the score of one agent's rollout."""
 
     nodes: list[SequenceNode]
-    """Its sequences. One conversation is one; sub-agents and rewritten histories add more."""
+    """Its sequences: one per conversation; sub-agents and rewritten histories add more."""
     score: float
     """The score of each of its sequences."""
 
 
 def group_of_agents(trajectories: Sequence[AgentTrajectory]) -> ScoredDataGroup | None:
-    """Put the agents of one item together: a row per sequence, with the score of its agent.
+    """Combine the agents of one item into a group: a row per sequence, with its agent's score.
 
-    `group_overrides` names the number of rows where it is not the number of agents. Sequences made
-    from a server's text mark the group, which then has no logprobs.
+    `group_overrides` holds the number of rows if it differs from the number of agents. If any
+    sequence was encoded from text, the group is marked and has no logprobs.
 
     Args:
         trajectories: [G] one per agent.
 
     Returns:
-        The group, or None when an agent sampled nothing.
+        The group, or None if an agent sampled nothing.
     """
     if not trajectories or not all(trajectory.nodes for trajectory in trajectories):
         return None
@@ -70,13 +71,13 @@ def group_of_agents(trajectories: Sequence[AgentTrajectory]) -> ScoredDataGroup 
 
 
 class AgentSession:
-    """What one agent is told, and what it left behind.
+    """Connection settings for one agent, and the sequences it sampled.
 
     Attributes:
-        base_url: For OpenAI clients, ends in `/v1`.
-        anthropic_base_url: For Anthropic clients, which add `/v1` themselves.
-        api_key: For either; identifies the session.
-        model: Name agents may give; any other is answered as well.
+        base_url: Base URL for OpenAI clients, ends in `/v1`.
+        anthropic_base_url: Base URL for Anthropic clients, which add `/v1` themselves.
+        api_key: Key for both; identifies the session.
+        model: Model name for agents; requests with other names are answered too.
     """
 
     def __init__(self, root_url: str, session: SessionState) -> None:
@@ -88,7 +89,7 @@ class AgentSession:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that tell the clients of a subprocess the same."""
+        """Environment variables that configure the clients of a subprocess."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -104,11 +105,11 @@ class AgentSession:
     def nodes(self, session_id: str | None = None) -> list[SequenceNode]:
         """Return the sequences recorded so far; empty once the session has ended.
 
-        The rollout that asks counts as having sampled them, for the policy version of its group:
-        agents sample outside of its task.
+        The policy versions of the sequences are credited to the calling rollout, since agents
+        sample outside its task.
 
         Args:
-            session_id: Only those of requests with this `X-Session-ID`; None for all.
+            session_id: Return only sequences of requests with this `X-Session-ID`; None for all.
         """
         parts = self._session.parts
         session = self._session if session_id is None else parts.get(session_id)
@@ -118,23 +119,23 @@ class AgentSession:
         return nodes
 
     def trajectory(self, score: float, session_id: str | None = None) -> AgentTrajectory:
-        """Return the sequences recorded so far, as `nodes`, with the score of the rollout."""
+        """Return the sequences recorded so far with the score of the rollout."""
         return AgentTrajectory(self.nodes(session_id), score)
 
 
 class AgentProxy:
     """A proxy on a local port, for any number of rollouts; `start` and `close`, or `async with`.
 
-    Every route asks for a key: agents know that of their session, nobody knows the
-    administrator's.
+    Every route requires a key: agents have that of their session; the administrator key is random
+    and never disclosed.
 
     Args:
         server_manager: The environment's `self.server`.
-        tokenizer: The environment's `self.tokenizer`; None takes the servers' own.
-        model_name: Name in answers.
-        host: Address to bind; agents in containers may need another than the local one.
-        port: Port to bind; 0 takes a free one.
-        settings: Limits; keys are required whatever it says.
+        tokenizer: The environment's `self.tokenizer`; None uses the servers' own.
+        model_name: Model name in answers.
+        host: Address to bind; agents in containers may need a non-local one.
+        port: Port to bind; 0 selects a free one.
+        settings: Limits; keys are always required, whatever it says.
         clock: Seconds since the epoch, for the expiry of sessions.
     """
 
@@ -159,14 +160,14 @@ class AgentProxy:
 
     @property
     def root_url(self) -> str:
-        """Where the proxy listens; RuntimeError while it does not."""
+        """URL of the proxy; raises RuntimeError while it is not running."""
         if self._root_url is None:
-            raise RuntimeError("the proxy does not run; `start` it")
+            raise RuntimeError("the proxy is not running; call `start` first")
         return self._root_url
 
     @property
     def base_url(self) -> str:
-        """Address for OpenAI clients; the key names the session."""
+        """Base URL for OpenAI clients; the key identifies the session."""
         return f"{self.root_url}/v1"
 
     async def start(self) -> None:
@@ -177,18 +178,16 @@ class AgentProxy:
         self._root_url = f"http://{host}:{port}"
 
     async def close(self) -> None:
-        """End every session and close the port; nothing happens when it is not open."""
+        """End every session and close the port; does nothing if the proxy is not running."""
         self._root_url = None
         self._state.sessions.close()
         await self._stack.aclose()
 
     async def __aenter__(self) -> AgentProxy:
-        """Start listening."""
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End every session and close the port."""
         await self.close()
 
     @contextlib.asynccontextmanager
@@ -207,7 +206,7 @@ class AgentProxy:
             base_url: Inference server to use; None chooses the least loaded one.
 
         Raises:
-            ProxyRefusal: too many sessions are open, or there is no such server.
+            ProxyRefusal: too many sessions are open, or the server is unknown.
         """
         wanted = SessionCreateRequest(
             tool_parser=tool_parser, track_tree=track_tree, base_url=base_url

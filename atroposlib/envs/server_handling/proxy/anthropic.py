@@ -1,37 +1,31 @@
-"""The routes of Anthropic's Messages protocol.
+"""Anthropic's Messages protocol: requests to chat requests, chat answers to Messages and events.
 
 POST /messages               answer, whole or as events
-POST /messages/count_tokens  count what a request's prompt takes
+POST /messages/count_tokens  number of tokens in the prompt of a request
 
-A Messages request as the options of a chat request; pure.
+Request:
+    user       text        ─► a user message; adjacent ones are joined
+               tool_result ─► a tool message
+    assistant  thinking    ┐
+               text        ├─ one SentTurn
+               tool_use    ┘
 
-A chat answer as a Message, and a refusal as Anthropic's error; pure.
+Answer:
+    thinking ─► thinking block, its signature identifies the turn
+    text     ─► text block
+    calls    ─► tool_use blocks, each with the id of the chat answer's call
 
-thinking ─► thinking block, its signature a handle of the turn
-text     ─► text block
-calls    ─► tool_use blocks, each with the id of the chat answer's call
+Stream:
+    message_start, ping
+      per block   content_block_start
+                  content_block_delta ...   text_delta | input_json_delta
+                                            | thinking_delta ... signature_delta
+                  content_block_stop
+    message_delta, message_stop
 
-The events of a streamed Message; pure.
-
-message_start, ping
-  per block   content_block_start
-              content_block_delta ...   text_delta | input_json_delta
-                                        | thinking_delta ... signature_delta
-              content_block_stop
-message_delta, message_stop
-
-The messages of a Messages request as chat messages and assistant turns; pure.
-
-user       text        ─► a user message; neighbours are one turn
-           tool_result ─► a tool message
-assistant  thinking    ┐
-           text        ├─ one SentTurn
-           tool_use    ┘
-
-Conversations that a session holds for its clients, who then send only what is new.
-
-{"thread": {"type": "create"}}                               the Message's id names what is held
-{"thread": {"type": "continue", "previous_message_id": ID}}  goes on behind that Message
+State: with a `thread`, the session stores the conversation and clients send only new messages.
+    {"thread": {"type": "create"}}                               stored under the Message's id
+    {"thread": {"type": "continue", "previous_message_id": ID}}  continues after that Message
 """
 
 from __future__ import annotations
@@ -110,7 +104,7 @@ _Stop = Annotated[str, Field(min_length=1)]
 FieldsT = TypeVar("FieldsT", bound="CountFields")
 
 THREAD_NOT_FOUND = "thread_not_found"
-"""Code of the error upon which clients send the whole conversation again."""
+"""Error code after which clients send the whole conversation again."""
 
 _MAX_HELD = 1024
 
@@ -140,21 +134,21 @@ _NAME = "anthropic"
 
 
 class ThreadField(BaseModel):
-    """Asks to hold the conversation, or to go on with a held one."""
+    """Requests that the conversation is stored, or continues a stored one."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
-    """The Message to go on from; a request that continues has it."""
+    """The Message to continue after; required for `continue`."""
 
 
 class CountFields(BaseModel):
-    """What of a request decides the prompt."""
+    """Fields of a request that determine the prompt."""
 
     model_config = ConfigDict(extra="ignore")
 
     messages: list[Any] = Field(min_length=1)
     system: Any = None
-    """Text or text blocks; read by `content_blocks`."""
+    """Text or text blocks; parsed by `read_messages`."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
@@ -163,17 +157,17 @@ class CountFields(BaseModel):
 
     @property
     def splits_thinking(self) -> bool:
-        """Whether thinking is wanted in blocks of its own."""
+        """Whether thinking is requested in separate blocks."""
         return (self.thinking or {}).get("type") in _THINKING_KINDS
 
     @property
     def omits_thinking(self) -> bool:
-        """Whether the blocks shall carry their signature only."""
+        """Whether thinking blocks contain only their signature."""
         return (self.thinking or {}).get("display") == "omitted"
 
 
 class MessagesFields(CountFields):
-    """What of a Messages request matters here; other fields are ignored."""
+    """Supported fields of a Messages request; other fields are ignored."""
 
     max_tokens: int = Field(ge=1, le=LARGEST_LIMIT)
     stop_sequences: list[_Stop] | None = Field(default=None, max_length=MOST_STOPS)
@@ -181,14 +175,14 @@ class MessagesFields(CountFields):
 
 
 def read_request(body: Mapping[str, Any]) -> MessagesFields:
-    """Return the fields of a request; refuses malformed ones, and tools kept elsewhere."""
+    """Return the fields of a request; refuses malformed requests and MCP servers."""
     if body.get("mcp_servers"):
         refuse("mcp_servers", "not supported: only tools of the agent's own")
     return _read(MessagesFields, body)
 
 
 def read_count(body: Mapping[str, Any]) -> CountFields:
-    """Return the fields of a request to count tokens; refuses malformed ones."""
+    """Return the fields of a token-counting request; refuses malformed ones."""
     return _read(CountFields, body)
 
 
@@ -196,13 +190,13 @@ def _read(model: type[FieldsT], body: Mapping[str, Any]) -> FieldsT:
     fields = read_fields(model, body)
     kinds = (*_THINKING_KINDS, "disabled")
     if fields.thinking is not None and fields.thinking.get("type") not in kinds:
-        told = f"expected one of {', '.join(kinds)}; got {fields.thinking.get('type')!r}"
-        refuse("thinking.type", told)
+        message = f"expected one of {', '.join(kinds)}; got {fields.thinking.get('type')!r}"
+        refuse("thinking.type", message)
     return fields
 
 
 def ignored_fields(fields: CountFields, body: Mapping[str, Any]) -> list[str]:
-    """Return the names of what a request asks for and does not get; inner ones behind a dot."""
+    """Return the names of unsupported fields of a request; nested ones as `thinking.budget`."""
     known = {*MessagesFields.model_fields, "mcp_servers", "model", *SHARED_OPTIONS}
     names = not_honoured(body, known)
     names += inner_names("thinking", fields.thinking, known=("type", "display"))
@@ -281,7 +275,7 @@ def _response_format(output_format: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class HeldConversation:
-    """A conversation up to and with one Message."""
+    """A conversation up to and including one Message."""
 
     messages: Sequence[ChatMessage] = ()
     """Chat messages, the system message included."""
@@ -290,10 +284,10 @@ class HeldConversation:
 
 
 class MessagesState:
-    """What one session remembers for the Messages protocol.
+    """State that one session keeps for the Messages protocol.
 
     Args:
-        max_held: Conversations beyond which the one longest unused is forgotten.
+        max_held: Maximum number of stored conversations; the least recently used is dropped first.
     """
 
     def __init__(self, *, max_held: int = _MAX_HELD) -> None:
@@ -301,11 +295,11 @@ class MessagesState:
         self._held: Bounded[str, HeldConversation] = Bounded(max_held)
 
     def hold(self, message_id: str, conversation: HeldConversation) -> None:
-        """Keep a conversation under the id of its last Message."""
+        """Store a conversation under the id of its last Message."""
         self._held.keep(message_id, conversation)
 
     def continued(self, fields: CountFields) -> HeldConversation:
-        """Return what a request continues, empty where it does not; raises the 404 if unknown."""
+        """Return the conversation a request continues, empty for a new one; 404 if unknown."""
         if fields.thread is None or fields.thread.type == "create":
             return HeldConversation()
         message_id = fields.thread.previous_message_id
@@ -314,7 +308,8 @@ class MessagesState:
         held = self._held.recall(message_id)
         if held is None:
             raise ProxyRefusal(
-                f"this session holds no conversation behind {message_id!r}; send the whole one",
+                f"this session has no stored conversation that ends with {message_id!r}; send the "
+                "whole conversation",
                 status=404,
                 code=THREAD_NOT_FOUND,
             )
@@ -322,7 +317,7 @@ class MessagesState:
 
 
 def new_id(prefix: str) -> str:
-    """Return an id nobody can guess, as `msg_3f...`."""
+    """Return an unguessable id such as `msg_3f...`."""
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
@@ -330,8 +325,8 @@ def content_blocks(answer: ShownAnswer, *, omits_thinking: bool = False) -> list
     """Return the content of an answer: thinking, text, then calls; empty for an empty answer.
 
     Args:
-        answer: What to show.
-        omits_thinking: Leave thinking blocks empty but for their signature.
+        answer: The answer to convert.
+        omits_thinking: Leave thinking blocks empty except for their signature.
     """
     blocks: list[Block] = []
     if answer.thinking is not None:
@@ -348,7 +343,7 @@ def content_blocks(answer: ShownAnswer, *, omits_thinking: bool = False) -> list
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; text that is none comes as `arguments`."""
+    """Return the arguments of a call as an object; other text is wrapped under `arguments`."""
     try:
         value = json.loads(arguments or "{}", strict=False)
     except (ValueError, RecursionError):
@@ -362,10 +357,10 @@ def message_object(
     """Return the Message of an answer with these content blocks.
 
     Args:
-        answer: What is shown.
+        answer: The answer to convert.
         content: Its blocks.
         model: Name of the session's model.
-        fills_context: Whether the answer could be as long as the context allows.
+        fills_context: Whether only the context limited the length of the answer.
     """
     stop_reason = _STOP_REASONS.get(answer.finish_reason, "end_turn")
     if fills_context and stop_reason == "max_tokens":
@@ -390,7 +385,7 @@ def message_object(
 
 
 def anthropic_model_list(model_name: str, created: float) -> dict[str, Any]:
-    """Return Anthropic's list of models, with the one there is."""
+    """Return Anthropic's model list with the single model."""
     return {
         "data": [anthropic_model_card(model_name, created)],
         "first_id": model_name,
@@ -414,7 +409,7 @@ def anthropic_model_card(model_name: str, created: float) -> dict[str, Any]:
 def error_body(refusal: ProxyRefusal) -> dict[str, Any]:
     """Return `{"type": "error", "error": {"type", "message"}}` in Anthropic's vocabulary.
 
-    `error` has `details` with an `error_code` where clients know one.
+    `error` has `details` with an `error_code` if clients recognize it.
     """
     fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(refusal.status, fallback)
@@ -429,8 +424,8 @@ def message_events(message: Mapping[str, Any], answer: ShownAnswer) -> Iterator[
 
     Args:
         message: The whole Message.
-        answer: What it was made of; its calls bring the arguments' text, which is streamed as the
-            model's format gave it.
+        answer: The answer it was built from; the text of its calls' arguments is streamed
+            unchanged.
     """
     usage = {**message["usage"], "output_tokens": 0, "output_tokens_details": None}
     unfinished: Fields = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -451,7 +446,7 @@ def message_events(message: Mapping[str, Any], answer: ShownAnswer) -> Iterator[
 def _opened_block(
     block: Mapping[str, Any], arguments: Mapping[str, str]
 ) -> tuple[Fields, Iterator[Fields]]:
-    """Return a block as it is announced, and the deltas that fill it."""
+    """Return the empty block that opens a content block, and the deltas that fill it."""
     kind = block["type"]
     if kind == "text":
         return {**block, "text": ""}, _deltas("text_delta", "text", block["text"])
@@ -512,7 +507,7 @@ def _add_user(entries: list[ChatMessage | SentTurn], content: Any, path: str) ->
 
 
 def _add_user_text(entries: list[ChatMessage | SentTurn], text: str) -> None:
-    """Add text to the user's turn, which may span several messages; templates take turns."""
+    """Add text to the user's turn, joining adjacent messages as templates expect turns."""
     last = entries[-1] if entries else None
     if isinstance(last, Mapping) and last["role"] == "user":
         entries[-1] = {"role": "user", "content": f"{last['content']}\n{text}"}
@@ -544,7 +539,7 @@ def _assistant_turn(content: Any, path: str) -> SentTurn:
         elif kind == "thinking":
             thinking.append(text_at(block.get("thinking"), f"{place}.thinking"))
             signatures.append(text_at(block.get("signature", ""), f"{place}.signature"))
-        elif kind != "redacted_thinking":  # sealed by another model's provider
+        elif kind != "redacted_thinking":  # encrypted by another model's provider
             texts.append(_block_text(block, place))
     return SentTurn("".join(texts), tuple(signatures), tuple(calls), "\n".join(thinking).strip())
 
@@ -589,7 +584,7 @@ async def create_message(exchange: Exchange) -> Response:
 
 
 async def count_tokens(exchange: Exchange) -> Response:
-    """Return how many tokens the prompt of a request takes."""
+    """Return the number of tokens in the prompt of a request."""
     fields = read_count(exchange.body)
     prompt = _prompt(fields, exchange)
     exchange.ignored.update(ignored_fields(fields, exchange.body))
@@ -608,14 +603,14 @@ ANTHROPIC = Dialect(
 
 
 class _Prompt(NamedTuple):
-    """What a request asks the session."""
+    """A Messages request converted to a chat request."""
 
     request: dict[str, Any]
     """The chat request."""
     conversation: list[ChatMessage]
     """Its messages, before any are joined."""
     tools: list[dict[str, Any]] | None
-    """Tools as the client defined them, now or when it began."""
+    """Tools as the client defined them, in this request or in the continued thread."""
 
 
 def _state_of(exchange: Exchange) -> MessagesState:
@@ -626,10 +621,10 @@ def _state_of(exchange: Exchange) -> MessagesState:
 async def _answer(
     fields: CountFields, request: dict[str, Any], exchange: Exchange
 ) -> tuple[ShownAnswer, bool]:
-    """Answer a request; also tell whether only the context limited the answer.
+    """Answer a request; also return whether only the context limited the answer.
 
-    Clients must give a limit and often give a large one. One that does not fit behind the prompt
-    is lifted, as Anthropic does it; a prompt that does not fit itself is refused.
+    Clients must give a limit and often give a large one. If it does not fit after the prompt, it is
+    lifted, as Anthropic does; a prompt that does not fit is refused.
     """
     splits = fields.splits_thinking
     try:
@@ -649,8 +644,8 @@ def _prompt(fields: CountFields, exchange: Exchange) -> _Prompt:
     request = chat_request(
         options, conversation, param="messages", continues_turns=not fields.splits_thinking
     )
-    begun = conversation[-1] if conversation else {}
-    if begun.get("role") == "assistant" and _ends_with_space(begun.get("content")):
+    last = conversation[-1] if conversation else {}
+    if last.get("role") == "assistant" and _ends_with_space(last.get("content")):
         refuse("messages", "final assistant content cannot end with trailing whitespace")
     return _Prompt(request, conversation, tools)
 

@@ -1,22 +1,15 @@
-"""The proxy as an application: state, dialects and management wired together.
+"""The proxy's HTTP application: access control, request bodies, dialect and management routes.
 
-From an HTTP request to a handler and back: refusals answered, agents that hang up noticed.
+request ─► session of the key or URL ─► bounded JSON body ─► route's handler ─┐
+response ◄── error body of the dialect for anything raised ◄──────────────────┘
 
-Routes around the sessions: health, models, inference servers, and the sessions themselves.
+Access:
+    /{uuid}/...   session by name; requires its key, or no key while keys are optional
+    /v1/...       session by key; with the administrator key, session named by X-Session-ID
+    other routes  administrator key, if one is set
 
-An application served on a local port, inside the event loop that runs anyway.
-
-Who asks: the key of a request, and the session or the administrator it stands for.
-
-/{uuid}/...   the session of that name; its own key, or none while keys are not required
-/v1/...       the session of the key; that of X-Session-ID for the administrator's
-the rest      the administrator's key, when there is one
-
-X-Session-ID beside a session's key names a part of it, which records sequences of its own.
-
-Reading the JSON object of a request, within a limit.
-
-Protocols besides OpenAI's chat that agents speak to the proxy.
+X-Session-ID together with a session's key names a part of the session, which records its own
+sequences. If the client disconnects, the work on its request is cancelled.
 """
 
 from __future__ import annotations
@@ -104,25 +97,25 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_NAMES = 16
 
 _GONE = 499
-"""Status for logs alone: whoever asked is not there to read it."""
+"""Status of a response to a disconnected client; appears only in logs."""
 
 _NODES = TypeAdapter(list[SequenceNode])
 
 DIALECTS: tuple[Dialect, ...] = (RESPONSES, ANTHROPIC)
-"""Served by the proxy, in this order."""
+"""Dialects served in addition to OpenAI's, in this order."""
 
 _LONGEST_SWEEP_S = 60.0
 
 KEEP_ALIVE_S = 120
-"""How long an unused connection stays open: longer than agents usually keep theirs, so that none
-is closed in the moment it is used again."""
+"""Seconds an idle connection stays open: longer than agents usually keep theirs, so that it is not
+closed at the moment it is reused."""
 
 _POLL_S = 0.005
 _GRACE_S = 1
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:
-    """Return the key of a request, from either header the clients use, None without one."""
+    """Return the key of a request from either header that clients use; None without one."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
@@ -135,10 +128,10 @@ def part_of(
     """Return the session of a request, or the part of it that `X-Session-ID` names.
 
     Args:
-        request: Of an agent.
-        sessions: The open ones.
-        settings: Who must show a key.
-        opens: Whether to open a part that is not there.
+        request: Request of an agent.
+        sessions: The open sessions.
+        settings: Which requests require a key.
+        opens: Whether to open an unknown part.
 
     Raises:
         ProxyRefusal: as in `session_of`; 404 for an unknown part.
@@ -149,10 +142,10 @@ def part_of(
 
 
 def session_of(request: Request, sessions: SessionStore, settings: ProxySettings) -> SessionState:
-    """Return the session a request belongs to and note its use.
+    """Return the session a request belongs to and update its last use.
 
     Raises:
-        ProxyRefusal: 404 for an unknown name; 401 without a valid key where one is needed, and
+        ProxyRefusal: 404 for an unknown name; 401 without a valid key if one is required, and
             always for the key of another session.
     """
     key = key_of(request.headers)
@@ -164,7 +157,7 @@ def session_of(request: Request, sessions: SessionStore, settings: ProxySettings
         if session is None:
             raise wrong_key()
         return session
-    if name == "v1":  # of /v1/v1/messages
+    if name == "v1":  # as in /v1/v1/messages
         raise ProxyRefusal(
             "the URL has /v1 twice; Anthropic's clients add it to the base URL themselves",
             status=404,
@@ -179,14 +172,14 @@ def session_of(request: Request, sessions: SessionStore, settings: ProxySettings
 
 
 def check_admin(request: Request, settings: ProxySettings) -> None:
-    """Raise the 401 unless the request may manage sessions and servers."""
+    """Raise 401 unless the request may manage sessions and servers."""
     key = key_of(request.headers)
     if settings.admin_key is not None and not (key and _is_admin(key, settings)):
         raise wrong_key()
 
 
 def check_anyone(request: Request, sessions: SessionStore, settings: ProxySettings) -> None:
-    """Raise the 401 where keys are required and the request has none that is valid."""
+    """Raise 401 if keys are required and the request has no valid key."""
     key = key_of(request.headers)
     if settings.require_keys and not (
         key and (_is_admin(key, settings) or sessions.of_key(key) is not None)
@@ -221,7 +214,7 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in some bytes, every text of it valid Unicode."""
+    """Return the JSON object in a body; refuses strings that are not valid Unicode."""
     if not body.strip():
         return {}
     try:
@@ -245,7 +238,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _too_large(max_bytes: int) -> ProxyRefusal:
     return ProxyRefusal(
-        f"the body is larger than the {max_bytes} bytes that are allowed",
+        f"the body is larger than the limit of {max_bytes} bytes",
         status=413,
         code="body_too_large",
     )
@@ -254,7 +247,7 @@ def _too_large(max_bytes: int) -> ProxyRefusal:
 def mount_dialect(
     app: FastAPI, dialect: Dialect, sessions: SessionStore, settings: ProxySettings
 ) -> None:
-    """Serve a dialect's routes, by key below `/v1` and by name below `/{uuid}/v1`."""
+    """Serve a dialect's routes below `/v1` (session by key) and `/{uuid}/v1` (session by name)."""
     for route in dialect.routes:
         endpoint = answered(
             _endpoint(route, sessions, settings), dialect.error_body, invalid_status=400
@@ -266,11 +259,11 @@ def mount_dialect(
 
 
 def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
-    """Answer unknown routes below `/v1` in the shape of the dialect that they seem to mean.
+    """Answer unknown routes below `/v1` with the error body of the most likely dialect.
 
-    That is the one whose client sends its header, else whose routes begin alike, else the first.
-    A route of a dialect without `/v1` in front is one of a client whose base URL lacks it.
-    `detail` is the framework's own, as in every other answer to an unknown route.
+    It is chosen by the version header, else by a common prefix of routes, else the first dialect. A
+    dialect's route without `/v1` comes from a client whose base URL lacks it. `detail` is the
+    framework's own, as in every other answer to an unknown route.
     """
 
     async def unknown(request: Request, error: HTTPException) -> Response:
@@ -291,7 +284,7 @@ def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
 
 
 def refuse_web_pages(app: FastAPI, dialects: Sequence[Dialect], settings: ProxySettings) -> None:
-    """Refuse what pages in a browser send, in the shape of the dialect they seem to mean."""
+    """Refuse requests sent by web pages, with the error body of the most likely dialect."""
 
     def answer(scope: Scope, refused: WebPageRefusal) -> Response:
         refusal = ProxyRefusal(refused.text, status=refused.status, code=refused.code)
@@ -301,7 +294,7 @@ def refuse_web_pages(app: FastAPI, dialects: Sequence[Dialect], settings: ProxyS
     rule = WebPageRule(
         allowed_hosts=frozenset(settings.allowed_hosts),
         machine_name=socket.gethostname(),
-        # A page of a rebound name has no key.
+        # A page that uses DNS rebinding has no key.
         checks_host=not (settings.require_keys and settings.admin_key),
         host_remedy="name {} in settings.allowed_hosts",
     )
@@ -311,7 +304,7 @@ def refuse_web_pages(app: FastAPI, dialects: Sequence[Dialect], settings: ProxyS
 def _meant_dialect(
     path: str, headers: Mapping[str, str], dialects: Sequence[Dialect]
 ) -> Dialect | None:
-    """Return the dialect of a request below `/v1`; None for one that is not there."""
+    """Return the dialect of a request below `/v1`; None for other requests."""
     below = path.strip("/").split("/")
     below = below if below[0] == "v1" else below[1:]
     if below[:1] != ["v1"]:
@@ -324,7 +317,7 @@ def _meant_dialect(
 
 
 def _dialect_of(start: str, dialects: Sequence[Dialect]) -> Dialect | None:
-    """Return the first dialect with a route that begins so."""
+    """Return the first dialect with a route that begins with `start`."""
     for dialect in dialects:
         if any(f"{route.path}/".startswith(f"{start}/") for route in dialect.routes):
             return dialect
@@ -338,13 +331,13 @@ def answered(
     invalid_status: int = 422,
     by_header: Mapping[str | None, ErrorBody] | None = None,
 ) -> Endpoint:
-    """Return an endpoint that answers what is raised inside, and ends when the agent hangs up.
+    """Wrap an endpoint so that exceptions become error responses of the proxy.
 
     Args:
-        endpoint: What may raise.
-        error_body: Of an error response.
+        endpoint: The endpoint, which may raise.
+        error_body: Builds the body of an error response.
         invalid_status: Status for a body with missing or mistyped fields.
-        by_header: Bodies for clients that send a header of their protocol, by its name.
+        by_header: Replaces `error_body` for clients that send one of these headers.
     """
 
     async def guarded(request: Request) -> Response:
@@ -352,7 +345,7 @@ def answered(
             return await endpoint(request)
         except ClientDisconnect:
             return Response(status_code=_GONE)
-        except Exception as error:  # one request: answered, and logged if unforeseen
+        except Exception as error:  # one request: answered, and logged if unexpected
             refusal = as_refusal(error)
             if refusal.status == 422:
                 refusal.status = invalid_status
@@ -385,7 +378,7 @@ def _endpoint(route: Route, sessions: SessionStore, settings: ProxySettings) -> 
 
 
 async def _watched(request: Request, work: Awaitable[Response]) -> Response:
-    """Await `work`, and cancel it when the agent hangs up; the body must have been read."""
+    """Await `work`, and cancel it if the client disconnects; the body must have been read."""
     task = asyncio.ensure_future(work)
     hang_up = asyncio.ensure_future(_hang_up(request))
     try:
@@ -401,16 +394,16 @@ async def _watched(request: Request, work: Awaitable[Response]) -> Response:
 
 
 async def _hang_up(request: Request) -> None:
-    """Wait until the agent closes the connection."""
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class ManagementRoutes:
-    """The routes of whoever runs the agents, rather than of the agents.
+    """Routes for the operator of the agents: health, models, servers and sessions.
 
     Args:
-        state: What the routes show and change.
+        state: State that the routes read and change.
     """
 
     def __init__(self, state: ProxyState) -> None:
@@ -436,7 +429,7 @@ class ManagementRoutes:
             app.add_api_route(path, guarded, methods=[method], tags=["management"])
 
     async def health(self, request: Request) -> Response:
-        """Tell how many sessions and healthy servers there are."""
+        """Return the number of sessions and healthy servers."""
         servers = self._state.servers
         return JSONResponse(
             {
@@ -449,7 +442,7 @@ class ManagementRoutes:
         )
 
     async def models(self, request: Request) -> Response:
-        """List the one model, as OpenAI does."""
+        """List the served model."""
         check_anyone(request, self._state.sessions, self._state.settings)
         return _models(request, self._state.model_name, self._started_at)
 
@@ -459,7 +452,7 @@ class ManagementRoutes:
         return _models(request, session.model_name, session.created_at)
 
     async def model(self, request: Request) -> Response:
-        """Describe the one model."""
+        """Describe the served model."""
         check_anyone(request, self._state.sessions, self._state.settings)
         return _model(request, self._state.model_name, self._started_at)
 
@@ -494,7 +487,7 @@ class ManagementRoutes:
         )
 
     async def create_session(self, request: Request) -> Response:
-        """Open a session; the answer is the only place where its key is told."""
+        """Open a session; its key is returned only in this answer."""
         check_admin(request, self._state.settings)
         wanted = read_body(SessionCreateRequest, await self._body(request))
         session = self._state.open_session(wanted)
@@ -530,7 +523,7 @@ class ManagementRoutes:
     async def nodes(self, request: Request) -> Response:
         """Return the recorded sequences of a session, or of a part of it."""
         session = part_of(request, self._state.sessions, self._state.settings, opens=False)
-        # Long sessions hold a million tokens: bytes at once, without objects in between.
+        # Long sessions hold a million tokens: serialize to bytes without intermediate objects.
         body = b'{"nodes":' + _NODES.dump_json(session.nodes) + b"}"
         return Response(body, media_type="application/json")
 
@@ -580,10 +573,10 @@ def create_app(
     """Build the proxy's application.
 
     Args:
-        server_manager: A `ServerManager`, or anything with a list `servers`.
-        tokenizer: Of the served model; None takes the servers' own.
-        model_name: Name in answers.
-        settings: Limits and keys; default: no keys asked for.
+        server_manager: A `ServerManager`, or any object with a list `servers`.
+        tokenizer: Tokenizer of the served model; None uses the servers' own.
+        model_name: Model name in answers.
+        settings: Limits and keys; by default no keys are required.
         clock: Seconds since the epoch, for the expiry of sessions.
     """
     state = ProxyState(server_manager, tokenizer, model_name, settings or ProxySettings(), clock)
@@ -591,7 +584,7 @@ def create_app(
 
 
 def app_of_state(state: ProxyState, dialects: Sequence[Dialect] = (OPENAI, *DIALECTS)) -> FastAPI:
-    """Build the application around a state somebody else holds too."""
+    """Build the application around a state that the caller shares."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -612,7 +605,7 @@ def app_of_state(state: ProxyState, dialects: Sequence[Dialect] = (OPENAI, *DIAL
 
 
 async def _sweep(state: ProxyState) -> None:
-    """Free sessions that nobody asks for any more; ends when cancelled."""
+    """Delete idle sessions periodically until cancelled."""
     pause_s = min(_LONGEST_SWEEP_S, state.settings.session_idle_s / 4)
     while True:
         await asyncio.sleep(pause_s)
@@ -620,7 +613,7 @@ async def _sweep(state: ProxyState) -> None:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """Leaves the signals of the process to whoever owns the process."""
+    """A uvicorn server that does not install signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -629,12 +622,12 @@ class _EmbeddedServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[int]:
-    """Serve `app` and yield its port; at the end every connection is closed.
+    """Serve `app` in the running event loop and yield its port; connections are closed on exit.
 
     Args:
         app: The application; its lifespan is run.
         host: Address to bind.
-        port: Port to bind; 0 takes a free one.
+        port: Port to bind; 0 selects a free one.
 
     Raises:
         OSError: the address cannot be bound.
@@ -656,7 +649,7 @@ async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[int]:
             while not server.started and not task.done():  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(_POLL_S)
             if task.done():
-                raise RuntimeError("the proxy ended while it started; its log says why")
+                raise RuntimeError("the proxy stopped during startup; see its log for the reason")
             yield int(listener.getsockname()[1])
         finally:
             server.should_exit = True

@@ -1,24 +1,14 @@
-"""One request of an agent, from OpenAI's form to OpenAI's form, through the session's tracked path.
+"""Process one agent request in OpenAI's format through the session's managed server.
 
-    OpenAI request ─► checked fields ─► ManagedServer ─► engine
-                                              │ exact tokens into the session's nodes
-    OpenAI answer ◄── texts, tool calls ◄─────┘
+    dialect's request ─► route's handler ─► OpenAI chat request ─► Exchange.complete_chat
+        ─► checked fields ─► ManagedServer ─► engine
+                                  │ exact tokens into the session's nodes
+    OpenAI answer ◄── texts, tool calls
+        ─► route's handler ─► dialect's answer, or server-sent events of the complete answer
 
-Every dialect goes through here, so a session is one record whatever its agents speak.
-
-What a protocol brings along to be served: its routes and the shape of its errors.
-
-    request ─► session of the key or address ─► bounded JSON body ─► Exchange ─► route's handler
-                                                                                    │
-      HTTP response ◄── `Dialect.error_body` of anything raised ◄──────────────────┘
-
-A handler translates the body to an OpenAI chat request, awaits `Exchange.complete_chat` and
-translates the answer back. It needs no handling of keys, sessions, broken bodies, agents that
-hang up, or failing engines.
-
-Answers in OpenAI's form, made of a managed server's answer and the tokens behind it; pure.
-
-Server-sent events from an answer that is already whole.
+Every dialect uses this path, so a session is one record whichever protocols its agents use. A
+`Dialect` defines its routes and the shape of its errors; its handlers only translate. Keys,
+sessions, malformed bodies, disconnects and engine failures are handled by `proxy.app`.
 """
 
 from __future__ import annotations
@@ -75,7 +65,7 @@ __all__ = [
 TextOf = Callable[[list[int]], str]
 
 IGNORED_HEADER = "X-Atropos-Ignored"
-"""Names fields of the request that changed nothing."""
+"""Response header that lists ignored fields of the request."""
 
 
 def chat_answer(
@@ -84,17 +74,17 @@ def chat_answer(
     """Return a chat completion.
 
     Args:
-        answer: Of the managed server.
-        samples: What the engine sampled for it; empty for a server without token ids.
-        model: Name in the answer.
-        text_of: Text of ids, to add logprobs; None leaves them out.
+        answer: Answer of the managed server.
+        samples: Samples of the engine; empty for a server without token ids.
+        model: Model name in the answer.
+        text_of: Decodes ids, to add logprobs; None leaves logprobs out.
     """
     rows = _rows_of(samples)
     choices = []
     for i, choice in enumerate(answer.choices):
         message: dict[str, Any] = {"role": "assistant", "content": choice.message.content}
         if choice.message.tool_calls:
-            # Dictionaries of a managed server, objects of a provider.
+            # Managed servers return dictionaries, providers return objects.
             message["tool_calls"] = [_as_dict(call) for call in choice.message.tool_calls]
         logprobs = None
         if text_of is not None and rows:
@@ -124,13 +114,13 @@ def text_answer(
     model: str,
     text_of: TextOf | None,
 ) -> dict[str, Any]:
-    """Return a text completion with the choices of all answers, numbered through.
+    """Return a text completion with the choices of all answers, numbered consecutively.
 
     Args:
         answers: One per prompt.
-        samples: What the engine sampled, in the order of the choices.
-        model: Name in the answer.
-        text_of: Text of ids, to add logprobs; None leaves them out.
+        samples: Samples of the engine, in the order of the choices.
+        model: Model name in the answer.
+        text_of: Decodes ids, to add logprobs; None leaves logprobs out.
     """
     rows = _rows_of(samples)
     found = [choice for answer in answers for choice in answer.choices]
@@ -162,7 +152,7 @@ def _rows_of(samples: Sequence[Sample]) -> list[tuple[list[int], list[float]]]:
 
 
 def _usage(samples: Sequence[Sample], reported: Sequence[Any]) -> dict[str, int]:
-    """Count tokens: those of the samples, else what the servers reported, else none."""
+    """Count the tokens of the samples, else use the servers' reports, else 0."""
     if samples:
         num_prompt = sum(len(sample.prompt_ids) for sample in samples)
         num_completion = sum(len(ids) for sample in samples for ids in sample.completion_ids)
@@ -228,19 +218,19 @@ async def complete_chat(
     """Answer a chat request and record its sequences.
 
     Args:
-        session: Whose sequences the request continues.
-        body: An OpenAI chat request, read or not. `stream` is ignored: the answer is whole, and
-            streaming is the dialect's affair.
-        ignored: Receives the fields that the session's server cannot honour.
+        session: Session whose sequences the request continues.
+        body: An OpenAI chat request, parsed or not. `stream` is ignored: the answer is complete,
+            and the dialect streams it.
+        ignored: Receives the fields that the session's server does not support.
 
     Returns:
         An OpenAI chat completion: `id`, `object`, `created`, `model`, `choices`, `usage`. Each
-        choice has `message` (`content` text or None, `tool_calls` only when there are any),
-        `finish_reason` and `logprobs` (only when asked for, else None).
+        choice has `message` (`content` text or None, `tool_calls` only if there are any),
+        `finish_reason` and `logprobs` (None unless requested).
 
     Raises:
-        ProxyRefusal: the request is malformed or cannot be honoured, or the session is gone.
-        Exception: whatever the engine's failure raised; `as_refusal` knows them.
+        ProxyRefusal: the request is malformed or unsupported, or the session is closed.
+        Exception: an engine failure; `as_refusal` converts it.
     """
     request = _chat_request(body)
     kwargs = chat_kwargs(request, max_choices=session.max_choices)
@@ -256,7 +246,7 @@ async def complete_chat(
     except Exception:
         managed = session.managed_server
         if isinstance(managed, ManagedServer) and managed.tokenizer is not None:
-            _prompt_of(managed, kwargs)  # tells when it was the template's doing
+            _prompt_of(managed, kwargs)  # raises a refusal if the template caused the failure
         raise
     text_of = _text_of(session) if request.logprobs else None
     return chat_answer(answer, samples, model=session.model_name, text_of=text_of)
@@ -266,7 +256,7 @@ async def complete_text(session: SessionState, request: CompletionProxyRequest) 
     """Continue the prompts of a text request and record the sequences.
 
     Args:
-        session: Whose sequences the prompts continue.
+        session: Session whose sequences the prompts continue.
         request: An OpenAI completion request; several prompts are sampled at the same time.
 
     Returns:
@@ -291,11 +281,11 @@ def render(
 ) -> RenderedPrompt:
     """Return the prompt that `complete_chat` would send; nothing is generated or recorded.
 
-    Where the chat continues a recorded sequence, its ids are the recorded ones.
+    If the chat continues a recorded sequence, the prompt has the recorded ids.
 
     Raises:
-        ProxyRefusal: the request is malformed, the template refuses the messages, or the
-            session's server gives no token ids and so renders nothing here.
+        ProxyRefusal: the request is malformed, the template refuses the messages, or the session
+            has no tokenizer.
     """
     kwargs = chat_kwargs(_chat_request(body), max_choices=session.max_choices)
     managed = session.managed_server
@@ -307,10 +297,10 @@ def render(
 def _constrain(
     session: SessionState, request: ChatCompletionProxyRequest, kwargs: dict[str, Any]
 ) -> Sequence[str]:
-    """Let the engine keep to what a request demands of its calls; return the fields that it cannot.
+    """Constrain the engine to the tool calls a request demands; return the unsupported fields.
 
     Raises:
-        ProxyRefusal: the demand cannot be understood.
+        ProxyRefusal: the demand is malformed.
     """
     demand = demand_of(request.tool_choice, request.parallel_tool_calls, request.tools)
     managed = session.managed_server
@@ -323,7 +313,7 @@ def _constrain(
         return strict
     tool_format = registry.find(session.tool_parser)
     server = present_server(managed.server)
-    # Servers of tests and of users need not say what they take.
+    # Test and user-defined servers may lack the attribute.
     can_constrain = getattr(server, "takes_structural_tags", False) and not managed.is_text_only
     extra = kwargs.get("extra_body") or {}
     begins_reply = kwargs["messages"][-1]["role"] == "assistant"
@@ -359,7 +349,7 @@ def _prompt_of(managed: ManagedServer, kwargs: Mapping[str, Any]) -> RenderedPro
     """
     try:
         text, ids = managed.prompt_of_chat(kwargs["messages"], kwargs.get("tools"))
-    except Exception as error:  # templates are code that raises anything
+    except Exception as error:  # templates may raise any exception
         said = str(error) if isinstance(error, PromptError) else None
         raise bad_request(
             said or f"the chat template refused the messages: {error}",
@@ -392,7 +382,7 @@ def _text_of(session: SessionState) -> TextOf | None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request of an agent whose session is known."""
+    """One request of an agent, with its session."""
 
     session: SessionState
     body: dict[str, Any]
@@ -400,12 +390,12 @@ class Exchange:
     path_params: Mapping[str, str]
     """Values of the `{names}` in the route's path, without the session's."""
     query: Mapping[str, str]
-    """Parameters behind the `?`."""
+    """Query parameters."""
     headers: Mapping[str, str]
     """Headers by lower-case name."""
     ignored: set[str] = field(default_factory=set)
-    """Fields of the body that are not honoured; handlers add to it, and the response names them
-    in `IGNORED_HEADER`."""
+    """Unsupported fields of the body; handlers add to it, and the response lists them in
+    `IGNORED_HEADER`."""
 
     async def complete_chat(
         self, request: Mapping[str, Any] | ChatCompletionProxyRequest
@@ -426,36 +416,35 @@ class Route:
     """One route of a dialect."""
 
     path: str
-    """Below `/v1`, as `/messages`. Served at `/v1/messages`, where the key names the session,
-    and at `/{uuid}/v1/messages`."""
+    """Path below `/v1`. `/messages` is served at `/v1/messages`, where the key identifies the
+    session, and at `/{uuid}/v1/messages`."""
     handler: Handler
     method: Literal["GET", "POST", "DELETE"] = "POST"
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """A protocol.
+    """A protocol that agents use: its routes and the shape of its errors.
 
-    The key of a session is read from `Authorization: Bearer` and from `x-api-key`, whatever the
-    dialect.
+    For every dialect, the key of a session is read from `Authorization: Bearer` and `x-api-key`.
     """
 
     name: str
     """Also the key of its state in `SessionState.dialect_state`."""
     routes: tuple[Route, ...]
     error_body: Callable[[ProxyRefusal], dict[str, Any]]
-    """Body of an error response; status and headers come from the refusal."""
+    """Builds the body of an error response; status and headers come from the refusal."""
     version_header: str | None = None
-    """Header that every client of the protocol sends and no other one does."""
+    """Header that every client of this protocol sends, and clients of other protocols do not."""
 
 
 class Event(NamedTuple):
-    """One event."""
+    """One server-sent event."""
 
     data: dict[str, Any] | str
-    """An object, sent as JSON, or literal text without line breaks, as `[DONE]`."""
+    """An object, sent as JSON, or literal text without line breaks, such as `[DONE]`."""
     name: str | None = None
-    """Written as the `event:` line; None leaves the line out."""
+    """Value of the `event:` line; None leaves the line out."""
 
 
 def stream_events(events: Iterable[Event]) -> StreamingResponse:

@@ -1,26 +1,19 @@
-"""The assistant turns a session gave out, and finding them again in a history sent back.
+"""Shared base of the dialects: restore sampled turns in a client's history, and split answers.
 
-A dialect shows a turn in its own shape: thinking apart, arguments as an object, texts cut at a
-stop sequence. A client sends it back in that shape, often re-serialised. The model's next prompt
-must hold the turn as it was sampled, so the session keeps the chat message behind every turn:
+A dialect shows a turn in its own shape: separate thinking, arguments as an object, texts cut at a
+stop sequence. Clients send it back in that shape, often re-serialized. The model's next prompt must
+hold the turn as it was sampled, so the session stores the original chat message of every turn:
 
-    chat message given --> items or blocks with ids --> client --> the same ids --> chat message
+    chat message --> ShownAnswer --> items or blocks with ids --> client
+    client --> items or blocks, same ids --> SentTurn --> GivenTurns.restore --> chat message
 
-A turn is known by an id it carries: of a call, an item, a signature. One without ids, such as a
-plain text, is known by its place: the same text after the same messages. Space around thoughts and
-text, spacing and the order of keys in arguments make no difference, nor does thinking that is left
-out or repeated, or text left out in front of calls. A turn the client changed otherwise, or took
-calls out of, is not recognised: it is taken as it was sent.
+A turn is identified by the id of a call, an item or a signature. A turn without ids, such as plain
+text, is identified by its position: the same text after the same messages. Ignored differences are
+whitespace around thoughts and text, spacing and key order in arguments, omitted or repeated
+thinking, and text omitted before calls. A turn that the client changed otherwise, or removed calls
+from, is used as it was sent.
 
-One turn of a dialect: restored messages in, the answer in parts out.
-
-What of a chat completion a client is shown: thinking, text and calls apart; pure.
-
-A mapping that forgets what was longest unused; pure.
-
-Reading untrusted JSON field by field, with errors that name the place; pure.
-
-Options that the dialects pass on to a chat request under the same name; pure.
+The readers of untrusted JSON (`text_at`, `read_fields`, ...) raise refusals that name the field.
 """
 
 from __future__ import annotations
@@ -105,11 +98,11 @@ SHARED_OPTIONS = (
     "top_k",
     "top_p",
 )
-"""Sampling options; those the dialects do not define come with `extra_body` of a client."""
+"""Sampling options passed on unchanged; clients send some of them through `extra_body`."""
 
 
 class Bounded(Generic[KeyT, ValueT]):
-    """Keeps up to `max_entries` values by their keys."""
+    """A mapping of up to `max_entries` values; the least recently used is dropped first."""
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
@@ -119,14 +112,14 @@ class Bounded(Generic[KeyT, ValueT]):
         return len(self._entries)
 
     def keep(self, key: KeyT, value: ValueT) -> None:
-        """Keep a value, in place of an older one under that key."""
+        """Store a value, replacing an older one under the same key."""
         self._entries[key] = value
         self._entries.move_to_end(key)
         while len(self._entries) > self.max_entries:
             self._entries.popitem(last=False)
 
     def recall(self, key: KeyT) -> ValueT | None:
-        """Return the value of a key, which counts as use; None for an unknown one."""
+        """Return the value of a key and mark it as used; None for an unknown key."""
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)
@@ -137,16 +130,16 @@ class SentTurn:
     """One assistant turn as a client sent it back."""
 
     text: str
-    """What the client says was said."""
+    """Text of the turn as the client sent it."""
     ids: tuple[str, ...] = ()
     """Ids of the turn's items or blocks, without those of its calls."""
     calls: tuple[ChatMessage, ...] = ()
-    """Tool calls in the form of the chat APIs."""
+    """Tool calls in the format of the chat APIs."""
     thinking: str = ""
     """Thinking as the client sent it."""
 
     def as_message(self) -> dict[str, Any]:
-        """Return the turn as a chat message made of what the client sent alone."""
+        """Return the turn as a chat message, built only from what the client sent."""
         content = with_thinking(self.thinking, self.text)
         if not self.calls:
             return {"role": "assistant", "content": content}
@@ -156,12 +149,12 @@ class SentTurn:
 
 @dataclass(frozen=True)
 class GivenTurn:
-    """One assistant turn as it was given out."""
+    """One assistant turn as it was returned to the client."""
 
     message: ChatMessage
-    """The chat message behind it, as the chat completion had it."""
+    """The original message of the chat completion."""
     text: str
-    """What of it the client was shown as text."""
+    """The part of it that the client was shown as text."""
 
     @cached_property
     def calls(self) -> frozenset[Call]:
@@ -170,13 +163,13 @@ class GivenTurn:
 
     @cached_property
     def forms(self) -> frozenset[str]:
-        """What its text may come back as, in the form texts are compared in."""
+        """The forms in which a client may send its text back, normalized for comparison."""
         has_calls = bool(self.calls)
         whole = reply_forms(self.message.get("content") or "", has_calls=has_calls)
         return whole | reply_forms(self.text, has_calls=has_calls)
 
     def is_meant_by(self, sent: SentTurn) -> bool:
-        """Whether a client that names this turn sent it, or some of its calls, unchanged."""
+        """Whether a sent turn with the same id repeats this one or some of its calls unchanged."""
         if bool(self.calls) != bool(sent.calls) or said_form(sent.text) not in self.forms:
             return False
         return self.calls.issuperset(calls_of(sent.calls))
@@ -186,7 +179,8 @@ class GivenTurns:
     """The turns of one session.
 
     Args:
-        max_remembered: Ids, and places, beyond which the ones longest unused are forgotten.
+        max_remembered: Maximum number of ids, and of positions; the least recently used are
+            dropped first.
     """
 
     def __init__(self, *, max_remembered: int = _MAX_REMEMBERED) -> None:
@@ -196,12 +190,12 @@ class GivenTurns:
     def remember(
         self, turn: GivenTurn, *, ids: Iterable[str], conversation: Sequence[ChatMessage]
     ) -> None:
-        """Keep a turn under its ids and its calls' ids, or its place where its text alone is sent.
+        """Store a turn under its ids and its calls' ids, or by position if it is only text.
 
         Args:
-            turn: What was given out.
-            ids: Ids its items or blocks carry.
-            conversation: Chat messages in front of it.
+            turn: The turn returned to the client.
+            ids: Ids of its items or blocks.
+            conversation: Chat messages before it.
         """
         for turn_id in [*ids, *(call_id for call_id, _, _ in turn.calls)]:
             self._by_id.keep(turn_id, turn)
@@ -213,14 +207,14 @@ class GivenTurns:
     def restore(
         self, entries: Sequence[ChatMessage | SentTurn], before: Sequence[ChatMessage] = ()
     ) -> list[ChatMessage]:
-        """Return the chat messages of a history, recognised turns as they were sampled.
+        """Return the chat messages of a history, with recognized turns as they were sampled.
 
-        Clients may list the calls of one turn each with its result behind it; such a turn becomes
-        one message again.
+        Clients may list each call of a turn followed by its result; such a turn becomes one message
+        again.
 
         Args:
             entries: Chat messages, and the assistant's turns as the client sent them.
-            before: Chat messages in front, restored earlier.
+            before: Preceding chat messages, restored earlier.
         """
         messages = list(before)
         conversation = _Conversation()
@@ -247,7 +241,7 @@ class GivenTurns:
         return messages
 
     def _with_results(self, entries: Sequence[ChatMessage | SentTurn], start: int) -> _Restored:
-        """Return the turn that calls tools at `start`, with results found between its calls."""
+        """Return the turn at `start`, which calls tools, with results found between its calls."""
         first = entries[start]
         assert isinstance(first, SentTurn)
         alone = _Restored([first.as_message()], start + 1)
@@ -269,7 +263,7 @@ class GivenTurns:
         return alone
 
     def _turn_with_id_of(self, sent: SentTurn) -> GivenTurn | None:
-        """Return the turn one of the ids belongs to, unless the client made another of it."""
+        """Return the stored turn with one of the ids, unless the client changed it."""
         for turn_id in [*(str(call["id"]) for call in sent.calls), *sent.ids]:
             turn = self._by_id.recall(turn_id)
             if turn is not None and turn.is_meant_by(sent):
@@ -278,31 +272,31 @@ class GivenTurns:
 
 
 class _Restored(NamedTuple):
-    """Chat messages made of some entries."""
+    """Chat messages built from some entries."""
 
     messages: list[ChatMessage]
     end: int
-    """Index behind the entries."""
+    """Index after the entries."""
 
 
 def whole_turn(
     turn: GivenTurn, conversation: Sequence[ChatMessage]
 ) -> tuple[GivenTurn, Sequence[ChatMessage]]:
-    """Return a turn with the text that its request began it with, and what stands before it.
+    """Return a turn with the partial reply of its request prepended, and the messages before it.
 
     Args:
-        turn: What was given out.
+        turn: The turn returned to the client.
         conversation: Chat messages of the request; the last may be the assistant's.
     """
     if not conversation or conversation[-1]["role"] != "assistant":
         return turn, conversation
-    begun = conversation[-1].get("content") or ""
-    message = {**turn.message, "content": begun + (turn.message.get("content") or "")}
-    return GivenTurn(message, begun + turn.text), conversation[:-1]
+    start = conversation[-1].get("content") or ""
+    message = {**turn.message, "content": start + (turn.message.get("content") or "")}
+    return GivenTurn(message, start + turn.text), conversation[:-1]
 
 
 def leading_systems_joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with the system messages at the front as one; templates take one."""
+    """Return the messages with leading system messages joined, as templates accept only one."""
     num_systems = 0
     while num_systems < len(messages) and messages[num_systems]["role"] == "system":
         num_systems += 1
@@ -313,10 +307,10 @@ def leading_systems_joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]
 
 
 class _Conversation:
-    """A running digest of messages, so that each is read once however many turns are looked up.
+    """A running digest of messages, so that each is read once for any number of look-ups.
 
-    Of the assistant's messages it holds the calls and what is said behind the thinking: clients
-    leave thinking out of a history at one time and not at another.
+    Assistant messages contribute their calls and the text after the thinking, since clients may or
+    may not include thinking in a history.
     """
 
     def __init__(self) -> None:
@@ -351,7 +345,7 @@ class ShownCall:
     """One tool call of an answer."""
 
     call_id: str
-    """Names the call in its result."""
+    """Id by which its result refers to the call."""
     name: str
     """The tool."""
     arguments: str
@@ -360,28 +354,28 @@ class ShownCall:
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """One answer in the parts that dialects give names of their own."""
+    """One answer, split into the parts that dialects represent differently."""
 
     message: ChatMessage
-    """The chat message behind it."""
+    """The original chat message."""
     thinking: str | None
-    """What the model thought first; None where it did not, or nobody asked to see it apart."""
+    """The thinking at its start; None without any, or if it was not requested separately."""
     text: str
-    """What it says besides, without the stop sequence that ended it."""
+    """The rest of its text, without the stop sequence that ended it."""
     calls: tuple[ShownCall, ...]
-    """The tools it calls."""
+    """Its tool calls."""
     finish_reason: str
     """`stop`, `length`, `tool_calls` or `content_filter`."""
     stop_sequence: str | None
-    """Which of the request's stop sequences ended it."""
+    """The stop sequence of the request that ended it; None without one."""
     num_prompt_tokens: int
-    """Tokens the model read."""
+    """Number of prompt tokens."""
     num_completion_tokens: int
-    """Tokens it wrote."""
+    """Number of completion tokens."""
 
     @property
     def num_thinking_tokens(self) -> int:
-        """Tokens of the thinking, about: its share of the completion's characters."""
+        """Estimated number of thinking tokens, from its share of the completion's characters."""
         content = self.message.get("content") or ""
         calls = sum(len(call.name) + len(call.arguments) for call in self.calls)
         share = len(self.thinking or "") / max(1, len(content) + calls)
@@ -389,7 +383,7 @@ class ShownAnswer:
 
     @property
     def as_turn(self) -> GivenTurn:
-        """What a session keeps of it."""
+        """The turn that the session stores for this answer."""
         return GivenTurn(self.message, self.text)
 
 
@@ -400,13 +394,13 @@ def shown_answer(
     stops: Sequence[str] = (),
     was_thinking: bool = False,
 ) -> ShownAnswer:
-    """Take an OpenAI chat completion of one choice apart.
+    """Split an OpenAI chat completion of one choice into its parts.
 
     Args:
         completion: The completion as JSON.
-        splits_thinking: Whether the client wants thinking apart from the text.
-        stops: Stop sequences of the request; the text ends before the first one in it.
-        was_thinking: Whether the prompt ended inside of the model's thinking.
+        splits_thinking: Whether the client wants thinking separate from the text.
+        stops: Stop sequences of the request; the text is cut before the first one in it.
+        was_thinking: Whether the prompt ended within the model's thinking.
     """
     choice = completion["choices"][0]
     message = choice["message"]
@@ -442,7 +436,7 @@ def _shown_call(call: Mapping[str, Any]) -> ShownCall:
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """Return the text before the first stop sequence in it, and that sequence.
 
-    Engines leave the sequence in the tokens they report, so the text made of them has it too.
+    Engines report the tokens of the sequence, so the decoded text contains it.
     """
     found = [(text.index(stop), stop) for stop in stops if stop and stop in text]
     if not found:
@@ -452,39 +446,39 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 def refuse(path: str, message: str) -> NoReturn:
-    """Raise the refusal of one place of a body, `path` as in `input[2].content`."""
+    """Raise the refusal of one field of a body; `path` is like `input[2].content`."""
     raise bad_request(f"{path}: {message}", param=path)
 
 
 def text_at(value: Any, path: str) -> str:
-    """Return a text; refuses anything else."""
+    """Return a string; refuses other types."""
     if not isinstance(value, str):
         refuse(path, f"expected text, got {_kind_of(value)}")
     return value
 
 
 def list_at(value: Any, path: str) -> list[Any]:
-    """Return a list; refuses anything else."""
+    """Return a list; refuses other types."""
     if not isinstance(value, list):
         refuse(path, f"expected a list, got {_kind_of(value)}")
     return value
 
 
 def object_at(value: Any, path: str) -> Mapping[str, Any]:
-    """Return an object; refuses anything else."""
+    """Return an object; refuses other types."""
     if not isinstance(value, Mapping):
         refuse(path, f"expected an object, got {_kind_of(value)}")
     return value
 
 
 def joined_text(value: Any, path: str, *, kinds: Iterable[str], separator: str = "\n") -> str:
-    """Return the text of a content: text itself, or a list of parts that hold text.
+    """Return the text of a content: a string, or a list of text parts.
 
     Args:
         value: Content as the client sent it; None counts as empty.
-        path: Where it was found.
-        kinds: Types of parts that are text, the one a client should send first.
-        separator: Put between parts.
+        path: Path of the field.
+        kinds: Accepted types of text parts, the recommended one first.
+        separator: Inserted between parts.
 
     Raises:
         ProxyRefusal: a part of another type, such as an image.
@@ -506,7 +500,7 @@ def joined_text(value: Any, path: str, *, kinds: Iterable[str], separator: str =
 
 
 def read_fields(model: type[FieldsT], body: Mapping[str, Any]) -> FieldsT:
-    """Return the fields of a body; the refusal of a bad one names its first bad field."""
+    """Return the fields of a body; the refusal of an invalid body names its first invalid field."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -538,13 +532,13 @@ def chat_request(
     """Return the chat request of a conversation whose next turn is the assistant's.
 
     Args:
-        options: The request but for its messages.
+        options: The request without its messages.
         messages: The conversation.
-        param: Names the field that holds it.
-        continues_turns: Whether a text of the assistant at the end is to be continued.
+        param: Name of the field that holds it.
+        continues_turns: Whether an assistant text at the end is continued.
 
     Raises:
-        ProxyRefusal: the last turn is the assistant's already and cannot be continued.
+        ProxyRefusal: the last turn is the assistant's and cannot be continued.
     """
     if not messages:
         refuse(param, "nothing to answer; give at least one message")
@@ -561,12 +555,12 @@ def chat_request(
 async def answer_turn(
     exchange: Exchange, request: Mapping[str, Any], *, splits_thinking: bool
 ) -> ShownAnswer:
-    """Let the session answer a chat request and return the answer in parts.
+    """Answer a chat request and return the answer in parts.
 
     Args:
         exchange: The agent's request.
-        request: The chat request made of it.
-        splits_thinking: Whether the agent wants thinking apart from the text.
+        request: The chat request built from it.
+        splits_thinking: Whether the agent wants thinking separate from the text.
     """
     completion = await exchange.complete_chat(request)
     return shown_answer(
@@ -588,7 +582,7 @@ def was_cut_while_thinking(
     request: Mapping[str, Any] | ChatCompletionProxyRequest,
     choice: Mapping[str, Any],
 ) -> bool:
-    """Whether an answer without any tag is thinking that the prompt opened."""
+    """Whether an answer without tags is thinking that the prompt opened and a limit truncated."""
     content = choice["message"].get("content") or ""
     if choice["finish_reason"] != "length" or "think>" in content:
         return False

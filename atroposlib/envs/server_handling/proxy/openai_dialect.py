@@ -1,13 +1,11 @@
-"""OpenAI's own protocol: chat completions, text completions, and the model list of a session.
+"""OpenAI's protocol: chat completions, text completions, their streams, and the model list.
 
-Stop sequences as OpenAI has them: sampled, yet no part of the text an agent is shown.
+As in OpenAI's API, a stop sequence is sampled but not part of the returned text:
 
-    chat answered with `…Observation:` ─► agent is shown `…` ─► sends `…` back
-                  └── remembered ──────────────────────────────► read as `…Observation:` again
+    completion `…Observation:` ─► agent receives `…` ─► sends `…` back
+               └── stored ─────────────────────────────► restored as `…Observation:`
 
-So the tokens of the stop sequence stay in the recorded conversation that goes on.
-
-An OpenAI answer cut into the chunks a streaming client expects; pure.
+So the tokens of the stop sequence stay in the recorded conversation.
 """
 
 from __future__ import annotations
@@ -64,9 +62,9 @@ _PIECE_CHARS = 64
 def as_sampled(
     session: SessionState, request: ChatCompletionProxyRequest
 ) -> ChatCompletionProxyRequest:
-    """Return a chat request whose replies that were shown cut hold their stop sequence again.
+    """Return a chat request with the stop sequences of earlier replies restored.
 
-    The last message stays as it is: a reply that shall go on goes on from what was sent.
+    The last message is unchanged: a partial reply is continued from the text that was sent.
     """
     turns = session.dialect_state.get(_STATE_NAME)
     if turns is None:
@@ -79,12 +77,12 @@ def as_sampled(
 def cut_chat(
     session: SessionState, request: ChatCompletionProxyRequest, answer: Mapping[str, Any]
 ) -> None:
-    """Shorten the texts of a chat's answer to what stands before a stop sequence.
+    """Cut the texts of a chat answer before the first stop sequence.
 
     Args:
-        session: Remembers the texts as they were sampled.
-        request: As `as_sampled` returned it.
-        answer: As `complete_chat` returns it; changed.
+        session: Stores the texts as they were sampled.
+        request: Result of `as_sampled`.
+        answer: Result of `complete_chat`; modified.
     """
     stops = _stops_of(request)
     for choice in answer["choices"] if stops else ():
@@ -100,9 +98,9 @@ def cut_chat(
 
 
 def cut_text(request: SamplingRequest, answer: Mapping[str, Any]) -> None:
-    """Shorten the texts of a text answer likewise; nothing is remembered.
+    """Cut the texts of a text answer before the first stop sequence; nothing is stored.
 
-    An agent writes the stop sequence behind its next prompt's text itself, or goes on without it.
+    The agent decides whether its next prompt contains the stop sequence.
     """
     stops = _stops_of(request)
     for choice in answer["choices"]:
@@ -116,7 +114,7 @@ def _as_entry(message: dict[str, Any]) -> dict[str, Any] | SentTurn:
 
 
 def _stops_of(request: SamplingRequest) -> Sequence[str]:
-    """Return the stop sequences to hide; none when they are asked for in the text."""
+    """Return the stop sequences to hide; empty if the request includes them in the text."""
     if (request.model_extra or {}).get("include_stop_str_in_output") or not request.stop:
         return ()
     return [request.stop] if isinstance(request.stop, str) else request.stop
@@ -131,8 +129,8 @@ def chat_events(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[E
     """Yield a chat completion as chunks: role, content, calls and end of each choice, `[DONE]`.
 
     Args:
-        answer: As `complete_chat` returns it.
-        include_usage: Add a last chunk without choices that tells the usage.
+        answer: Result of `complete_chat`.
+        include_usage: Add a last chunk with the usage and without choices.
     """
     head = {
         "id": answer["id"],
@@ -169,7 +167,7 @@ def text_events(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[E
 
 
 def _chat_changes(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of one choice; its logprobs come whole with the first piece of text."""
+    """Yield the deltas of one choice; all its logprobs are sent with the first piece of text."""
     message = choice["message"]
     yield {"delta": {"role": "assistant", "content": None if message["content"] is None else ""}}
     for piece in _pieces(message.get("reasoning_content") or ""):
@@ -194,7 +192,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def model_list(model_name: str, created: float) -> dict[str, Any]:
-    """Return OpenAI's list of models, with the one there is."""
+    """Return OpenAI's model list with the single model."""
     return {"object": "list", "data": [model_card(model_name, created)]}
 
 
@@ -204,7 +202,7 @@ def model_card(model_name: str, created: float) -> dict[str, Any]:
 
 
 async def create_chat_completion(exchange: Exchange) -> Response:
-    """Answer `POST /chat/completions`, streamed when asked."""
+    """Answer `POST /chat/completions`, as a stream if requested."""
     sent = read_body(ChatCompletionProxyRequest, exchange.body)
     exchange.ignored.update(ignored_fields(exchange.body, ChatCompletionProxyRequest))
     request = as_sampled(exchange.session, sent)
@@ -218,7 +216,7 @@ async def create_chat_completion(exchange: Exchange) -> Response:
 
 
 async def create_completion(exchange: Exchange) -> Response:
-    """Answer `POST /completions`, streamed when asked."""
+    """Answer `POST /completions`, as a stream if requested."""
     request = read_body(CompletionProxyRequest, exchange.body)
     exchange.ignored.update(ignored_fields(exchange.body, CompletionProxyRequest))
     answer = await complete_text(exchange.session, request)
@@ -248,7 +246,7 @@ def _wants_usage(request: SamplingRequest) -> bool:
 def _split_reasoning(
     exchange: Exchange, request: ChatCompletionProxyRequest, answer: dict[str, Any]
 ) -> None:
-    """Move the thinking of each choice into `reasoning_content`; `answer` is changed."""
+    """Move the thinking of each choice into `reasoning_content`; modifies `answer`."""
     for choice in answer["choices"]:
         message = choice["message"]
         content = message["content"] or ""

@@ -1,4 +1,4 @@
-"""The one error that every dialect answers in its own shape, and how other errors become it.
+"""Convert every error to `ProxyRefusal`, which each dialect renders in its own shape.
 
 raised anywhere ── as_refusal ──► ProxyRefusal ── the dialect's `error_body` ──► HTTP response
 """
@@ -42,11 +42,11 @@ class ProxyRefusal(AtroposError):
 
     Attributes:
         status: HTTP status.
-        kind: Class of the error in OpenAI's vocabulary, as `invalid_request_error`.
-        code: What exactly, as `context_length_exceeded`; agents may branch on it.
-        param: Field of the request that is wrong, None when it is not one field.
-        retry_after_s: Seconds for a Retry-After header, None for none.
-        details: One entry per wrong field of a body, as FastAPI lists them.
+        kind: Error type in OpenAI's vocabulary, such as `invalid_request_error`.
+        code: Specific error code, such as `context_length_exceeded`; agents may branch on it.
+        param: Field of the request that is wrong; None if not a single field.
+        retry_after_s: Seconds for a Retry-After header; None leaves it out.
+        details: One entry per wrong field of a body, in FastAPI's format.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ProxyRefusal(AtroposError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response; clients do not repeat what will be refused again."""
+        """Headers of the response; final refusals tell clients not to retry."""
         if self.retry_after_s is not None:
             return {"Retry-After": str(self.retry_after_s)}
         return {"x-should-retry": "false"} if self.status in _FINAL else {}
@@ -92,40 +92,40 @@ def openai_error_body(refusal: ProxyRefusal) -> dict[str, Any]:
 def bad_request(
     message: str, *, code: str = "invalid_value", param: str | None = None
 ) -> ProxyRefusal:
-    """A request that is understood and cannot be met (400)."""
+    """Return the refusal of a well-formed request that cannot be fulfilled (400)."""
     return ProxyRefusal(message, status=400, code=code, param=param)
 
 
 def invalid_body(details: list[dict[str, Any]]) -> ProxyRefusal:
-    """A body with missing or mistyped fields (422).
+    """Return the refusal of a body with missing or mistyped fields (422).
 
     Args:
-        details: pydantic's errors: `loc`, `msg` and `type` each; at least one.
+        details: pydantic's errors with `loc`, `msg` and `type`; at least one.
     """
     places = [".".join(str(part) for part in entry["loc"]) for entry in details]
-    told = "; ".join(
+    problems = "; ".join(
         f"{place or 'body'}: {entry['msg']}"
         for place, entry in list(zip(places, details, strict=True))[:5]
     )
     more = f" (and {len(details) - 5} more)" if len(details) > 5 else ""
     return ProxyRefusal(
-        told + more, status=422, code="invalid_body", param=places[0] or None, details=details
+        problems + more, status=422, code="invalid_body", param=places[0] or None, details=details
     )
 
 
 def session_not_found() -> ProxyRefusal:
-    """An unknown, deleted or expired session (404)."""
+    """Return the refusal for an unknown, deleted or expired session (404)."""
     return ProxyRefusal(
-        "there is no such session; it may have been deleted, or expired while nobody used it",
+        "there is no such session; it may have been deleted, or have expired after being idle",
         status=404,
         code="session_not_found",
     )
 
 
 def wrong_key() -> ProxyRefusal:
-    """A missing, unknown or foreign key (401)."""
+    """Return the refusal for a missing or unknown key, or one of another session (401)."""
     return ProxyRefusal(
-        "the key is missing, or not that of a session that is open; give the api_key of the "
+        "the key is missing or does not belong to an open session; send the api_key of the "
         "session as `Authorization: Bearer` or `x-api-key`",
         status=401,
         kind="authentication_error",
@@ -134,7 +134,7 @@ def wrong_key() -> ProxyRefusal:
 
 
 def upstream_unavailable(reason: str) -> ProxyRefusal:
-    """The inference server is down or keeps failing (503); the same request may work later."""
+    """Return the refusal while the inference server is down or failing (503); a retry may work."""
     return ProxyRefusal(
         f"the inference server did not answer: {reason}",
         status=503,
@@ -145,17 +145,17 @@ def upstream_unavailable(reason: str) -> ProxyRefusal:
 
 
 def wrong_setup(reason: str) -> ProxyRefusal:
-    """The environment is set up in a way that no request can be answered (424).
+    """Return the refusal for a wrong setup of the environment (424).
 
-    Not 5xx: clients repeat those, and the same request fails until a person changes the setup.
+    Not 5xx, since clients retry those and the request fails until the setup is corrected.
     """
     return ProxyRefusal(reason, status=424, code="environment_setup")
 
 
 def as_refusal(error: Exception) -> ProxyRefusal:
-    """Return the refusal that tells an agent what happened to its request.
+    """Return the refusal that reports an error to the agent.
 
-    Texts of the engine are passed on, but those about the proxy's own credentials are not.
+    Error texts of the engine are passed on, except those about the proxy's own credentials.
     """
     if isinstance(error, ProxyRefusal):
         return error
@@ -167,7 +167,7 @@ def as_refusal(error: Exception) -> ProxyRefusal:
         return wrong_setup(str(error))
     status = http_status(error)
     if status in _OWN_CREDENTIALS:
-        return upstream_unavailable("it refused the key that the proxy has for it")
+        return upstream_unavailable("it refused the key of the proxy")
     if status is not None and 400 <= status < 500:
         return bad_request(f"the inference server refused the request: {error}", code="refused")
     if isinstance(error, (RetriesExhaustedError, ServerDownError)):
@@ -175,7 +175,7 @@ def as_refusal(error: Exception) -> ProxyRefusal:
     if isinstance(error, NotImplementedError):
         return ProxyRefusal(str(error), status=501, kind="server_error", code="not_implemented")
     return ProxyRefusal(
-        f"the request failed inside of the proxy ({type(error).__name__}); its log says more",
+        f"the request failed inside the proxy ({type(error).__name__}); see its log for details",
         status=500,
         kind="server_error",
         code="internal_error",

@@ -1,17 +1,17 @@
-"""Bodies of the proxy's requests and replies, in OpenAI's vocabulary.
+"""Request and response bodies of the proxy, and the request fields that reach the engine; pure.
 
-Which fields of a request reach the engine; pure.
+body ─► read_body ─► ChatCompletionProxyRequest ─► chat_kwargs ─► ManagedServer.chat_completion
 
-Fields are passed on by name, never wholesale: one that changed the prompt or the shape of the
-engine's answer would break the tokens recorded for the session.
+Only listed fields are passed on: a field that changed the prompt or the shape of the engine's
+answer would invalidate the tokens recorded for the session.
 
-Taking the thinking out of a completion, and writing it back; pure.
+`split_thinking` separates the thinking of a completion, `with_thinking` writes it back:
 
-<think>            thinking: The sum of ...
-The sum of ...
-</think>           text: It is 4.
+    <think>            thinking: The sum of ...
+    The sum of ...
+    </think>           text: It is 4.
 
-It is 4.
+    It is 4.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _OPEN = "<think>"
 _CLOSE = "</think>"
 
 LARGEST_LIMIT = 2**31 - 1
-"""Of tokens of a reply."""
+"""Maximum value of a reply's token limit."""
 MOST_STOPS = 128
-"""Stop sequences of a request."""
+"""Maximum number of stop sequences in a request."""
 _LARGEST_SEED = 2**63 - 1
 
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -94,7 +94,7 @@ _ENGINE_OPTIONS = frozenset(
         "top_k",
     }
 )
-"""Sampling options of engines beyond OpenAI's; they change which token is drawn, no more."""
+"""Sampling options of engines beyond OpenAI's; they only affect which token is sampled."""
 
 _REFUSED = {
     "audio": "only text can be tracked",
@@ -104,7 +104,7 @@ _REFUSED = {
     "continue_final_message": "the session's own template renders every prompt",
     "function_call": "use tools and tool_choice",
     "functions": "use tools and tool_choice",
-    "input_ids": "prompts are tokenised by the session",
+    "input_ids": "prompts are tokenized by the session",
     "prompt_logprobs": "only sampled tokens have logprobs here",
     "use_beam_search": "beams are not samples of the policy",
     "web_search_options": "no search is available",
@@ -119,30 +119,30 @@ _WITHOUT_EFFECT = frozenset(
         "user",
     }
 )
-"""Fields for the bookkeeping of a provider, which ask nothing of an answer."""
+"""Fields for a provider's bookkeeping, which do not affect an answer."""
 
 _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "truncation": ("disabled",),
 }
-"""Values of fields that are not honoured with which nothing is asked for."""
+"""Values of unsupported fields that request nothing."""
 
 
 class Thought(NamedTuple):
-    """A completion in two parts."""
+    """A completion split into thinking and text."""
 
     thinking: str | None
-    """What the model thought first, None where it did not."""
+    """The thinking at its start; None without any."""
     text: str
-    """What it says; the completion unchanged where it did not think."""
+    """The text after the thinking; without thinking, the unchanged completion."""
 
 
 def split_thinking(completion: str) -> Thought:
-    """Split a completion that begins with thinking; the space around both parts is dropped.
+    """Split a completion that begins with thinking; whitespace around both parts is dropped.
 
-    The opening tag may be missing, as templates that open the thinking keep it in the prompt; the
-    closing tag is missing where the completion was cut. Tags further inside stay text.
+    The opening tag may be missing, since templates that open the thinking put it in the prompt; the
+    closing tag is missing if the completion was truncated. Later tags are kept as text.
     """
     head, closed, tail = completion.partition(_CLOSE)
     opened = head.lstrip()
@@ -178,12 +178,12 @@ class ChatMessage(ProxyModel):
 
     role: str
     content: str | None = None
-    """Text; a list of text parts is joined, other parts are refused."""
+    """Text; a list of text parts is joined, other kinds of parts are refused."""
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """Thinking of the assistant that its client shows apart; `reasoning` is another name for it."""
+    """Thinking of the assistant that its client shows separately; also sent as `reasoning`."""
     reasoning: str | None = None
 
     @field_validator("content", mode="before")
@@ -207,7 +207,7 @@ class ChatMessage(ProxyModel):
     def as_dict(self) -> dict[str, Any]:
         """Return the message without its null fields, as chat templates expect it.
 
-        Thinking that was shown apart stands in front of the assistant's text again.
+        Thinking that was shown separately is put back before the assistant's text.
         """
         fields = self.model_dump(exclude_none=True, exclude={"reasoning_content", "reasoning"})
         thinking = (self.reasoning_content or self.reasoning or "").strip()
@@ -217,7 +217,7 @@ class ChatMessage(ProxyModel):
 
 
 class SamplingRequest(ProxyModel):
-    """What chat and text requests share. Fields it does not name are kept in `model_extra`."""
+    """Fields shared by chat and text requests; other fields are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -249,7 +249,7 @@ class ChatCompletionProxyRequest(SamplingRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    """Show thinking as `reasoning_content`, apart from the text; also `separate_reasoning`."""
+    """Whether to return thinking as `reasoning_content`; alias `separate_reasoning`."""
     separate_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
@@ -266,7 +266,7 @@ class CompletionProxyRequest(SamplingRequest):
 
 
 class SessionCreateRequest(ProxyModel):
-    """What a session is opened with."""
+    """Options of a new session."""
 
     tool_parser: str = "hermes"
     track_tree: bool = False
@@ -275,7 +275,7 @@ class SessionCreateRequest(ProxyModel):
 
 
 class SessionCreateResponse(ProxyModel):
-    """A session, with the key that only its creator is told."""
+    """A new session, with its key, which is returned only here."""
 
     uuid: str
     model_name: str
@@ -313,7 +313,7 @@ class SetupRequest(ProxyModel):
 
 
 def read_body(model: type[AnyModel], body: Mapping[str, Any]) -> AnyModel:
-    """Return the body as a model; raises the 422 that names every wrong field."""
+    """Return the body as a model; raises a 422 that names every wrong field."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -325,8 +325,8 @@ def chat_kwargs(request: ChatCompletionProxyRequest, *, max_choices: int) -> dic
     """Return the arguments of `ManagedServer.chat_completion`.
 
     Raises:
-        ProxyRefusal: 400 for a field that cannot be honoured, no messages, an unknown role, or
-            too large an `n`.
+        ProxyRefusal: 400 for an unsupported field, missing messages, an unknown role, or an `n`
+            that is too large.
     """
     if not request.messages:
         raise bad_request("messages is empty; give at least one", param="messages")
@@ -356,7 +356,7 @@ def text_kwargs(request: CompletionProxyRequest, *, max_choices: int) -> list[di
     """Return the arguments of `ManagedServer.completion`, one call per prompt.
 
     Raises:
-        ProxyRefusal: 400 for a field that cannot be honoured, no prompt, or too many choices.
+        ProxyRefusal: 400 for an unsupported field, an empty prompt, or too many choices.
     """
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     if not prompts or not all(prompts):
@@ -374,15 +374,15 @@ def text_kwargs(request: CompletionProxyRequest, *, max_choices: int) -> list[di
 
 
 def check_num_choices(num_choices: int, max_choices: int) -> None:
-    """Raise the 400 for more choices than one request may ask for."""
+    """Raise 400 if a request asks for too many choices."""
     if num_choices > max_choices:
         raise bad_request(
-            f"{num_choices} choices are asked for, at most {max_choices} are allowed", param="n"
+            f"{num_choices} choices are requested, at most {max_choices} are allowed", param="n"
         )
 
 
 def ignored_fields(body: Mapping[str, Any], model: type[SamplingRequest]) -> list[str]:
-    """Return the names of a body's fields that are not honoured, sorted."""
+    """Return the names of a body's unsupported fields, sorted."""
     known = model.model_fields.keys() | _ENGINE_OPTIONS | _REFUSED.keys() | {"modalities"}
     return not_honoured(body, known) + inner_names(
         "stream_options", body.get("stream_options"), known=("include_usage",)
@@ -390,11 +390,11 @@ def ignored_fields(body: Mapping[str, Any], model: type[SamplingRequest]) -> lis
 
 
 def not_honoured(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
-    """Return the names of a body's fields that change nothing although they ask for something.
+    """Return the names of a body's fields that request something but are ignored.
 
     Args:
-        body: As the client sent it.
-        known: Fields that are honoured, or refused.
+        body: Body sent by the client.
+        known: Fields that are supported, or refused.
     """
     others = set(body) - set(known) - _WITHOUT_EFFECT
     return sorted(
@@ -405,12 +405,12 @@ def not_honoured(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
 
 
 def inner_names(name: str, value: Any, known: Iterable[str]) -> list[str]:
-    """Return the names of what a field holds and nothing honours, as `reasoning.effort`.
+    """Return the names of unsupported entries of a field, such as `reasoning.effort`.
 
     Args:
-        name: Of the field.
-        value: What it holds; nothing is named of what is no object.
-        known: Parts that are honoured, or ask nothing of an answer.
+        name: Name of the field.
+        value: Value of the field; if it is not an object, the result is empty.
+        known: Entries that are supported, or do not affect an answer.
     """
     parts = value if isinstance(value, Mapping) else {}
     asked = [part for part in parts if parts[part] is not None and parts[part] is not False]
@@ -427,9 +427,7 @@ def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> N
             )
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > MOST_STOPS or not all(stops):
-        raise bad_request(
-            f"stop: expected up to {MOST_STOPS} texts that are not empty", param="stop"
-        )
+        raise bad_request(f"stop: expected at most {MOST_STOPS} non-empty strings", param="stop")
     response_format = (request.model_extra or {}).get("response_format")
     if response_format is not None:
         _check_form(response_format)
@@ -439,7 +437,7 @@ def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> N
 
 
 def _check_message(message: ChatMessage, path: str) -> None:
-    """Raise the 400 for a message that OpenAI refuses and of which a prompt would lack a part."""
+    """Raise 400 for a malformed message, of which the prompt would lack a part."""
     if message.role not in _ROLES:
         raise bad_request(
             f"{path}.role: expected one of {', '.join(_ROLES)}; got {message.role!r}",
@@ -455,7 +453,7 @@ def _check_message(message: ChatMessage, path: str) -> None:
 
 
 def _check_tool(tool: Mapping[str, Any], path: str) -> None:
-    """Raise the 400 for a tool that is no function; some clients send functions without a frame."""
+    """Raise 400 for a tool that is not a function; the `function` wrapper may be missing."""
     kind = tool.get("type", "function")
     if kind != "function":
         raise bad_request(
@@ -473,7 +471,7 @@ def _check_tool(tool: Mapping[str, Any], path: str) -> None:
 
 
 def _check_form(response_format: Any) -> None:
-    """Raise the 400 for a form of replies that engines do not have; they answer with less text."""
+    """Raise 400 for an unknown response format, with a clearer message than the engine's."""
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if not isinstance(kind, str) or kind not in _FORMS:
         raise bad_request(
@@ -488,7 +486,7 @@ def _check_form(response_format: Any) -> None:
 
 
 def _options(request: SamplingRequest) -> dict[str, Any]:
-    """Return the sampling options that are set; those of engines alone in `extra_body`."""
+    """Return the sampling options that are set; engine-specific ones in `extra_body`."""
     named = {name: getattr(request, name) for name in _NAMED_OPTIONS}
     options = {name: value for name, value in named.items() if value is not None}
     extra = {

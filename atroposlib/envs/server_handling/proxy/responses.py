@@ -1,39 +1,34 @@
-"""The routes of the Responses protocol.
+"""OpenAI's Responses protocol: requests to chat requests, chat answers to Responses and events.
 
 POST /responses                  answer, whole or as events
-POST /responses/input_tokens     count what a request's prompt takes
+POST /responses/input_tokens     number of tokens in the prompt of a request
 GET, DELETE /responses/{id}      a stored response
-GET /responses/{id}/input_items  what it was asked with
+GET /responses/{id}/input_items  the input of a stored response
 POST /responses/{id}/cancel      refused: every response is answered on its own connection
 
-A Responses request as the options of a chat request; pure.
+Input:
+    reasoning     ┐
+    message       ├─ one SentTurn of the assistant
+    function_call ┘
+    function_call_output ── a tool message
+    message of another role ── a chat message
 
-A chat answer as a Response object; pure.
+Output:
+    thinking ─► reasoning item      rs_...
+    text     ─► message item        msg_...
+    calls    ─► function_call items fc_..., each with the call_id of the chat answer
 
-thinking ─► reasoning item      rs_...
-text     ─► message item        msg_...
-calls    ─► function_call items fc_..., each with the call_id of the chat answer
+Stream:
+    response.created, response.in_progress
+      per item    response.output_item.added
+        per part  response.content_part.added
+                  response.output_text.delta ... response.output_text.done
+                  response.content_part.done
+                  (calls: response.function_call_arguments.delta ... .done)
+                  response.output_item.done
+    response.completed | response.incomplete
 
-The typed events of a streamed Response; pure.
-
-response.created, response.in_progress
-  per item    response.output_item.added
-    per part  response.content_part.added
-              response.output_text.delta ... response.output_text.done
-              response.content_part.done
-              (calls: response.function_call_arguments.delta ... .done)
-              response.output_item.done
-response.completed | response.incomplete
-
-The input of a Responses request as chat messages and assistant turns; pure.
-
-reasoning     ┐
-message       ├─ one SentTurn      what the assistant did at one go
-function_call ┘
-function_call_output ── a tool message
-message of another role ── a chat message
-
-What a session remembers for the Responses protocol: its turns, and the stored responses.
+State: each session keeps its turns and the most recent stored responses.
 """
 
 from __future__ import annotations
@@ -120,10 +115,10 @@ _PROVIDER_TOOLS = (
     "local_shell",
     "web_search",
 )
-"""Tools that OpenAI's own models are trained to call. Versions have longer names, as
+"""Tools that OpenAI's own models are trained to call. Versions have longer names, such as
 `web_search_preview` and `computer_use_preview`."""
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-"""Entry of a request's `include` that asks for a handle in each reasoning item."""
+"""Entry of a request's `include` that requests an identifier in each reasoning item."""
 
 _TOOL_MODES = ("none", "auto", "required")
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
@@ -154,12 +149,12 @@ _NAME = "responses"
 
 
 class ResponsesFields(BaseModel):
-    """What of a Responses request matters here; other fields are ignored."""
+    """Supported fields of a Responses request; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     input: Any = Field(default_factory=list)
-    """Text or items; read by `input_items`."""
+    """Text or items; parsed by `read_input`."""
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -180,7 +175,7 @@ def read_request(body: Mapping[str, Any]) -> ResponsesFields:
     """Return the fields of a request.
 
     Raises:
-        ProxyRefusal: a field is malformed, or asks for what a session does not have.
+        ProxyRefusal: a field is malformed or not supported.
     """
     for name, remedy in _UNSUPPORTED.items():
         if body.get(name):
@@ -218,7 +213,7 @@ def chat_options(fields: ResponsesFields, body: Mapping[str, Any]) -> dict[str, 
 
 
 def ignored_fields(fields: ResponsesFields, body: Mapping[str, Any]) -> list[str]:
-    """Return the names of what a request asks for and does not get; inner ones behind a dot."""
+    """Return the names of unsupported fields of a request; nested ones as `reasoning.effort`."""
     known = {*ResponsesFields.model_fields, *_UNSUPPORTED, *SHARED_OPTIONS}
     names = not_honoured(body, known | {"model", "stop", "stream_options"})
     names += inner_names("stream_options", body.get("stream_options"), known=())
@@ -236,14 +231,14 @@ def ignored_fields(fields: ResponsesFields, body: Mapping[str, Any]) -> list[str
 
 
 def flat_name(name: str, namespace: Any) -> str:
-    """Return the name under which the model knows a function of a namespace."""
+    """Return the name that the model sees for a function of a namespace."""
     if not isinstance(namespace, str) or not namespace:
         return name
     return f"{namespace.rstrip('_')}__{name}"
 
 
 def namespaces_of(fields: ResponsesFields) -> dict[str, tuple[str, str]]:
-    """Return namespace and name of each function that stands in one, by its `flat_name`."""
+    """Return namespace and name of each function in a namespace, by its `flat_name`."""
     return {
         flat_name(tool["name"], space["name"]): (space["name"], tool["name"])
         for space in fields.tools or ()
@@ -253,13 +248,13 @@ def namespaces_of(fields: ResponsesFields) -> dict[str, tuple[str, str]]:
 
 
 def _is_providers(tool: Mapping[str, Any]) -> bool:
-    """Whether a tool is one that a provider runs, and an engine here cannot."""
+    """Whether a tool is hosted by a provider and cannot run here."""
     kind = str(tool.get("type"))
     return any(kind == name or kind.startswith(f"{name}_") for name in _PROVIDER_TOOLS)
 
 
 def _tools(tool: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """Return a tool in the form of the chat APIs, of a namespace each of its functions."""
+    """Return a tool in the format of the chat APIs; for a namespace, each of its functions."""
     if tool.get("type") != _NAMESPACE:
         return [_tool(tool, path)]
     namespace = text_at(tool.get("name"), f"{path}.name")
@@ -269,9 +264,9 @@ def _tools(tool: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         inner = _tool(object_at(entry, f"{path}.tools[{i}]"), f"{path}.tools[{i}]")
         function = inner["function"]
         function["name"] = flat_name(function["name"], namespace)
-        told = [text for text in (about, function.get("description")) if text]
-        if told:
-            function["description"] = "\n".join(told)
+        descriptions = [text for text in (about, function.get("description")) if text]
+        if descriptions:
+            function["description"] = "\n".join(descriptions)
         found.append(inner)
     return found
 
@@ -326,7 +321,7 @@ def _response_format(text_format: Any) -> dict[str, Any] | None:
 
 
 class ResponseHead(NamedTuple):
-    """What is known of a response before the model has answered."""
+    """The part of a response that is known before the model has answered."""
 
     response_id: str
     """`resp_...`"""
@@ -339,7 +334,7 @@ class ResponseHead(NamedTuple):
 
 
 def new_id(prefix: str) -> str:
-    """Return an id nobody can guess, as `msg_3f...`."""
+    """Return an unguessable id such as `msg_3f...`."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
@@ -352,10 +347,10 @@ def output_items(
     """Return the output items of an answer: thinking, text, then calls.
 
     Args:
-        answer: What to show. An empty answer is an empty message.
-        include: The request's `include`. A reasoning item's `encrypted_content`, when asked for,
-            is a handle of the turn that works in this session only.
-        namespaces: Namespace and name of the functions that stand in one, by the model's name.
+        answer: The answer to convert. An empty answer becomes an empty message.
+        include: The request's `include`. If requested, a reasoning item's `encrypted_content`
+            identifies the turn within this session.
+        namespaces: Namespace and name of each function in a namespace, by the model's name.
     """
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     items: list[Item] = []
@@ -377,7 +372,7 @@ def output_items(
 
 
 def in_progress(head: ResponseHead) -> dict[str, Any]:
-    """Return the Response object of a request the model works on."""
+    """Return the Response object of an unanswered request."""
     fields = head.fields
     return {
         "id": head.response_id,
@@ -425,7 +420,7 @@ def finished(
 
 
 def listed_items(sent: Any) -> list[Item]:
-    """Return a request's input as the items that are listed of it, each with an id."""
+    """Return a request's input as a list of items, each with an id."""
     entries = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
     return [_listed_item(entry) for entry in entries]
 
@@ -438,7 +433,7 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
         query: `order` (`desc` unless `asc`), `limit` (1 to 100, else 20), and `after`, an id.
 
     Raises:
-        ProxyRefusal: a parameter has no such value.
+        ProxyRefusal: a parameter is invalid.
     """
     ordered = list(items) if query.get("order") == "asc" else list(items)[::-1]
     after = query.get("after")
@@ -536,7 +531,7 @@ def _events(
 
 
 def _opened(item: Mapping[str, Any]) -> Fields:
-    """Return an item as it is announced: without what its events bring."""
+    """Return an item without the content that its events deliver."""
     empty: Fields = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     return {**item, **empty, "status": "in_progress"}
 
@@ -562,7 +557,7 @@ def read_input(value: Any, find_item: FindItem) -> list[ChatMessage | SentTurn]:
     """Return the entries of a request's `input`.
 
     Args:
-        value: Text, which is a user's message, or a list of items.
+        value: Text, which becomes a user message, or a list of items.
         find_item: Returns an earlier output item of the session by its id.
 
     Raises:
@@ -581,14 +576,14 @@ def read_input(value: Any, find_item: FindItem) -> list[ChatMessage | SentTurn]:
 
 
 def _some_text(item: Mapping[str, Any], field: str, path: str) -> str:
-    """Return the text of a field that must be there."""
+    """Return the text of a required field."""
     if item.get(field) is None:
         refuse(f"{path}.{field}", "expected text or a list, got nothing")
     return joined_text(item[field], f"{path}.{field}", kinds=_INPUT_PARTS)
 
 
 class _Reader:
-    """Collects the items of one assistant turn until an item of somebody else follows."""
+    """Collects the items of one assistant turn until an item of another role follows."""
 
     def __init__(self) -> None:
         self._entries: list[ChatMessage | SentTurn] = []
@@ -696,16 +691,16 @@ class StoredResponse:
     response: Mapping[str, Any]
     """The Response object."""
     messages: Sequence[ChatMessage]
-    """Chat messages up to and with the answer, without the request's instructions."""
+    """Chat messages up to and including the answer, without the request's instructions."""
     input_items: Sequence[Mapping[str, Any]] = ()
     """Items of the request's input, each with an id."""
 
 
 class ResponsesState:
-    """State of one session.
+    """State that one session keeps for the Responses protocol: its turns and stored responses.
 
     Args:
-        max_stored: Responses beyond which the oldest are forgotten.
+        max_stored: Maximum number of stored responses; the oldest are dropped first.
     """
 
     def __init__(self, *, max_stored: int = _MAX_STORED) -> None:
@@ -715,14 +710,14 @@ class ResponsesState:
         self._items: dict[str, Mapping[str, Any]] = {}
 
     def keep(self, stored: StoredResponse) -> None:
-        """Store a response, so that its id and its items' ids are known."""
+        """Store a response under its id, and its output items under theirs."""
         self._stored[stored.response["id"]] = stored
         self._items.update({item["id"]: item for item in stored.response["output"]})
         while len(self._stored) > self.max_stored:
             self.forget(next(iter(self._stored)))
 
     def get(self, response_id: str) -> StoredResponse:
-        """Return a stored response; raises the 404 for an unknown one."""
+        """Return a stored response; raises 404 for an unknown one."""
         try:
             return self._stored[response_id]
         except KeyError:
@@ -733,7 +728,7 @@ class ResponsesState:
             ) from None
 
     def previous(self, response_id: str) -> StoredResponse:
-        """Return the response a request continues; raises the 400 for an unknown one."""
+        """Return the response a request continues; raises 400 for an unknown one."""
         if response_id not in self._stored:
             raise bad_request(
                 f"this session has no stored response with id {response_id!r}; it may have been "
@@ -748,7 +743,7 @@ class ResponsesState:
         return self._items.get(item_id)
 
     def forget(self, response_id: str) -> None:
-        """Delete a stored response; raises the 404 for an unknown one."""
+        """Delete a stored response; raises 404 for an unknown one."""
         for item in self.get(response_id).response["output"]:
             self._items.pop(item["id"], None)
         del self._stored[response_id]
@@ -781,7 +776,7 @@ async def create_response(exchange: Exchange) -> Response:
 
 
 async def count_input_tokens(exchange: Exchange) -> Response:
-    """Return how many tokens the prompt of a request takes."""
+    """Return the number of tokens in the prompt of a request."""
     fields = read_request(exchange.body)
     exchange.ignored.update(ignored_fields(fields, exchange.body))
     messages = _with_instructions(fields, _conversation(fields, _state_of(exchange)))
@@ -793,7 +788,7 @@ async def count_input_tokens(exchange: Exchange) -> Response:
 
 
 async def get_response(exchange: Exchange) -> Response:
-    """Return a stored Response object; its events were sent when it was made."""
+    """Return a stored Response object; its events cannot be streamed again."""
     if exchange.query.get("stream") == "true":
         raise bad_request("only a response in the background can be streamed again", param="stream")
     stored = _state_of(exchange).get(exchange.path_params["response_id"])
@@ -801,20 +796,20 @@ async def get_response(exchange: Exchange) -> Response:
 
 
 async def delete_response(exchange: Exchange) -> Response:
-    """Delete a stored response; what was recorded of its tokens stays."""
+    """Delete a stored response; its recorded tokens are kept."""
     response_id = exchange.path_params["response_id"]
     _state_of(exchange).forget(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 async def list_input_items(exchange: Exchange) -> Response:
-    """Return a page of the items that a stored response was asked with, the latest first."""
+    """Return a page of a stored response's input items, the latest first."""
     stored = _state_of(exchange).get(exchange.path_params["response_id"])
     return JSONResponse(page_of(stored.input_items, exchange.query))
 
 
 async def cancel_response(exchange: Exchange) -> Response:
-    """Refuse: only a response in the background could be cancelled, and there are none."""
+    """Refuse: only background responses can be cancelled, which are not supported."""
     _state_of(exchange).get(exchange.path_params["response_id"])
     raise bad_request("Cannot cancel a synchronous response.", code="invalid_request_error")
 

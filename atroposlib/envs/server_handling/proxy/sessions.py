@@ -1,18 +1,16 @@
-"""The open sessions: created within a limit, found by name or key, forgotten when idle.
+"""State of the proxy: its settings, its sessions, and the inference server of each session.
 
-One agent's conversation space: its key, its recorded sequences, its requests in flight.
-
-The inference server of one session: what each request sampled, and where it waits for one.
-
+ProxyState --> SessionStore --> SessionState --> ManagedServer
 ManagedServer --> SampledServer --> the session's server --down--> another healthy one, or wait
                       |
-                      +-- Sample of the request that is running
+                      +-- Sample of the running request
 
-Which inference server a session gets, and the managed server in front of it.
+Invariants:
 
-What one proxy serves: inference servers, their model, and the sessions in front of them.
-
-Limits and keys of the proxy.
+- The number of open sessions, parts included, never exceeds `max_sessions`.
+- A session idle for `session_idle_s` cannot be found any more; requests in flight count as use.
+- A closed session holds no sequences, and its requests in flight are cancelled.
+- Sessions are looked up by a digest of their key; keys are never logged.
 """
 
 from __future__ import annotations
@@ -79,22 +77,22 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 
 SAMPLES: ContextVar[list[Sample] | None] = ContextVar("SAMPLES", default=None)
-"""Where the running request collects its samples, in the order they were answered."""
+"""Collects the samples of the running request, in the order of the answers."""
 
 T = TypeVar("T")
 
 SESSION_HEADER = "X-Session-ID"
-"""Names the part of a session that a request belongs to, for agents that share one key."""
+"""Header that names the part of a session for a request, for agents that share one key."""
 
 _RETRY_S = 30
 _LONGEST_PART_ID = 256
 KEY_PREFIX = "sk-atropos-"
-"""Some agents insist on keys that begin like OpenAI's."""
+"""Prefix of keys; some agents accept only keys that begin like OpenAI's."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the engine read and wrote for one request."""
+    """Prompt and completions of one engine request, as tokens."""
 
     prompt_ids: list[int]
     """[P] ids the engine read."""
@@ -105,15 +103,15 @@ class Sample:
 
 
 class SampledServer(SessionServer):
-    """The face of a server towards one session.
+    """The inference server of one session, which records a `Sample` per request.
 
-    Requests stay at one server, whose cache holds the conversation. When it is down they move to
+    Requests stay at one server, whose cache holds the conversation. If it is down, they move to
     another healthy one, or wait up to `wait_s` for any; then `ServerDownError` is raised.
 
     Args:
         server: The server chosen for the session.
-        others: Servers it may move to; empty keeps it where it is.
-        wait_s: Longest wait for a server, in seconds.
+        others: Servers the session may move to; empty pins it to `server`.
+        wait_s: Maximum wait for a server, in seconds.
     """
 
     def __init__(self, server: Any, others: Sequence[Any] = (), *, wait_s: float) -> None:
@@ -122,7 +120,7 @@ class SampledServer(SessionServer):
         self._wait_s = wait_s
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
-        """Return ids and logprobs, and keep them as a sample of the running request."""
+        """Return ids and logprobs, and store them as a sample of the running request."""
         answer: TokensAndLogprobs = await super().tokens_and_logprobs_completion(**kwargs)
         samples = SAMPLES.get()
         if samples is not None:
@@ -145,14 +143,14 @@ class SampledServer(SessionServer):
 
 @dataclass
 class SessionState:
-    """A session. Everything recorded in it dies with it.
+    """One agent's session: its key, recorded sequences and requests in flight.
 
-    Several requests may run at the same time; each continues the recorded sequence its prompt
-    starts with, or begins one.
+    Everything recorded in it is dropped when it is closed. Several requests may run at the same
+    time; each continues the recorded sequence its prompt starts with, or starts a new one.
     """
 
     uuid: str
-    """Name of the session in addresses."""
+    """Name of the session in URLs."""
     api_key: str = field(repr=False)
     """Key that identifies the session; never logged."""
     managed_server: ManagedServer | DummyManagedServer
@@ -168,40 +166,40 @@ class SessionState:
     created_at: float
     """Seconds since the epoch."""
     last_accessed: float
-    """Seconds since the epoch: the last time a request began or ended."""
+    """Seconds since the epoch at which a request last started or ended."""
     clock: Callable[[], float] = field(repr=False)
-    """Seconds since the epoch."""
+    """Returns seconds since the epoch."""
     dialect_state: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What a dialect keeps for this session under its own name, as earlier responses by id."""
+    """State of each dialect for this session by the dialect's name, e.g. stored responses."""
     wanted: SessionCreateRequest = field(default_factory=SessionCreateRequest)
-    """What it was opened with."""
+    """Options it was opened with."""
     parts: dict[str, SessionState] = field(default_factory=dict, repr=False)
-    """Sessions of their own beside its key, by the id that their requests name."""
+    """Separate sessions under the same key, by the id that their requests name."""
     is_closed: bool = False
     """Whether it was deleted or expired."""
     _in_flight: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
 
     @property
     def nodes(self) -> list[SequenceNode]:
-        """The recorded sequences, oldest first; its own, then those of each part."""
+        """The recorded sequences, oldest first; the session's own, then those of each part."""
         state = self.managed_server.get_state()
         nodes = state["sequences"].values() if "sequences" in state else state["nodes"]
         return [*nodes, *(node for part in self.parts.values() for node in part.nodes)]
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that wait for the engine, those of its parts included."""
+        """Number of requests that wait for the engine, those of its parts included."""
         return len(self._in_flight) + sum(part.num_in_flight for part in self.parts.values())
 
     @property
     def last_used(self) -> float:
-        """When it or one of its parts was used last, in seconds since the epoch."""
+        """Last use of the session or one of its parts, in seconds since the epoch."""
         return max([self.last_accessed, *(part.last_accessed for part in self.parts.values())])
 
     async def run(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, list[Sample]]:
-        """Make one request of the managed server; return its answer and what was sampled for it.
+        """Send one request to the managed server; return its answer and its samples.
 
-        Cancelling gives the engine's slot back, and nothing is recorded.
+        Cancelling releases the engine's slot, and nothing is recorded.
 
         Raises:
             ProxyRefusal: the session was deleted before or during the request.
@@ -225,7 +223,7 @@ class SessionState:
             self.last_accessed = self.clock()
 
     def close(self) -> None:
-        """Cancel what is in flight and forget every sequence."""
+        """Cancel the requests in flight and drop every sequence."""
         self.is_closed = True
         for task in self._in_flight:
             task.cancel()
@@ -237,37 +235,37 @@ class SessionState:
 
 
 class HasServers(Protocol):
-    """What the proxy needs of a `ServerManager`; its `policy_version` is used where it has one."""
+    """The part of `ServerManager` that the proxy uses; `policy_version` is optional."""
 
     servers: list[Any]
 
 
 class Backend(NamedTuple):
-    """What a new session stands on."""
+    """The managed server of a new session."""
 
     managed_server: ManagedServer | DummyManagedServer
     base_url: str | None
 
 
 def address_of(server: Any) -> str | None:
-    """Return the address of a server as it was configured, None when it has none."""
-    # Servers of tests have a config with a model name and no more.
+    """Return the configured URL of a server; None if it has none."""
+    # Test servers may have a config with only a model name.
     return getattr(server.config, "base_url", None) or None
 
 
 def choose_server(servers: list[Any], base_url: str | None, open_sessions: Counter[int]) -> Any:
-    """Return the server with an address, or the healthy one with most free training slots.
+    """Return the server with a URL, or the healthy one with most free training slots.
 
     Args:
-        servers: To choose from.
-        base_url: Wanted address, a trailing slash aside; None for any.
-        open_sessions: Sessions per `id(server)`; fewer wins between equally loaded servers.
+        servers: Servers to choose from.
+        base_url: URL of the requested server, with or without trailing slash; None for any.
+        open_sessions: Sessions per `id(server)`; breaks ties between equally loaded servers.
 
     Raises:
-        ProxyRefusal: there is no server (503), or none with this address (404).
+        ProxyRefusal: no server is configured (503), or none has this URL (404).
     """
     if not servers:
-        raise upstream_unavailable("no server is configured; POST /setup names some")
+        raise upstream_unavailable("no server is configured; add servers with POST /setup")
     if base_url is None:
         return least_loaded(servers, open_sessions=open_sessions)
     known = {(address_of(server) or "").rstrip("/"): server for server in servers}
@@ -294,20 +292,20 @@ def open_backend(
 ) -> Backend:
     """Return a managed server for a new session.
 
-    A server without token ids has its texts tokenized; without a tokenizer, or where the
-    environment variable asks for it, the session holds placeholder tokens.
+    Texts of a server without token ids are tokenized; without a tokenizer, or if
+    ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set, the session holds placeholder tokens.
 
-    A session that named its server stays there; others move when theirs is down, to a server of
-    the same kind and model.
+    A session that requested a server stays there; others move to a server of the same class and
+    model if theirs is down.
 
     Args:
-        servers: To choose from.
-        tokenizer: Of the served model; None takes the server's.
-        request: What the session was asked for with.
+        servers: Servers to choose from.
+        tokenizer: Tokenizer of the served model; None uses the server's.
+        request: Options of the session.
         open_sessions: Sessions per `id(server)`.
-        policy_version: What the service last called the policy, for engines that do not name
-            their weights.
-        wait_s: Longest wait of a request for a server that is down, in seconds.
+        policy_version: Returns the policy version the service last reported, for engines that do
+            not name their weights.
+        wait_s: Maximum wait of a request for a server that is down, in seconds.
     """
     server = choose_server(servers, request.base_url, open_sessions)
     others = [] if request.base_url is not None else _replacements(server, servers)
@@ -338,59 +336,61 @@ def _replacements(server: Any, servers: list[Any]) -> list[Any]:
 
 
 class ProxySettings(BaseModel):
-    """How much the proxy allows, and who must show a key."""
+    """Limits of the proxy, and which requests require a key."""
 
     session_idle_s: float = Field(
         default=3600.0,
         gt=0,
-        description="A session nobody uses for this long is deleted, in seconds. A request in "
-        "flight counts as use.",
+        description="Idle time after which a session is deleted, in seconds. A request in flight "
+        "counts as use.",
     )
     max_sessions: int = Field(
-        default=4096, ge=1, description="Sessions open at once; more are refused with status 429."
+        default=4096,
+        ge=1,
+        description="Maximum number of open sessions; more are refused with status 429.",
     )
     max_body_bytes: int = Field(
-        default=32 * 1024 * 1024, ge=1, description="Largest body of a request, in bytes."
+        default=32 * 1024 * 1024, ge=1, description="Maximum size of a request body, in bytes."
     )
     max_choices: int = Field(
-        default=128, ge=1, description="Largest n of one request, several prompts counted."
+        default=128, ge=1, description="Maximum n of one request, multiplied by its prompts."
     )
     upstream_wait_s: float = Field(
         default=120.0,
         ge=0,
-        description="How long a request waits for an inference server that is down, in seconds, "
-        "before it is answered with status 503.",
+        description="Maximum wait of a request for an inference server that is down, in seconds; "
+        "then status 503 is returned.",
     )
     allowed_hosts: tuple[Annotated[str, AfterValidator(check_allowed_host)], ...] = Field(
         default=(),
-        description="Names beyond this machine's own that agents reach the proxy by where a "
-        "reverse proxy or a tunnel passes them on; with `require_keys` and `admin_key` any name "
-        "is served.",
+        description="Host names other than this machine's own under which agents reach the proxy, "
+        "for example through a reverse proxy or a tunnel; with `require_keys` and `admin_key` any "
+        "name is accepted.",
     )
     require_keys: bool = Field(
         default=False,
-        description="Ask for the session's own key on every route of the session. Without it the "
-        "session's address is enough, as long as no other session's key is shown.",
+        description="Whether every route of a session requires its key. Otherwise the session's "
+        "URL is sufficient, unless the request has the key of another session.",
     )
     admin_key: str | None = Field(
         default=None,
         min_length=1,
         repr=False,
-        description="Key that creating, listing and deleting sessions and changing the servers "
-        "asks for; None asks for none.",
+        description="Key required to create, list and delete sessions and to change the servers; "
+        "None requires no key.",
     )
 
 
 class SessionStore:
-    """Sessions by name and by key. Only digests of keys are looked up.
+    """Sessions by name and by key digest.
 
-    A session that nobody used for `session_idle_s` is gone the moment it is asked for; `expire`
-    frees what nobody asks for.
+    A session idle for `session_idle_s` is deleted when it is looked up; `expire` deletes idle
+    sessions that are not looked up.
 
     Args:
         settings: Limits.
-        clock: Seconds since the epoch.
-        open_backend: Returns what another session of the same kind stands on.
+        clock: Returns seconds since the epoch.
+        open_backend: Returns the backend of a new part of a session.
     """
 
     def __init__(
@@ -421,12 +421,12 @@ class SessionStore:
         return Counter(id(face.current) for face in faces)
 
     def check_room(self) -> None:
-        """Raise the 429 when as many sessions are open as are allowed."""
+        """Raise 429 if the maximum number of sessions is open."""
         self.expire()
         num_open = sum(1 + len(session.parts) for session in self._by_uuid.values())
         if num_open >= self._settings.max_sessions:
             raise ProxyRefusal(
-                f"{num_open} sessions are open, as many as are allowed; delete some, "
+                f"{num_open} sessions are open, which is the maximum; delete some, "
                 "or wait until idle ones expire",
                 status=429,
                 kind="rate_limit_error",
@@ -437,7 +437,7 @@ class SessionStore:
     def add(
         self, backend: Backend, request: SessionCreateRequest, *, model_name: str
     ) -> SessionState:
-        """Open a session under a new name and key; raises the 429 when there is no room."""
+        """Open a session under a new name and key; raises 429 if too many are open."""
         self.check_room()
         session = self._new(backend, request, model_name=model_name)
         self._by_uuid[session.uuid] = session
@@ -445,18 +445,19 @@ class SessionStore:
         return session
 
     def part(self, session: SessionState, part_id: str, *, opens: bool) -> SessionState:
-        """Return the part of a session that requests name, and note its use.
+        """Return the part of a session that requests name, and update its last use.
 
         A part records its own sequences. It is opened by the first request that names it, and ends
         with the session.
 
         Args:
-            session: Whose key the request shows.
-            part_id: Any name that tells rollouts apart; the session's own is the session.
-            opens: Whether to open a part that is not there.
+            session: Session whose key the request has.
+            part_id: Any name that distinguishes rollouts; the session's own name is the session.
+            opens: Whether to open an unknown part.
 
         Raises:
-            ProxyRefusal: 404 for an unknown part, 429 without room, 400 for too long a name.
+            ProxyRefusal: 404 for an unknown part, 429 if too many sessions are open, 400 for a
+                name that is too long.
         """
         if part_id == session.uuid:
             return session
@@ -477,7 +478,7 @@ class SessionStore:
         return part
 
     def delete_part(self, session: SessionState, part_id: str) -> None:
-        """Forget a part of a session and end its requests; raises the 404 for an unknown one."""
+        """Delete a part of a session and cancel its requests; raises 404 for an unknown one."""
         self.part(session, part_id, opens=False)
         session.parts.pop(part_id).close()
 
@@ -500,7 +501,7 @@ class SessionStore:
         )
 
     def find(self, name: str) -> SessionState:
-        """Return the session of a name and note its use; raises the 404 when it is not open."""
+        """Return the session of a name and update its last use; raises 404 if it is not open."""
         session = self._by_uuid.get(name)
         if session is None or self._end_if_idle(session):
             raise session_not_found()
@@ -508,7 +509,7 @@ class SessionStore:
         return session
 
     def of_key(self, key: str) -> SessionState | None:
-        """Return the open session of a key and note its use, None when there is none."""
+        """Return the open session of a key and update its last use; None if unknown."""
         session = self._by_digest.get(_digest(key))
         if session is None or self._end_if_idle(session):
             return None
@@ -516,13 +517,13 @@ class SessionStore:
         return session
 
     def delete(self, session: SessionState) -> None:
-        """Forget a session and end its requests."""
+        """Delete a session and cancel its requests."""
         self._by_uuid.pop(session.uuid, None)
         self._by_digest.pop(_digest(session.api_key), None)
         session.close()
 
     def expire(self) -> int:
-        """Delete every idle session; return how many."""
+        """Delete every idle session and return their number."""
         return sum(self._end_if_idle(session) for session in list(self._by_uuid.values()))
 
     def close(self) -> None:
@@ -543,21 +544,21 @@ def _digest(key: str) -> bytes:
 
 
 def config_of(entry: ServerEntry, *, model_name: str, tokenizer_name: str) -> APIServerConfig:
-    """Return the config of a server named in a setup; raises the 422 for an unknown type."""
+    """Return the config of a server in a setup request."""
     return APIServerConfig(
         **entry.model_dump(), model_name=model_name, tokenizer_name=tokenizer_name
     )
 
 
 class ProxyState:
-    """The state behind the routes.
+    """State shared by the routes: inference servers, their model, and the sessions.
 
     Args:
-        server_manager: Its servers are used; its list is replaced by a setup.
-        tokenizer: Of the served model; None takes the servers' own.
-        model_name: Name in answers.
+        server_manager: Provides the servers; a setup request replaces its list.
+        tokenizer: Tokenizer of the served model; None uses the servers' own.
+        model_name: Model name in answers.
         settings: Limits and keys.
-        clock: Seconds since the epoch.
+        clock: Returns seconds since the epoch.
     """
 
     def __init__(
@@ -581,10 +582,10 @@ class ProxyState:
         return self._server_manager.servers
 
     def open_session(self, request: SessionCreateRequest) -> SessionState:
-        """Open a session at the server it names, or at the least loaded one.
+        """Open a session at the requested server, or at the least loaded one.
 
         Raises:
-            ProxyRefusal: 429 without room, 404 for an unknown address, 503 without servers.
+            ProxyRefusal: 429 if too many are open, 404 for an unknown URL, 503 without servers.
         """
         self.sessions.check_room()
         return self.sessions.add(self._backend_for(request), request, model_name=self.model_name)
@@ -595,15 +596,15 @@ class ProxyState:
             self._tokenizer,
             request,
             open_sessions=self.sessions.sessions_per_server,
-            # Asked for at every request; a proxy of its own has no service to tell it.
+            # Read at every request; the manager of a standalone proxy lacks it.
             policy_version=lambda: getattr(self._server_manager, "policy_version", None),
             wait_s=self.settings.upstream_wait_s,
         )
 
     async def set_up(self, request: SetupRequest) -> None:
-        """Use other servers from now on, and another model and tokenizer where they are named.
+        """Replace the servers, and the model and tokenizer if they are given.
 
-        Sessions that are open keep their servers, which are closed with the proxy.
+        Open sessions keep their servers, which are closed with the proxy.
 
         Raises:
             ProxyRefusal: 400 when the tokenizer cannot be loaded, 422 for a wrong server.

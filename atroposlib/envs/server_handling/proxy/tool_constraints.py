@@ -1,10 +1,10 @@
-"""What a request demands of tool calls, as a form that the engine keeps to; pure.
+"""Convert a request's demands on tool calls to a structural tag that constrains sampling; pure.
 
 tool_choice, parallel_tool_calls ─► ToolDemand ─► structural tag ─► the engine's structured outputs
 
-The engine then samples among the tokens that the form allows, and the logprobs it reports are those
-among them. Arguments are held to be an object; to their schema only where the tool is `strict`.
-A tool that is `strict` demands nothing by itself.
+The engine then samples only allowed tokens, and its logprobs are normalized over them. Arguments
+are constrained to an object, and to their schema if the tool is `strict`. A `strict` tool alone
+adds no constraint.
 """
 
 from __future__ import annotations
@@ -20,37 +20,36 @@ __all__ = ["ToolDemand", "demand_of", "strict_fields", "structural_tag"]
 
 _MODES = ("none", "auto", "required")
 _BETWEEN = "\n\n"
-"""Between thinking and the first call."""
+"""Text between thinking and the first call."""
 
 Form = dict[str, Any]
 
 
 class ToolDemand(NamedTuple):
-    """What calls a reply may hold."""
+    """Constraints on the tool calls of a reply."""
 
     names: tuple[str, ...]
     """Tools that may be called."""
     is_required: bool
-    """Whether the reply must call one."""
+    """Whether the reply must contain a call."""
     is_single: bool
-    """Whether it may call one at most."""
+    """Whether the reply may contain at most one call."""
     fields: tuple[str, ...]
-    """Fields of the request that demand it."""
+    """Fields of the request that set the constraints."""
 
 
 def demand_of(
     tool_choice: Any, parallel_tool_calls: bool | None, tools: Sequence[Any] | None
 ) -> ToolDemand | None:
-    """Return what a chat request demands of its calls, None where anything goes.
+    """Return the constraints of a chat request on its calls; None if there are none.
 
     Args:
         tool_choice: `none`, `auto`, `required`, a function, or `allowed_tools`.
         parallel_tool_calls: False for one call at most.
-        tools: Definitions in the form of the chat APIs.
+        tools: Definitions in the format of the chat APIs.
 
     Raises:
-        ProxyRefusal: 400 for a choice of another form, of a tool there is none of, or of tools
-            where there are none.
+        ProxyRefusal: 400 for a malformed choice, an unknown tool, or a required call without tools.
     """
     known = [name for name in map(_name_of, tools or ()) if name is not None]
     names, is_required = list(known), False
@@ -85,10 +84,10 @@ def demand_of(
 
 
 def strict_fields(tool_choice: Any, tools: Sequence[Any] | None) -> tuple[str, ...]:
-    """Return the name of the field that asks for arguments of a schema, where a tool has it.
+    """Return the field name `tools.strict` if a tool sets it, else nothing.
 
-    Where nothing else is demanded it is not honoured: clients set it for every tool without being
-    asked, and a form changes the logprobs of the whole reply.
+    Without other constraints the field is ignored: clients set it for every tool by default, and a
+    structural tag changes the logprobs of the whole reply.
     """
     is_strict = any(_function_of(tool).get("strict") is True for tool in tools or ())
     return ("tools.strict",) if is_strict and tool_choice != "none" else ()
@@ -101,18 +100,18 @@ def structural_tag(
     *,
     is_thinking: bool,
 ) -> str | None:
-    """Return the form of a reply that meets a demand, as JSON text for xgrammar.
+    """Return the structural tag of a reply that meets a demand, as JSON text for xgrammar.
 
-    A reply may think first. A call that is demanded follows at once.
+    A reply may start with thinking. A required call follows immediately.
 
     Args:
-        demand: What the reply must be.
-        tools: Definitions in the form of the chat APIs.
-        tool_format: How the model writes calls.
-        is_thinking: Whether the prompt ends inside of the model's thinking.
+        demand: Constraints on the reply.
+        tools: Definitions in the format of the chat APIs.
+        tool_format: Syntax in which the model writes calls.
+        is_thinking: Whether the prompt ends within the model's thinking.
 
     Returns:
-        The text; None where this format's calls cannot be described.
+        The text; None if the calls of this format cannot be described.
     """
     tags = []
     for function in map(_function_of, tools):
