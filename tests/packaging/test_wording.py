@@ -1,4 +1,4 @@
-"""Documentation avoids constructions that make a reader stop and decode a sentence."""
+"""Documentation avoids constructions that a reader has to decode, and its links lead to files."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ INSTEAD: dict[str, str] = {
 """Pattern of a construction, and what to write in its place."""
 
 
+PAGES = ("README.md", "CONTRIBUTING.md", "CONFIG.md", "docs/*.md", "benchmarks/*.md")
+
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+"""A Markdown link to a file."""
+
+
+def tracked(*patterns: str) -> list[str]:
+    """Return the tracked files that match, relative to the repository."""
+    command = ["git", "ls-files", "-z", *patterns]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name]
+
+
 def findings(text: str) -> list[tuple[int, str, str]]:
     """Return line, construction and remedy of each construction to avoid, code blocks excluded."""
     found, in_code = [], False
@@ -36,9 +49,7 @@ def findings(text: str) -> list[tuple[int, str, str]]:
 
 
 def test_pages_avoid_the_constructions() -> None:
-    command = ["git", "ls-files", "-z", "README.md", "CONTRIBUTING.md", "CONFIG.md", "docs/*.md"]
-    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    pages = [name for name in listed.stdout.split("\0") if name]
+    pages = tracked(*PAGES)
 
     found = [
         f"{page}:{number} {words!r}: {remedy}"
@@ -48,6 +59,22 @@ def test_pages_avoid_the_constructions() -> None:
 
     assert pages
     assert not found, "\n".join(found)
+
+
+def test_links_of_pages_lead_to_files() -> None:
+    links = [
+        (page, link)
+        for page in tracked("*.md")
+        for link in LINK.findall((REPOSITORY / page).read_text(encoding="utf-8"))
+    ]
+
+    broken = [f"{page}: {link}" for page, link in links if not target(page, link).exists()]
+    assert links
+    assert not broken, "\n".join(broken)
+
+
+def target(page: str, link: str) -> Path:
+    return (REPOSITORY / page).parent / link
 
 
 @pytest.mark.parametrize(
