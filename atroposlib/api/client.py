@@ -1,25 +1,19 @@
-"""Clients of the trajectory service; the only code that knows its routes from outside.
+"""Clients of the trajectory service, for environments and for trainers.
 
-`TrajectoryApiClient` is for environments (async), `TrainerClient` for trainers (sync); `batches`
-is an iterator for trainers with a loop of their own. None imports the service.
+`TrajectoryApiClient` is asynchronous and for environments; `TrainerClient` is synchronous and for
+trainers; `batches` is an iterator for trainers that have their own training loop.
 
-    client_async ─► client_transport ─┐
-                                      ├─► client_rules (retries, errors) ─► client_bodies (lanes)
-    client_sync ──► client_sync_base ─┘
+    TrajectoryApiClient ─► AsyncTransport ─┐
+                                           ├─► client_protocol: retries, errors, formats of bodies
+    batches ─► TrainerClient ─► SyncClient ┘
 
-The asynchronous client of the trajectory service, for environments.
+    batches: register ─► [ lease ─► the caller trains ─► acknowledge ] ... ─► `num_steps` are done
 
-The synchronous client of the trajectory service, for trainers.
+Only this page and the `client_*` pages know the routes of the service; none imports the service.
 
-Batches as an iterator, for trainers that have a loop of their own.
-
-    register ─► [ lease ─► the caller trains ─► acknowledge ] ... ─► the run has its steps
-
-A batch is acknowledged when the next one is asked for, or explicitly. The last batch of the run has
-no next one: it is acknowledged when `with` is left, or the program ends, without an error. What is
-not acknowledged goes back to the service when the iterator is closed.
-
-Batches for trainers that run in an event loop.
+The iterator acknowledges a batch when the next one is requested, or explicitly. The last batch of a
+run is acknowledged when `with` is left, or when the program ends without an error. Batches that are
+not acknowledged are returned to the service when the iterator is closed.
 """
 
 from __future__ import annotations
@@ -76,17 +70,17 @@ __all__ = [
 class TrajectoryApiClient:
     """Asynchronous client; one per event loop, safe for concurrent use.
 
-    Every method waits for the service and raises `TrajectoryApiError` when it refuses or cannot be
-    reached. Requests that may be repeated are. A posted group carries an `Idempotency-Key`; where
-    the service honours it, repeating is safe in every case, and groups outlast a service that is
-    restarted. Cancelling is safe, but a posted group may have arrived.
+    Every method waits for the service and raises `TrajectoryApiError` if it refuses the request or
+    cannot be reached. Idempotent requests are retried. A posted group carries an `Idempotency-Key`;
+    if the service honors it, every retry is safe, also across a restart of the service. Cancelling
+    is safe, but a posted group may have arrived.
 
     Args:
         base_url: address of the service, e.g. `http://localhost:8000`.
         timeout_s: limit on one attempt.
-        retry: when failed requests are repeated.
+        retry: when failed requests are retried.
         post_retry: the same for posted groups.
-        token: shown to a service that asks for one; never logged.
+        token: bearer token, sent to the service; never logged.
 
     Raises:
         ConfigError: the address or the token cannot be used.
@@ -125,7 +119,7 @@ class TrajectoryApiClient:
 
     @property
     def num_outages(self) -> int:
-        """How often the service was not there; a new count says it may have been replaced."""
+        """Number of times the service was unreachable; after a change it may have been replaced."""
         return self._transport.num_outages
 
     async def close(self) -> None:
@@ -150,10 +144,10 @@ class TrajectoryApiClient:
         min_batch_allocation: float | None = None,
         earlier: tuple[int, str] | None = None,
     ) -> dict[str, Any]:
-        """Register an environment; `status` of the answer is `success` or asks to wait.
+        """Register an environment; `status` of the response is `success` or asks to wait.
 
-        `earlier` is the id and the run of an earlier registration: where a trainer has taken that
-        run over, the environment keeps its id.
+        `earlier` is the id and the run of an earlier registration. If a trainer has taken over that
+        run, the environment keeps its id.
         """
         request = {
             "max_token_length": max_token_length,
@@ -167,7 +161,7 @@ class TrajectoryApiClient:
         return dict(await self._transport.send("POST", "/register-env", plain(request)))
 
     async def disconnect_env(self, env_id: int) -> None:
-        """Sign an environment off; raises when the service does not know it."""
+        """Disconnect an environment; raises if the service does not know it."""
         body = plain({"env_id": env_id})
         answer = await self._transport.send("POST", "/disconnect-env", body, is_repeatable=True)
         if answer.get("status") != "success":
@@ -189,7 +183,7 @@ class TrajectoryApiClient:
         return dict(await self._get("/status"))
 
     async def status_env(self, env_id: int) -> dict[str, Any]:
-        """Return the queue as one environment sees it; status 404 asks it to register again."""
+        """Return the queue in units of one environment; status 404 asks it to register again."""
         body = plain({"env_id": env_id})
         answer = await self._transport.send("GET", "/status-env", body, is_repeatable=True)
         return with_status_defaults(answer)
@@ -212,25 +206,25 @@ class TrajectoryApiClient:
 
         Args:
             group: fields of a scored group.
-            key: names this delivery. Posts under one key are stored once by services that honour
-                keys; None makes a new one.
+            key: idempotency key of this delivery: a service that honors keys stores posts under one
+                key once. None generates a new key.
 
         Raises:
             GroupError: the group is malformed; nothing was sent.
-            TrajectoryApiError: the service refused it, or stayed away for too long.
+            TrajectoryApiError: the service refused it, or was unreachable for too long.
         """
         return await self._post("/scored_data", encode_group, group, key)
 
     async def post_groups(
         self, groups: Sequence[Mapping[str, Any]], *, key: str | None = None
     ) -> dict[str, Any]:
-        """Post groups together: stored all or none; otherwise like `post_group`."""
+        """Post groups in one request: all are stored or none; otherwise like `post_group`."""
         return await self._post("/scored_data_list", encode_groups, groups, key)
 
     async def _post(
         self, path: str, encode: Encoder, value: Any, key: str | None
     ) -> dict[str, Any]:
-        """Post in the best format the service takes; what it takes is remembered."""
+        """Post in the best format that the service accepts, and remember which one that is."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
         refused: list[Body] = []
         traits = self._transport.traits
@@ -261,7 +255,7 @@ _ROUTE_MISSING = (404, 405)
 
 
 class TrainerClient(SyncClient):
-    """Synchronous client for trainers; raises and repeats like `TrajectoryApiClient`."""
+    """Synchronous client for trainers; raises and retries like `TrajectoryApiClient`."""
 
     def wait_until_up(
         self,
@@ -270,17 +264,17 @@ class TrainerClient(SyncClient):
         *,
         poll_s: float = 0.5,
     ) -> None:
-        """Wait until the service answers.
+        """Wait until the service responds.
 
         Args:
             timeout_s: how long to wait in total.
-            on_wait: called with the seconds waited so far before every further attempt.
+            on_wait: called before every further attempt, with the seconds waited so far.
             poll_s: pause between attempts.
 
         Raises:
-            NoServiceError: it did not answer in time, or something else answers at its address;
+            NoServiceError: it did not respond in time, or another program responds at its address;
                 the message has the last reason.
-            TrajectoryApiError: it refuses the token.
+            TrajectoryApiError: it rejects the token.
         """
         started = time.monotonic()
         while True:
@@ -320,15 +314,16 @@ class TrainerClient(SyncClient):
         """Take the next batch, None when none is ready.
 
         Args:
-            lease_s: seconds within which the batch is acknowledged, or else it is delivered again;
-                None takes it for good.
-            wait_s: seconds the service may wait for a batch. Services without this answer at once.
+            lease_s: seconds within which the batch must be acknowledged, otherwise it is
+                redelivered; None takes it without acknowledgement.
+            wait_s: seconds the service may wait for a batch. Services without this option respond
+                at once.
 
         Returns:
             The groups; with a lease, groups and the id to acknowledge.
 
         Raises:
-            TrajectoryApiError: no trainer is registered, or the service is away.
+            TrajectoryApiError: no trainer is registered, or the service is unreachable.
         """
         path = batch_path(lease_s=lease_s, wait_s=wait_s)
         answer = self._ask("GET", path, headers=BINARY_LANE_HEADERS, wait_s=wait_s or 0.0)
@@ -337,33 +332,35 @@ class TrainerClient(SyncClient):
         return leased_batch(answer, self.base_url)
 
     def ack(self, batch_id: str | None, *, steps_done: int | None = None) -> None:
-        """Acknowledge a leased batch: it will not be delivered again; may be repeated.
+        """Acknowledge a leased batch, so that it is not redelivered; idempotent.
 
         Args:
-            batch_id: of the lease; None, from a service without leases, needs no acknowledgement.
-            steps_done: optimizer steps done, with that of this batch if it was trained on: the
-                step of the run grows by one only where it is smaller; 0 never lets it grow. None,
-                and services that do not know it, count every batch as a step.
+            batch_id: id of the lease; None, from a service without leases, needs no
+                acknowledgement.
+            steps_done: optimizer steps done, including that of this batch if it was trained on. The
+                step of the run grows by one only if it is smaller; 0 never increases it. With None,
+                and in services without this option, every batch counts as a step.
 
         Raises:
-            TrajectoryApiError: the lease has run out: others may have got the batch.
+            TrajectoryApiError: the lease has expired: the batch may have been redelivered to
+                another trainer.
         """
         if batch_id is not None:
             self._ask("POST", ack_path(batch_id, steps_done=steps_done))
 
     def nack(self, batch_id: str | None) -> None:
-        """Give a leased batch back: it is delivered next; arguments and errors as for `ack`."""
+        """Return a leased batch, to be redelivered next; arguments and errors as for `ack`."""
         if batch_id is not None:
             self._ask("POST", f"/batch/{batch_id}/nack")
 
     def set_policy_version(self, version: int) -> bool:
-        """Report which weights the engine serves now.
+        """Report which weights the inference engine serves now.
 
         Args:
-            version: grows with every update, e.g. optimiser steps done.
+            version: grows with every update, e.g. the optimizer steps done.
 
         Returns:
-            False when the service is an older one that does not ask for it.
+            False if the service is an older one without this route.
         """
         try:
             self._ask("POST", "/policy", plain({"version": version}))
@@ -381,14 +378,14 @@ _SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _MOVED_ON = (404, 409)
 _AT_EXIT = RetryRule(attempts=2)
-"""Nobody waits for minutes for a program that has done its work."""
+"""Few attempts: a program that has finished should not wait for minutes."""
 
 
 class BatchIterator:
-    """The batches of one run; made by `batches`, and for `async for` put into `AsyncBatches`.
+    """Iterator over the batches of one run; made by `batches`, wrapped by `AsyncBatches`.
 
-    One thread at a time may use it. Each entry is a `LeasedBatch`; `docs/wire.md` says what its
-    `groups` hold.
+    Use it from one thread at a time. Each entry is a `LeasedBatch`; `docs/wire.md` describes its
+    `groups`.
 
     Attributes:
         num_acknowledged: batches acknowledged as trained through this iterator.
@@ -420,7 +417,7 @@ class BatchIterator:
 
     @property
     def held(self) -> list[LeasedBatch]:
-        """The batches that are neither acknowledged nor given back, oldest first."""
+        """The batches that are neither acknowledged nor returned, oldest first."""
         return list(self._held.values())
 
     def __iter__(self) -> BatchIterator:
@@ -430,9 +427,9 @@ class BatchIterator:
         """Acknowledge the last batch and wait for the next.
 
         Raises:
-            StopIteration: the run has its steps, this is closed, or nothing came for
-                `idle_limit_s`.
-            TrajectoryApiError: the service refused, or stayed away for too long.
+            StopIteration: the run has done its steps, the iterator is closed, or no batch arrived
+                for `idle_limit_s`.
+            TrajectoryApiError: the service refused, or was unreachable for too long.
         """
         batch = self.next_batch()
         if batch is None:
@@ -440,17 +437,19 @@ class BatchIterator:
         return batch
 
     def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
-        """Tell the service that a batch is trained; a second time changes nothing.
+        """Acknowledge a batch as trained; a second call changes nothing.
 
-        One whose lease had run out is noted in the log: others may have got it too.
+        If its lease had expired, a warning is logged: another trainer may have received the batch
+        too.
 
         Args:
             batch: taken from this iterator.
-            is_trained: whether it was an optimizer step; otherwise the batch is done with, and
-                the service delivers another in its place. Older services count it all the same.
+            is_trained: Whether it was used for an optimizer step. If not, the batch is dropped and
+                the service delivers another in its place. Older services count it as a step in
+                either case.
 
         Raises:
-            TrajectoryApiError: the service stayed away for too long.
+            TrajectoryApiError: the service was unreachable for too long.
         """
         if batch.batch_id is not None and self._held.pop(batch.batch_id, None) is None:
             return
@@ -464,7 +463,7 @@ class BatchIterator:
             self.num_acknowledged += is_trained
 
     def nack(self, batch: LeasedBatch) -> None:
-        """Give a batch back: it is the next to be delivered; to whom, the service decides."""
+        """Return a batch: the service redelivers it next, to any trainer of the run."""
         if batch.batch_id is None or self._held.pop(batch.batch_id, None) is None:
             return
         try:
@@ -474,16 +473,16 @@ class BatchIterator:
                 raise
 
     def set_policy_version(self, version: int) -> None:
-        """Tell the service which weights the inference engine serves now."""
+        """Report which weights the inference engine serves now."""
         self._register()
         self._client.set_policy_version(version)
 
     def stop_waiting(self) -> None:
-        """Let a wait in another thread end at its next request, without a batch."""
+        """End a wait in another thread at its next request, without a batch."""
         self._is_ending = True
 
     def close(self) -> None:
-        """Give back what is not acknowledged and end; a second call changes nothing."""
+        """Return batches that are not acknowledged, and end; idempotent."""
         if self._is_closed:
             return
         self._is_closed = self._is_ending = True
@@ -507,10 +506,10 @@ class BatchIterator:
         self.leave(is_failed=exc_type is not None)
 
     def leave(self, *, is_failed: bool = False) -> None:
-        """End as `with` does: acknowledge the last batch of the run, give any other back.
+        """End as `with` does: acknowledge the last batch of the run, return any other.
 
         Args:
-            is_failed: Whether the batch in hand was not trained to its end; then it is given back
+            is_failed: Whether training on the current batch did not finish; then it is returned
                 even if it is the last.
         """
         if not is_failed and self._acknowledges_at_next and not self._is_closed and self._held:
@@ -521,7 +520,7 @@ class BatchIterator:
         self.close()
 
     def _acknowledge_last(self) -> None:
-        """Acknowledge what is held if the run has its steps with that."""
+        """Acknowledge the held batches if that completes the steps of the run."""
         status = self._client.status()
         num_leased = max(len(self._held), status.get("leased_batches", 0))
         if status["current_step"] + num_leased >= self._registration["num_steps"]:
@@ -529,7 +528,7 @@ class BatchIterator:
                 self.ack(batch)
 
     def _leave_at_exit(self) -> None:
-        """End where a program without `with` ends; after an uncaught error the batch goes back."""
+        """End at interpreter exit without `with`; after an uncaught error the batch is returned."""
         if os.getpid() != self._process_id:
             return  # a forked process that never had the batch
         self._client.set_retry(_AT_EXIT)
@@ -537,7 +536,7 @@ class BatchIterator:
         self.leave(is_failed=error is not None)
 
     def next_batch(self) -> LeasedBatch | None:
-        """Do what `next` does; None at the end."""
+        """Same as `next`, but return None at the end."""
         if self._is_closed:
             return None
         self._register()
@@ -592,7 +591,7 @@ class BatchIterator:
             self._is_registered = self._is_registered_at_exit = True
 
     def _is_over(self) -> bool:
-        # Asked, not counted: others may do steps of this run too.
+        # Ask the service instead of counting: other processes may do steps of this run too.
         return bool(self._client.status()["current_step"] >= self._registration["num_steps"])
 
 
@@ -610,24 +609,24 @@ def batches(
     token: str | None = None,
     **registration: Any,
 ) -> BatchIterator:
-    """Return the batches of a run as an iterator, registering the trainer when first asked.
+    """Return an iterator over the batches of a run; the first request registers the trainer.
 
-    Iteration ends when the service says that the run has done `num_steps`. Several processes that
-    give the same settings share one run: each gets batches of its own.
+    Iteration ends when the service reports that the run has done `num_steps`. Several processes
+    with the same settings share one run, and each receives different batches.
 
     Args:
         base_url: address of the service.
-        batch_size: sequences per batch; a batch has exactly as many.
-        num_steps: batches of the whole run, what `starting_step` counts included.
+        batch_size: sequences per batch, exactly.
+        num_steps: batches of the whole run, including the `starting_step` earlier ones.
         max_token_len: longest sequence environments should send, in tokens.
         starting_step: batches trained before, when a run is continued.
-        lease_s: seconds within which a batch is acknowledged, or else it is delivered again.
-        acknowledge: `next`: a batch counts as trained when the next one is asked for, the last of
-            the run when `with` is left or the program ends without an error; `explicit`: only
-            `ack` acknowledges, and several batches may be held at a time.
-        idle_limit_s: also end when no batch came for so long; None waits as long as it takes.
-        service_timeout_s: how long a service that is away is waited for; the log says so.
-        token: shown to a service that asks for one; never logged.
+        lease_s: seconds within which a batch must be acknowledged, otherwise it is redelivered.
+        acknowledge: With `next`, a batch counts as trained when the next one is requested; the last
+            of the run when `with` is left or the program ends without an error. With `explicit`,
+            only `ack` acknowledges, and several batches may be held at a time.
+        idle_limit_s: also end if no batch arrives within this time; None waits without limit.
+        service_timeout_s: how long to wait for an unreachable service; the wait is logged.
+        token: bearer token, sent to the service; never logged.
         **registration: further fields of `POST /register`, such as `checkpoint_dir`. `replace=True`
             replaces the settings of a running run, and sets its step to `starting_step`.
 
@@ -666,12 +665,13 @@ def batches(
 
 
 class AsyncBatches:
-    """The same iterator for `async for`: every request is made beside the event loop.
+    """The same iterator for `async for`; requests are made in a thread, not on the event loop.
 
-    Cancelling is safe: a batch that arrives afterwards is the next one, or goes back on leaving.
+    Cancelling is safe: a batch that arrives afterwards becomes the next one, or is returned at the
+    end.
 
     Args:
-        batches: what `batches` returned; belongs to this from here on.
+        batches: the return value of `batches`; owned by this object from now on.
 
     Example:
         >>> async with AsyncBatches(batches(url, batch_size=32, num_steps=100)) as stream:
@@ -688,7 +688,7 @@ class AsyncBatches:
         return self
 
     async def __anext__(self) -> LeasedBatch:
-        """Acknowledge the last batch and wait for the next; ends and raises as `for` does."""
+        """Acknowledge the last batch and wait for the next; ends and raises as `BatchIterator`."""
         if self._fetching is None:
             self._fetching = asyncio.create_task(self._side_thread.run(self._batches.next_batch))
         fetching = self._fetching
@@ -702,15 +702,15 @@ class AsyncBatches:
         return batch
 
     async def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
-        """Tell the service that a batch is trained, or not; see `BatchIterator.ack`."""
+        """Acknowledge a batch as trained, or drop it; see `BatchIterator.ack`."""
         await self._side_thread.run(self._batches.ack, batch, is_trained=is_trained)
 
     async def nack(self, batch: LeasedBatch) -> None:
-        """Give a batch back; see `BatchIterator.nack`."""
+        """Return a batch; see `BatchIterator.nack`."""
         await self._side_thread.run(self._batches.nack, batch)
 
     async def set_policy_version(self, version: int) -> None:
-        """Tell the service which weights the inference engine serves now."""
+        """Report which weights the inference engine serves now."""
         await self._side_thread.run(self._batches.set_policy_version, version)
 
     async def __aenter__(self) -> AsyncBatches:
@@ -722,12 +722,12 @@ class AsyncBatches:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End as `BatchIterator.leave`; waits for a request that is under way."""
+        """End as `BatchIterator.leave` does; waits for a pending request."""
         self._batches.stop_waiting()
         fetching, self._fetching = self._fetching, None
         is_failed = exc_type is not None
         if fetching is not None:
-            with contextlib.suppress(Exception):  # whoever left does not ask for it any more
-                is_failed = await fetching is not None or is_failed  # nobody has seen that batch
+            with contextlib.suppress(Exception):  # the caller has left and will not request it
+                is_failed = await fetching is not None or is_failed  # no caller has seen that batch
         await self._side_thread.run(partial(self._batches.leave, is_failed=is_failed))
         self._side_thread.close()

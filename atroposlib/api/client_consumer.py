@@ -1,16 +1,15 @@
-"""Stand in for a trainer, so that environments start without one, until a trainer registers.
+"""Clients of inspection tools: `InspectionClient` reads a run, `Consumer` stands in for a trainer.
 
-    nobody is registered ──► register as consumer ──► take what was seen ──► a trainer registers:
-                                     ▲                                       go on by looking
-                                     └── another consumer has left ◄── look ◄┘
+Without a registered trainer, environments do not start. A tool that only reads groups through the
+inspection routes therefore registers as consumer until a trainer registers:
+
+    no trainer ──► register as consumer ──► take groups after reading ──► a trainer registers:
+                           ▲                                              continue by reading only
+                           └── another consumer has left ◄── read ◄┘
     close ──► the place is free
 
-For tools that see every group by the inspection routes anyway. A batch is leased, looked at with
-the rest, and acknowledged only then, so that no group leaves the service unseen.
-
-The synchronous client for those who only look: groups, environments and figures of a run.
-
-No method here takes, changes or resets anything; a run does not notice that it is looked at.
+A batch is leased, read with the rest, and acknowledged only then, so that no group leaves the
+service unread. `InspectionClient` takes, changes and resets nothing.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _MOVED_ON = (404, 409)
 
 
 def consumer_registration(name: str, *, group_size: int, max_token_len: int) -> dict[str, Any]:
-    """Return the body with which a tool registers as consumer.
+    """Return the request body with which a tool registers as consumer.
 
     Args:
-        name: of the tool; shown to people with the process and the machine it runs on.
+        name: name of the tool; shown in logs with its process and machine.
         group_size: trajectories per group; a batch holds up to 64 such groups.
         max_token_len: longest trajectory environments should send, in tokens; 0 sets no limit.
     """
@@ -74,21 +73,22 @@ def consumer_registration(name: str, *, group_size: int, max_token_len: int) -> 
 
 
 def _full_name(tool: str) -> str:
-    """Name one of several that may run at a time, in printable characters."""
+    """Return a name that is unique among concurrent tools, in printable characters."""
     host = "".join(filter(str.isprintable, socket.gethostname()))[:_HOST_CHARACTERS]
     return f"{tool} (process {os.getpid()} on {host})"
 
 
 class Consumer(SyncClient):
-    """The place of a trainer at one service, taken while there is none.
+    """A registration in place of a trainer, held while no trainer is registered.
 
     Args:
         base_url: address of the service.
-        settings: what `consumer_registration` returned.
-        tell: gets a line whenever the place is taken, handed over or held by another tool.
-        takes: whether batches are taken, so that environments go on; otherwise they pause once
+        settings: return value of `consumer_registration`.
+        tell: called with a line of text when the place is taken, handed over or held by another
+            tool.
+        takes: Whether batches are taken, so that environments continue; otherwise they pause once
             the queue is full.
-        **options: of `SyncClient`.
+        **options: Arguments of `SyncClient`.
     """
 
     def __init__(
@@ -113,17 +113,17 @@ class Consumer(SyncClient):
 
     @property
     def is_registered(self) -> bool:
-        """Whether this tool stands in for the trainer, as far as it has heard."""
+        """Whether this tool is registered in place of a trainer, by the last response."""
         return self._uuid is not None
 
     def attend(self) -> bool:
-        """See who is registered and act on it; call every second or two.
+        """Check which client is registered and act on it; call every second or two.
 
         Returns:
-            Whether a batch was leased; `settle` takes it for good.
+            Whether a batch was leased; `settle` acknowledges it.
 
         Raises:
-            TrajectoryApiError: the service is away.
+            TrajectoryApiError: the service is unreachable.
         """
         consumer = self.status().get("consumer")
         if consumer is None and int(self.info()["batch_size"]) < 0:
@@ -135,27 +135,27 @@ class Consumer(SyncClient):
         return self._uuid is not None and self._takes and self._lease()
 
     def settle(self) -> None:
-        """Take the leased batch for good: everything in it was seen."""
+        """Acknowledge the leased batch: everything in it was read."""
         self._finish("ack")
 
     def release(self) -> None:
-        """Give the leased batch back; the service need not answer any more."""
+        """Return the leased batch, if the service still responds."""
         try:
             self._finish("nack")
         except TrajectoryApiError:
-            self._leased = None  # its lease runs out
+            self._leased = None  # its lease expires
 
     def close(self) -> None:
-        """Leave the place, so that another tool may have it at once, and close the connections."""
+        """Free the place for another tool, and close the connections."""
         uuid, self._uuid = self._uuid, None
         if uuid is not None and self._can_hand_over:
-            # A service that is away, or does not know this, lets others in when enough time passed.
+            # An unreachable or older service frees the place after a while.
             with suppress(TrajectoryApiError):
                 self._ask("DELETE", f"/register?consumer={uuid}")
         super().close()
 
     def register(self) -> None:
-        """Register as consumer; nothing happens where the service does not allow it."""
+        """Register as consumer, if the service allows it."""
         if not self._may_register:
             return
         full_name = self._settings["consumer"]
@@ -163,7 +163,7 @@ class Consumer(SyncClient):
         try:
             answer = self._ask("POST", "/register", plain(dict(self._settings)))
         except TrajectoryApiError as error:
-            if error.status == 409:  # another was faster; the next look tells who
+            if error.status == 409:  # another tool was faster; the next check finds out which
                 return
             if error.status not in _NOT_ALLOWED:
                 raise
@@ -182,7 +182,7 @@ class Consumer(SyncClient):
                 "This service is an older one that cannot hand over: reset it, by GET "
                 "/reset_data, before a trainer starts"
             )
-            if not self._takes and self._lease():  # such a service starts with the first request
+            if not self._takes and self._lease():  # it starts with the first request
                 self.release()
         elif self._takes:
             self._tell(
@@ -205,7 +205,7 @@ class Consumer(SyncClient):
         self._uuid = self._leased = self._other = None
 
     def _note_other(self, name: str, idle_s: float | None) -> None:
-        """Take the place of a tool that takes nothing; tell of one that does."""
+        """Replace a consumer that takes nothing; report one that takes groups."""
         if not self._takes:
             return
         if idle_s is None or idle_s > PATIENCE_S:
@@ -225,7 +225,7 @@ class Consumer(SyncClient):
         except TrajectoryApiError as error:
             if error.status != 409 and not says_unregistered(error):
                 raise
-            self._uuid = None  # the next look tells who has the place now
+            self._uuid = None  # the next check finds out which tool is registered now
             return False
         if batch is None:
             return False
@@ -244,7 +244,7 @@ class Consumer(SyncClient):
 
 
 GROUP_STATES = ("past", "in_flight", "queued", "buffered")
-"""Where groups are, those that leave the service first before the others."""
+"""States of groups, in the order in which groups leave the service."""
 
 _PAGE_GROUPS = 1000
 _ROUTE_MISSING = (404, 405)
@@ -257,15 +257,15 @@ class GroupPayload(NamedTuple):
 
     group_id: int
     lane: Lane
-    """What `content` is encoded in, JSON or MessagePack."""
+    """Encoding of `content`, JSON or MessagePack."""
     content: bytes
 
 
 class InspectionClient(SyncClient):
-    """Looks into a trajectory service; methods raise `TrajectoryApiError` when it is away."""
+    """Reads the state of a trajectory service; methods raise `TrajectoryApiError`."""
 
     def metrics(self) -> str | None:
-        """Return the figures in Prometheus' text format, None from a service without them."""
+        """Return the metrics in Prometheus text format, None from a service without them."""
         try:
             return self._fetch("/metrics").text
         except TrajectoryApiError as error:
@@ -283,15 +283,15 @@ class InspectionClient(SyncClient):
         Args:
             state: one of `GROUP_STATES`.
             offset: position of the first group.
-            limit: the most groups to list, 1 to 1000.
+            limit: maximum number of groups to list, 1 to 1000.
         """
         return dict(self._ask("GET", f"/groups?state={state}&offset={offset}&limit={limit}"))
 
     def new_groups(self, state: str, seen: Container[int]) -> list[dict[str, Any]]:
         """Return the entries of groups in a state whose ids are not in `seen`, by id.
 
-        Pages are read from the end that is newest and only until one holds nothing new, so that a
-        long queue is not walked again and again.
+        Reads pages from the newest end, until a page holds nothing new, so that a long queue is not
+        read repeatedly.
         """
         total = int(self.groups(state, limit=1)["total"] or 0)
         is_newest_last = state == "queued"
@@ -306,7 +306,7 @@ class InspectionClient(SyncClient):
         return [found[group_id] for group_id in sorted(found)]
 
     def payload(self, group_id: int) -> GroupPayload | None:
-        """Return one group, None when the service does not have it any more."""
+        """Return one group, None if the service no longer has it."""
         try:
             reply = self._fetch(f"/groups/{group_id}/payload", headers=BINARY_LANE_HEADERS)
         except TrajectoryApiError as error:
@@ -316,6 +316,6 @@ class InspectionClient(SyncClient):
         return GroupPayload(group_id, answer_lane(reply.headers), reply.content)
 
     def payloads(self, group_ids: Sequence[int]) -> Iterator[GroupPayload | None]:
-        """Yield groups in the order asked for, a few requests at a time."""
+        """Yield groups in the order of the ids, with a few concurrent requests."""
         with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
             yield from pool.map(self.payload, group_ids)

@@ -1,14 +1,15 @@
-"""What all clients agree on: retries, defaults, and errors that say what to do; pure.
+"""Rules that all clients share: addresses, body formats, retries, and errors with a remedy; pure.
 
-What clients put on the wire and read from it, by what they have learned of the service; pure.
+`ServiceTraits` holds what a client has learned about its service, and chooses the format of bodies:
 
-a service that says `Accept-Post: ... application/msgpack`    binary lane, keys honoured
-any other                                                     JSON, gzip where it pays
-one that refused gzip but took the same content plain         plain JSON
+| service | format of posted groups |
+|---|---|
+| sends `Accept-Post: ... application/msgpack` | binary; honors `Idempotency-Key` |
+| any other | JSON, gzip if that saves time |
+| rejected gzip, accepted the same content plain | plain JSON |
 
-What an address of the trajectory service looks like; pure.
-
-When those who wait for the service say so in the log: at first, then ever more rarely; pure.
+`WaitNotes` decides when a wait for the service is logged: at the first failure, then at growing
+intervals.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ _ADVERTISING_PATHS = frozenset({"/info", "/wandb_info", "/register", "/register-
 _FORMAT_REFUSALS = (400, 415, 422)
 
 BINARY_LANE_HEADERS = {"Accept": f"{MEDIA_TYPES['msgpack']}; zstd=1, {MEDIA_TYPES['json']};q=0.5"}
-"""Ask for groups in the binary lane; services without it answer JSON."""
+"""Headers that request groups in the binary format; services without it send JSON."""
 
 
 class Encoder(Protocol):
     """`wire.encode_group` or `wire.encode_groups`."""
 
     def __call__(self, value: Any, /, lane: Lane, *, zstd: bool) -> bytes:
-        """Encode a group or groups; compressed in the binary lane only."""
+        """Encode a group or groups; compression applies to the binary format only."""
 
 
 class Format(NamedTuple):
-    """How a body is written."""
+    """Encoding of a request body."""
 
     lane: Lane
     is_gzip_wanted: bool = False
@@ -93,16 +94,16 @@ class Body(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether every service there ever was can read it."""
+        """Whether every version of the service can read it."""
         return not self.is_compressed and self.headers["Content-Type"] == MEDIA_TYPES["json"]
 
 
 class ServiceTraits:
-    """What a client has learned of the service it talks to; the latest word counts.
+    """Traits of a service, learned from its responses; the latest response counts.
 
     Attributes:
-        honours_keys: whether a repeated `Idempotency-Key` stores nothing twice. The services
-            that have the binary lane are those that do.
+        honours_keys: Whether a repeated `Idempotency-Key` stores nothing twice. True for services
+            that have the binary format.
     """
 
     def __init__(self) -> None:
@@ -111,10 +112,10 @@ class ServiceTraits:
         self._takes_gzip = True
 
     def learn(self, path: str, headers: Mapping[str, str]) -> None:
-        """Take note of a good answer's `Accept-Post`.
+        """Update from the `Accept-Post` header of a successful response.
 
-        Where a service with the binary lane always sends it, its absence says that an older
-        service has taken over.
+        A service with the binary format always sends it; its absence means that an older service
+        has taken over.
         """
         offer = headers.get("Accept-Post", "")
         if offer or path in _ADVERTISING_PATHS:
@@ -128,11 +129,11 @@ class ServiceTraits:
         return [*formats, _PLAIN]
 
     def may_be_format(self, status: int | None, body: Body) -> bool:
-        """Tell whether the refusal of a body may be about its format, not its content."""
+        """Whether the rejection of a body may be due to its format, not its content."""
         return status in _FORMAT_REFUSALS and not body.is_plain
 
     def drop(self, refused: Iterable[Body]) -> None:
-        """Give up formats that were refused, now that the same content was taken in another."""
+        """Stop using formats that were rejected, after the same content was accepted in another."""
         for body in refused:
             if body.is_compressed:
                 self._takes_gzip = False
@@ -141,7 +142,7 @@ class ServiceTraits:
 
 
 def is_on_this_machine(url: str) -> bool:
-    """Tell whether bytes to an address stay on this machine, where compressing costs only time."""
+    """Whether an address is on this machine, where compression only costs time."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
@@ -149,10 +150,10 @@ def encode_body(encode: Encoder, value: Any, form: Format, *, zstd: bool = False
     """Encode a group or groups.
 
     Args:
-        encode: writes `value` in a lane.
-        value: what is posted.
-        form: how.
-        zstd: whether groups are compressed in the binary lane.
+        encode: writes `value` in a format.
+        value: the group or groups to post.
+        form: the format.
+        zstd: Whether groups are compressed in the binary format.
 
     Raises:
         GroupError: a group is malformed.
@@ -173,13 +174,13 @@ def plain(request: Mapping[str, Any]) -> Body:
 
 
 def answer_lane(headers: Mapping[str, str]) -> Lane:
-    """Return the lane an answer came in."""
+    """Return the format of a response."""
     media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     return "msgpack" if media_type == MEDIA_TYPES["msgpack"] else "json"
 
 
 def decode_answer(content: bytes, headers: Mapping[str, str]) -> Any:
-    """Decode an answer in the lane it came in.
+    """Decode a response in its own format.
 
     Raises:
         ValueError: it cannot be decoded.
@@ -201,7 +202,7 @@ _REMEDIES = {
     503: "the service is busy; wait and repeat",
 }
 _COMMON_ROUTES = ("/register", "/register-env", "/batch", "/info", "/status", "/wandb_info")
-"""Routes that every service has, whatever its age."""
+"""Routes that every version of the service has."""
 _MISSING_ROUTE_STATUSES = (404, 405, 501)
 _CONFLICT_REMEDIES = {
     "/register": "use the settings of the running run, or take it over with --replace-run",
@@ -210,25 +211,25 @@ _CONFLICT_REMEDIES = {
 
 
 class LeasedBatch(NamedTuple):
-    """A batch that is the trainer's until its lease runs out."""
+    """A batch that is leased to the trainer."""
 
     groups: list[dict[str, Any]]
-    """Decoded groups, oldest first; `policy_version` is the service's where the body has none."""
+    """Decoded groups, oldest first; `policy_version` falls back to that of the service."""
     batch_id: str | None
-    """What `ack` and `nack` take; None from a service without leases, where it is taken already."""
+    """Argument of `ack` and `nack`; None from a service without leases."""
 
 
 class RetryRule(NamedTuple):
-    """How often, when and for how long a failed request is repeated."""
+    """How often, when and for how long a failed request is retried."""
 
     attempts: int | None = 3
-    """Attempts in all, None for as many as fit into `deadline_s`."""
+    """Total number of attempts; None is limited by `deadline_s` only."""
     first_delay_s: float = 0.2
-    """Pause after the first failure; every further one is four times as long."""
+    """Pause after the first failure; each further pause is four times longer."""
     max_delay_s: float = 10.0
-    """Longest pause of our own choice."""
+    """Longest pause, unless the service asks for a longer one."""
     deadline_s: float = 120.0
-    """No attempt starts later than this after the first one."""
+    """Latest start of an attempt, in seconds after the first one."""
 
     def delay_s(
         self,
@@ -244,10 +245,10 @@ class RetryRule(NamedTuple):
         Args:
             error: why the attempt failed.
             attempt: how many attempts were made, from 1.
-            is_repeatable: whether doing the request twice is the same as doing it once. If not,
-                only failures after which the service certainly did nothing are repeated.
+            is_repeatable: Whether the request is idempotent. If not, it is retried only after
+                failures in which the service did nothing.
             passed_s: seconds since the first attempt began.
-            jitter: 0 to 1, lengthens the pause by up to a quarter: spreads many clients out.
+            jitter: 0 to 1, lengthens the pause by up to a quarter, to spread many clients out.
         """
         if self.attempts is not None and attempt >= self.attempts:
             return None
@@ -270,7 +271,7 @@ class NotReachedError(TrajectoryApiError):
 
 
 class NoServiceError(TrajectoryApiError, ConfigError):
-    """There is no trajectory service at the address, or it never came up."""
+    """The address does not serve the trajectory service, or it did not start in time."""
 
 
 def _may_repeat(error: TrajectoryApiError, *, is_repeatable: bool) -> bool:
@@ -283,7 +284,7 @@ def _may_repeat(error: TrajectoryApiError, *, is_repeatable: bool) -> bool:
 
 
 def auth_headers(token: str | None) -> dict[str, str]:
-    """Return the header that carries a token, none without one.
+    """Return the header that carries a token; empty without a token.
 
     Raises:
         ConfigError: the token cannot be sent; the message does not show it.
@@ -302,7 +303,7 @@ def auth_headers(token: str | None) -> dict[str, str]:
 def unreachable(
     method: str, url: str, error: Exception, *, attempt: int, sent: bool
 ) -> TrajectoryApiError:
-    """Describe a request that got no answer."""
+    """Describe a request that received no response."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     what = hide_secrets(what)
     message = (
@@ -322,7 +323,7 @@ def read_answer(
     attempt: int = 1,
     secrets: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return what a good answer holds, in either lane.
+    """Return the decoded body of a successful response, in either format.
 
     Args:
         method: of the request.
@@ -331,7 +332,7 @@ def read_answer(
         headers: of the answer.
         content: of the answer.
         attempt: how many attempts were made, from 1.
-        secrets: request headers whose values no error may repeat.
+        secrets: request headers whose values are removed from error messages.
 
     Raises:
         NoServiceError: a route that every service has is missing.
@@ -345,7 +346,7 @@ def read_answer(
     if 200 <= status < 300 and (answer is not None or is_null):
         return answer
     shown_url = without_secrets(url)
-    if _lacks_common_route(status, url):  # the body, maybe a page of HTML, says nothing more
+    if _lacks_common_route(status, url):  # the body, possibly an HTML page, adds nothing
         raise NoServiceError(
             f"{method} {shown_url} answered {status} (attempt {attempt}): what answers there is "
             "no trajectory service; check the address, `run-api` starts a service",
@@ -356,7 +357,7 @@ def read_answer(
     for secret in (secrets or {}).values():
         said = said.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
     remedy = _remedy(status, url)
-    if "--replace-run" in said:  # a service of today says so itself
+    if "--replace-run" in said:  # a current service includes the remedy
         remedy = None
     raise TrajectoryApiError(
         f"{method} {shown_url} answered {status} (attempt {attempt}): {said[:_MAX_QUOTED_CHARS]}"
@@ -379,7 +380,7 @@ def _remedy(status: int, url: str) -> str | None:
 
 
 def _spell(detail: Any) -> str:
-    """Write the service's reasons in a line: `path: message; path: message`."""
+    """Join the reasons of the service: `path: message; path: message`."""
     if not isinstance(detail, list):
         return str(detail)
     return "; ".join(
@@ -388,12 +389,12 @@ def _spell(detail: Any) -> str:
 
 
 def with_status_defaults(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in what older services leave out of `GET /status-env`."""
+    """Fill in fields that older services leave out of `GET /status-env`."""
     return {**_STATUS_ENV_DEFAULTS, **answer}
 
 
 def batch_path(*, lease_s: float | None, wait_s: float | None, consumer: int | None = None) -> str:
-    """Return the path that asks for a batch; older services ignore what follows `?`."""
+    """Return the path that requests a batch; older services ignore the query."""
     numbers = {"lease": lease_s, "wait": wait_s}
     wishes = {name: f"{value:g}" for name, value in numbers.items() if value is not None}
     if consumer is not None:
@@ -403,7 +404,7 @@ def batch_path(*, lease_s: float | None, wait_s: float | None, consumer: int | N
 
 
 def ack_path(batch_id: str, *, steps_done: int | None) -> str:
-    """Return the path that acknowledges a batch; older services ignore what follows `?`."""
+    """Return the path that acknowledges a batch; older services ignore the query."""
     query = "" if steps_done is None else f"?steps_done={steps_done}"
     return f"/batch/{batch_id}/ack{query}"
 
@@ -425,18 +426,22 @@ def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]
 
 
 def says_unregistered(error: TrajectoryApiError) -> bool:
-    """Tell whether an error means that the service has forgotten the trainer, or never knew it."""
-    # The service answers 200 with status "error"; the client passes its sentence on.
+    """Whether an error means that no trainer is registered at the service."""
+    # The service responds 200 with status "error"; the client repeats its message.
     return "not registered" in str(error).lower()
 
 
 def leased_batch(answer: Mapping[str, Any], url: str) -> LeasedBatch | None:
-    """Return the batch of `GET /batch?lease=`, None when none is ready; raises as above."""
+    """Return the batch of `GET /batch?lease=`, None if none is ready.
+
+    Raises:
+        TrajectoryApiError: no trainer is registered.
+    """
     groups = delivered_groups(answer, url)
     if groups is None:
         return None
     batch_id = answer.get("batch_id")
-    versions = answer.get("policy_versions")  # an older service does not say
+    versions = answer.get("policy_versions")  # absent in responses of older services
     if isinstance(versions, list) and len(versions) == len(groups):
         for group, version in zip(groups, versions, strict=True):
             if version is not None and group.get("policy_version") is None:
@@ -445,10 +450,10 @@ def leased_batch(answer: Mapping[str, Any], url: str) -> LeasedBatch | None:
 
 
 def service_address(text: str) -> str:
-    """Return an address without slashes at its end, ready for paths to be put behind it.
+    """Return an address without trailing slashes, so that a path can be appended.
 
     Raises:
-        ConfigError: it does not begin with http:// or https://, or names no host or no valid port.
+        ConfigError: it does not start with http:// or https://, or has no host or an invalid port.
     """
     address = text.rstrip("/")
     if not _is_http(address):
@@ -465,7 +470,7 @@ def _is_http(address: str) -> bool:
     try:
         parts = urlsplit(address)
         return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port or an IPv6 host that is none
+    except ValueError:  # an invalid port or IPv6 host
         return False
 
 
@@ -473,9 +478,9 @@ _FIRST_REPEAT_S = 30.0
 
 
 class WaitNotes:
-    """The notes of one wait: at its first failure, after 30 s, and whenever that time has doubled.
+    """Decides when a wait is logged: at the first failure, after 30 s, then at doubling intervals.
 
-    Every kind of failure is told by itself. Threads may not share one.
+    Each kind of failure is logged separately. Not thread-safe.
 
     Args:
         clock: monotonic seconds.
@@ -487,7 +492,7 @@ class WaitNotes:
         self._due_s: dict[str, float] = {}
 
     def due(self, error: TrajectoryApiError) -> str | None:
-        """Return the words for a failure, None when it has been told lately."""
+        """Return the text to log for a failure, None if it was logged recently."""
         kind = type(error).__name__ if error.status is None else f"status {error.status}"
         now = self._clock()
         waited_s = now - self._first_at.setdefault(kind, now)
@@ -500,7 +505,7 @@ class WaitNotes:
         return f"{error} (for {waited_s:.0f} s now)" if waited_s else str(error)
 
     def end(self) -> bool:
-        """Take note of an answer: the next failure is a first one; tell whether any was told."""
+        """Reset after a response; return whether any failure was logged."""
         was_told = bool(self._due_s)
         self._first_at.clear()
         self._due_s.clear()

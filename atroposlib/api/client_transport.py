@@ -1,6 +1,7 @@
-"""One HTTP connection pool to the trajectory service: attempts, repetitions, their log lines.
+"""The transports of the clients: one connection pool each, attempts, retries and their log lines.
 
-What the synchronous clients share: one connection pool, attempts, repetitions, errors.
+`AsyncTransport` serves `TrajectoryApiClient`; `SyncClient` is the base of `TrainerClient` and
+`InspectionClient`.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ _OUTAGE_STATUSES = (None, 502, 504)
 
 
 class AsyncTransport:
-    """Sends requests until there is an answer, or none is to be expected.
+    """Sends requests and retries them by a rule, until there is a response.
 
     Args:
         base_url: address of the service, without a slash at the end.
         timeout_s: limit on one attempt.
-        retry: when failed requests are repeated.
+        retry: when failed requests are retried.
         post_retry: the same for posted groups.
-        token: shown to the service; no error or log line holds it.
+        token: bearer token, sent to the service; not shown in errors or logs.
 
     Attributes:
-        traits: what the answers told of the service.
+        traits: traits of the service, learned from its responses.
         num_outages: attempts that reached no service, or only a proxy without one.
     """
 
@@ -92,18 +93,19 @@ class AsyncTransport:
         is_repeatable: bool = False,
         is_post: bool = False,
     ) -> Any:
-        """Send until there is an answer; return it decoded.
+        """Send until there is a response; return it decoded.
 
         Args:
             method: of the request.
             path: of the request, from the first slash.
             body: of the request.
             headers: of the request, besides those of the body.
-            is_repeatable: whether doing it twice is the same as doing it once.
-            is_post: whether it brings groups, which have a rule of their own.
+            is_repeatable: Whether the request is idempotent.
+            is_post: Whether it posts groups, which use `post_retry`.
 
         Raises:
-            TrajectoryApiError: it was refused, or not answered within what the rule allows.
+            TrajectoryApiError: it was refused, or there was no response within the limits of the
+                rule.
         """
         rule = self._post_retry if is_post else self._retry
         started = time.monotonic()
@@ -168,7 +170,7 @@ class AsyncTransport:
 
 
 async def _pieces(content: bytes) -> AsyncIterator[memoryview]:
-    """Cut a long body up: other tasks run between the pieces."""
+    """Split a long body, so that other tasks run between the pieces."""
     view = memoryview(content)
     for start in range(0, len(view), _PIECE_BYTES):
         yield view[start : start + _PIECE_BYTES]
@@ -178,16 +180,16 @@ _T = TypeVar("_T")
 
 
 class SyncClient:
-    """A connection to the trajectory service; threads may share it.
+    """A connection pool to the trajectory service; thread-safe.
 
-    Its methods wait for the service and raise `TrajectoryApiError` when it refuses or cannot be
-    reached.
+    Its methods wait for the service and raise `TrajectoryApiError` if it refuses the request or
+    cannot be reached.
 
     Args:
         base_url: address of the service, e.g. `http://localhost:8000`.
-        timeout_s: limit on connecting, and on every pause while an answer arrives.
-        retry: when failed requests are repeated.
-        token: shown to a service that asks for one; never logged.
+        timeout_s: limit on connecting, and on every pause while a response arrives.
+        retry: when failed requests are retried.
+        token: bearer token, sent to the service; never logged.
         sleep: waits; replaced in tests.
         clock: monotonic seconds; replaced in tests.
 
@@ -230,11 +232,11 @@ class SyncClient:
         self._client.close()
 
     def set_retry(self, rule: RetryRule) -> None:
-        """Repeat failed requests by another rule from here on."""
+        """Use another retry rule from now on."""
         self._retry = rule
 
     def status(self) -> dict[str, Any]:
-        """Return `current_step`, `queue_size` (groups), and what else the service tells."""
+        """Return the response of `GET /status`: `current_step`, `queue_size` (groups) and more."""
         return dict(self._ask("GET", "/status"))
 
     def info(self) -> dict[str, Any]:
@@ -250,14 +252,14 @@ class SyncClient:
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
     ) -> Any:
-        """Send until there is an answer; return it decoded.
+        """Send until there is a response; return it decoded.
 
         Args:
             method: of the request.
             path: of the request, from the first slash.
             body: of the request.
             headers: of the request, besides those of the body.
-            wait_s: seconds the service was asked to wait itself, on top of the limit.
+            wait_s: seconds the service was asked to wait, added to the limit.
         """
 
         def attempt_once(attempt: int) -> Any:
@@ -269,17 +271,17 @@ class SyncClient:
         return self._repeat(attempt_once)
 
     def _fetch(self, path: str, *, headers: Mapping[str, str] | None = None) -> httpx.Response:
-        """Send a GET until there is a good answer; return it as it came."""
+        """Send a GET until it succeeds; return the raw response."""
         return self._repeat(
             lambda attempt: self._attempt("GET", path, headers=headers, attempt=attempt)
         )
 
     def _repeat(self, attempt_once: Callable[[int], _T]) -> _T:
-        """Call with 1, 2, ... until it succeeds or the rule gives up.
+        """Call with attempt number 1, 2, ... until it succeeds or the rule gives up.
 
-        Everything the synchronous clients send may be repeated: looking changes nothing, and a
-        batch that was lost on its way is delivered again. Waits of a rule without a number of
-        attempts are told in the log.
+        All requests of the synchronous clients may be retried: reading changes nothing, and a batch
+        that was lost in transit is redelivered. Waits of a rule without a number of attempts are
+        logged.
         """
         started = self._clock()
         notes = WaitNotes(self._clock)
@@ -316,7 +318,7 @@ class SyncClient:
         wait_s: float = 0.0,
         attempt: int = 1,
     ) -> httpx.Response:
-        """Send once; return a good answer, raise on any other."""
+        """Send once; return a successful response, raise on any other."""
         url = self.base_url + path
         try:
             reply = self._client.request(
