@@ -1,4 +1,4 @@
-"""Whether groups may come in, where they went, and how many more may be started; pure."""
+"""Limits of a run: which groups are admitted, and how many more may be started; pure."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What a run may hold; 0 stands for no limit unless the field says otherwise."""
+    """Limits of a run; 0 means no limit unless the field says otherwise."""
 
     max_queue_sequences: int = 0
     """Sequences that may wait in the queue and in buffers."""
     max_queue_bytes: int = 0
     """Payload bytes that may wait in the queue and in buffers."""
     max_staleness_steps: int = 0
-    """Steps by which the policy may move on while a group waits."""
+    """Maximum number of trainer steps while a group waits."""
     env_expiry_s: float = 600.0
     """Seconds of silence after which an environment counts as disconnected; 0: never."""
     max_waiting_requests: int = 4096
-    """Requests that may wait for a batch at a time; 0: any number."""
+    """Maximum number of requests that wait for a batch at a time; 0: no limit."""
     max_batches_in_flight: int = 1024
-    """Batches that may be with trainers, unacknowledged, at a time; 0: any number."""
+    """Maximum number of delivered, unacknowledged batches at a time; 0: no limit."""
     keep_past_groups: int = 256
     """Delivered groups kept for inspection; 0 keeps none."""
     keep_past_bytes: int = 256 * 1024 * 1024
@@ -47,19 +47,19 @@ class RunLimits:
 
 
 class QueueFullError(TrajectoryApiError):
-    """The queue has no room for these groups now; `retry_after_s` says when to ask again."""
+    """The queue has no room for these groups; retry after `retry_after_s`."""
 
 
 class BusyError(TrajectoryApiError):
-    """Too many wait for a batch, or have one; `retry_after_s` says when to ask again."""
+    """Too many waiting requests, or unacknowledged batches; retry after `retry_after_s`."""
 
 
 class KeyReusedError(TrajectoryApiError):
-    """An idempotency key came with a body other than the one it was used for."""
+    """An idempotency key was reused with another body."""
 
 
 class OversizedGroupError(GroupError):
-    """A group holds more sequences than a batch: it could never leave.
+    """A group holds more sequences than a batch, so it could never be delivered.
 
     Attributes:
         index: Position of the group among those of its request.
@@ -78,29 +78,29 @@ class Placement(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """What became of the groups of one request."""
+    """The outcome of one request that posts groups."""
 
     placements: list[Placement]
-    """One per group, in the order of the request."""
+    """[groups] placements, in the order of the request."""
     is_repeat: bool = False
-    """Whether the request had been stored before; the answer is then the former one."""
+    """Whether the request had been stored before; the placements are then the earlier ones."""
     is_key_reused: bool = False
-    """Whether another body was stored under its key before: nothing was stored."""
+    """Whether its key had been used for another body; nothing was stored."""
 
 
 class Waiting(NamedTuple):
-    """What waits for a trainer."""
+    """Sequences and bytes that wait for a trainer."""
 
     num_sequences: int
     num_bytes: int
 
 
 def check_sizes(sizes: Iterable[int], *, batch_size: int) -> None:
-    """Refuse groups that no batch could hold.
+    """Reject groups that are larger than a batch.
 
     Args:
         sizes: sequences per group of a request.
-        batch_size: sequences per batch; 0 while that is not known.
+        batch_size: sequences per batch; 0 before a trainer registered.
 
     Raises:
         OversizedGroupError: names the first group that is too large.
@@ -118,13 +118,13 @@ def check_sizes(sizes: Iterable[int], *, batch_size: int) -> None:
 def check_room(
     limits: RunLimits, *, waiting: Waiting, arriving: Waiting, retry_after_s: float
 ) -> None:
-    """Refuse groups for which there is no room.
+    """Reject groups for which there is no room.
 
-    A request larger than a whole limit is let in when nothing waits: it could never come in
-    otherwise.
+    A request larger than a whole limit is admitted when nothing waits; otherwise it could never be
+    admitted.
 
     Raises:
-        QueueFullError: the groups and what waits exceed a limit; the message names it.
+        QueueFullError: the groups and those that wait exceed a limit; the message names it.
     """
     if waiting.num_sequences <= 0:
         return
@@ -144,14 +144,14 @@ def check_room(
 def room_for(
     limits: RunLimits, *, waiting: Waiting, pending_sequences: int, batch_size: int
 ) -> int | None:
-    """Return how many sequences may still be produced; None when nothing bounds them.
+    """Return how many sequences may still be produced; None without a limit.
 
-    Staleness is bounded by what lies before a new group: with `max_staleness_steps` batches ahead
-    of it, and one that it is part of, it is that many steps old when it leaves.
+    Staleness is bounded by the number of batches ahead of a new group: with `max_staleness_steps`
+    batches ahead of it, it is that many steps old when it is delivered.
 
     Args:
         limits: the bounds.
-        waiting: what is in the queue and in buffers.
+        waiting: sequences and bytes in the queue and in buffers.
         pending_sequences: sequences of batches formed but not acknowledged.
         batch_size: sequences per batch; 0 before a trainer registered.
     """

@@ -1,4 +1,4 @@
-"""What one environment is told about the queue: weights, minimum shares, queue size; pure."""
+"""The queue from the perspective of one environment: weights, minimum shares, queue size; pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = [
 ]
 
 MIN_ENV_WEIGHT = 0.01
-"""The least weight an environment is given, so that none is starved completely."""
+"""Minimum weight of an environment, so that none is starved completely."""
 
 
 class EnvShare(Protocol):
-    """The part of a registered environment that the arithmetic needs."""
+    """The attributes of a registered environment that this page uses."""
 
     @property
     def env_id(self) -> int:
@@ -43,11 +43,11 @@ class EnvShare(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """False once the environment signed off."""
+        """False after the environment disconnected."""
 
 
 class QueueView(NamedTuple):
-    """Queue figures in units of one environment's own groups."""
+    """Queue sizes in units of one environment's groups."""
 
     queue_groups: int
     own_groups: int
@@ -56,8 +56,8 @@ class QueueView(NamedTuple):
 def env_weight(env: EnvShare, envs: Iterable[EnvShare]) -> float:
     """Return the share of inference capacity of one environment, at least `MIN_ENV_WEIGHT`.
 
-    Environments count by context length times weight; a disconnected one adds nothing to the
-    total but is still answered. Nobody with a positive weight gives `MIN_ENV_WEIGHT`.
+    Environments count by context length times weight. A disconnected one adds nothing to the total
+    but still has a share. A total of 0 gives `MIN_ENV_WEIGHT`.
     """
     return weight_share(env, total_weight(envs))
 
@@ -98,10 +98,10 @@ def queue_view(
     batch_size: int,
     minimums: Mapping[int, float],
 ) -> QueueView:
-    """Say how full the queue is from where one environment stands.
+    """Return the size of the queue in units of one environment.
 
-    The sequences of every other sender count in whole packs, less what the batch reserves for
-    that sender: those will leave on its own account.
+    The sequences of every other sender count in whole packs, minus the share of the batch reserved
+    for that sender: those are delivered from its own minimum.
 
     Args:
         env_id: the asking environment.

@@ -1,11 +1,10 @@
-"""Bearer tokens: who holds which, and the check in front of the application.
+"""Bearer tokens: the roles that may call each route, the token file, and the check of each request.
 
-    Authorization: Bearer TOKEN ──► TokenTable.find ──► access.rule_for(path) ──► on, 401 or 403
+    Authorization: Bearer TOKEN ──► TokenTable.find ──► rule_for(path) ──► route, 401 or 403
 
-Without a token file there is no check at all. Tokens are kept as keyed hashes: neither a message
-nor a dump of the object shows one.
-
-Who may call which route of the service: one rule per route, and none means admin only; pure.
+There is one rule per route; a path without a rule requires the role admin. Without a token file
+requests are not checked. Tokens are kept as keyed hashes, so that neither a message nor a dump of
+the object shows one.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ __all__ = [
 
 
 class Role(str, Enum):
-    """What the holder of a token is."""
+    """The role of the holder of a token."""
 
     ENVIRONMENT = "environment"
-    """Registers environments, posts groups, asks how much to produce."""
+    """Registers environments, posts groups, reads the queue size."""
     TRAINER = "trainer"
-    """Registers the run, takes batches, reads every figure."""
+    """Registers the run, takes batches, reads all metrics."""
     ADMIN = "admin"
-    """May call everything, including what shows data or destroys it."""
+    """May call every route, including those that show or delete data."""
 
 
 class Rule(NamedTuple):
-    """One route and who may call it."""
+    """One route and the roles that may call it."""
 
     route: str
-    """The path with `{}` where a value stands; a bounded label for metrics."""
+    """The path, with `{}` in place of values; a bounded label for metrics."""
     roles: frozenset[Role]
     is_open: bool = False
-    """Whether no token is needed."""
+    """Whether the route needs no token."""
     changes_on_get: bool = False
-    """Whether a GET changes the run, which browsers may not ask for."""
+    """Whether a GET changes the run; such requests from browsers are rejected."""
 
 
 _EVERY_ROLE = frozenset(Role)
@@ -105,7 +104,7 @@ _RULES = {
     },
 }
 UNKNOWN_ROUTE = Rule("unknown", _ADMIN)
-"""What a path gets that no rule names."""
+"""The rule of paths without a rule."""
 _PATTERNS = [
     (re.compile(route.replace("{}", "[^/]+")), rule)
     for route, rule in _RULES.items()
@@ -114,7 +113,7 @@ _PATTERNS = [
 
 
 def rule_for(path: str, method: str = "GET") -> Rule:
-    """Return the rule of a request; `UNKNOWN_ROUTE` when none names its path.
+    """Return the rule of a request; `UNKNOWN_ROUTE` for paths without a rule.
 
     Whatever is deleted, only admins may.
     """
@@ -138,7 +137,7 @@ def changes_on_get(scope: Mapping[str, Any]) -> bool:
 
 
 def path_of(scope: Mapping[str, Any]) -> str:
-    """Return the path that routing looks at: without the prefix a proxy was told to add."""
+    """Return the path without the prefix that a proxy adds (`root_path`)."""
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")
     if prefix and path.startswith(f"{prefix}/"):
@@ -157,11 +156,11 @@ _OTHER_ROLE = 'Bearer error="insufficient_scope"'
 
 
 class Holder(NamedTuple):
-    """Whoever presents a token."""
+    """The holder of a token."""
 
     role: Role
     name: str
-    """How logs call the holder; the role and a number when the file gives no name."""
+    """Name of the holder in logs; role and line number if the file has no name."""
 
 
 class _Entry(NamedTuple):
@@ -170,7 +169,7 @@ class _Entry(NamedTuple):
 
 
 class TokenTable:
-    """Finds the holder of a token, in a time that says nothing about the tokens it knows."""
+    """Finds the holder of a token in a time that reveals nothing about the known tokens."""
 
     def __init__(self, holders: Iterable[tuple[str, Holder]] = ()) -> None:
         self._key = secrets.token_bytes(32)
@@ -182,10 +181,10 @@ class TokenTable:
         return len(self._holders)
 
     def add(self, token: str, holder: Holder) -> None:
-        """Let a token in.
+        """Add a token.
 
         Raises:
-            ConfigError: the token is in use already.
+            ConfigError: another holder has the same token.
         """
         digest = self._digest(token.encode())
         if digest in self._holders:
@@ -194,9 +193,9 @@ class TokenTable:
         self._holders[digest] = _Entry(digest, holder)
 
     def find(self, token: bytes) -> Holder | None:
-        """Return who holds the token, None when nobody does."""
+        """Return the holder of the token, None for an unknown one."""
         digest = self._digest(token)
-        # Looking up a hash under a key nobody knows tells a caller nothing about the tokens.
+        # The key is secret, so the time of the lookup reveals nothing about the tokens.
         known = self._holders.get(digest)
         if known is None or not hmac.compare_digest(known.digest, digest):
             return None
@@ -214,11 +213,11 @@ def read_token_file(path: Path) -> TokenTable:
         trainer       7d1d4f6c0b9e4a63a1f0c8e2b5a79341
         admin         e83b7a56d2c94f1f8f0e6a1c3b9d5d72  alice
 
-    A file that others than its owner can read is used, with a warning.
+    A file that other users can read is accepted with a warning.
 
     Raises:
-        ConfigError: the file cannot be read or says something else; the message names the line
-            and never shows a token.
+        ConfigError: the file cannot be read or is malformed; the message names the line and never
+            shows a token.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -226,7 +225,7 @@ def read_token_file(path: Path) -> TokenTable:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token file {path}: {error}") from error
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        logger.warning("%s holds tokens and others can read it; run: chmod 600 %s", path, path)
+        logger.warning("%s holds tokens and other users can read it; run: chmod 600 %s", path, path)
     table = TokenTable()
     for number, line in enumerate(lines, start=1):
         words = line.split()
@@ -242,11 +241,11 @@ def read_token_file(path: Path) -> TokenTable:
 
 
 def _holder_of(words: list[str], number: int) -> Holder:
-    """Check the words of one line; what they hold stays out of the messages, save the role."""
+    """Check the words of one line; messages show nothing of them but the role."""
     roles = [role.value for role in Role]
     if words[0] not in roles:
-        # The word may be a token whose role was forgotten.
-        raise ConfigError(f"the first word is no role; expected one of {', '.join(roles)}")
+        # Not quoted: the word may be a token on a line without a role.
+        raise ConfigError(f"the first word is not a role; expected one of {', '.join(roles)}")
     if not 2 <= len(words) <= 3:
         raise ConfigError(f"{len(words)} words; expected: role token [name]")
     if len(words[1]) < _MIN_TOKEN_CHARS or not _TOKEN.fullmatch(words[1]):
@@ -258,10 +257,10 @@ def _holder_of(words: list[str], number: int) -> Holder:
 
 
 class BearerAuthMiddleware:
-    """Lets a request through when the holder of its token may call its route.
+    """Passes a request on if the holder of its token may call its route.
 
-    Refusals come before a body is read: 401 without a token that is known, 403 with the role that
-    is needed. Browsers ask in advance without a token, so OPTIONS, which no route serves, passes.
+    Requests are rejected before a body is read: 401 without a known token, 403 with the required
+    role. OPTIONS passes, because browsers send preflight requests without a token.
     """
 
     def __init__(self, app: ASGIApp, *, tokens: TokenTable) -> None:
@@ -270,7 +269,7 @@ class BearerAuthMiddleware:
         self._logged: set[tuple[str, str, str]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Check the token of one request."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -283,10 +282,10 @@ class BearerAuthMiddleware:
             return None
         token = _bearer_token(scope)
         if token is None:
-            return self._refuse(401, rule, "nobody", "this route needs a token", _ASK_FOR_TOKEN)
+            return self._refuse(401, rule, "a client", "this route needs a token", _ASK_FOR_TOKEN)
         holder = self._tokens.find(token)
         if holder is None:
-            return self._refuse(401, rule, "nobody", "the token is unknown", _UNKNOWN_TOKEN)
+            return self._refuse(401, rule, "a client", "the token is unknown", _UNKNOWN_TOKEN)
         if holder.role in rule.roles:
             return None
         needed = " or ".join(sorted(role.value for role in rule.roles))
@@ -294,7 +293,7 @@ class BearerAuthMiddleware:
         return self._refuse(403, rule, holder.name, message, _OTHER_ROLE)
 
     def _refuse(self, status: int, rule: Rule, name: str, text: str, challenge: str) -> Response:
-        """Answer a refusal; each kind of it is logged once."""
+        """Return the response of a refusal; each kind is logged once."""
         kind = (name, rule.route, text)
         if kind not in self._logged and len(self._logged) < _MAX_LOGGED_REFUSALS:
             self._logged.add(kind)

@@ -1,14 +1,14 @@
-"""Which queued groups make the next batch, found from rows of equal size; pure.
+"""Plans the next batch from rows of equally sized groups; pure.
 
-The same rules as in `packing`, which states them on a whole queue, at a cost that does not grow
-with the queue: B sequences per batch, S distinct sizes, R rows of senders (a sender's groups of
-one size), M the largest queued size.
+The rules are those of `packing`, which defines them on a whole queue. Here the cost does not grow
+with the queue: B sequences per batch, S distinct sizes, R rows (the groups of one sender and size),
+M the largest queued size, s the size of a row.
 
-| function | cost | and at most |
+| function | cost | read ahead at most |
 |---|---|---|
-| `plan_packs` | B + S | one pack of every size is read ahead: M/s groups of size s |
-| `plan_combination` | S·log B to find that there is none | B/s groups of every size s otherwise |
-| `plan_with_minimums` | B·log R + minimums | one pack of every row of a guaranteed sender is read |
+| `plan_packs` | B + S | one pack of each size: M/s groups |
+| `plan_combination` | S·log B if there is none | B/s groups of each size |
+| `plan_with_minimums` | B·log R + minimums | one pack of each row of a guaranteed sender |
 
 The first plan with minimums after M changed costs R more.
 """
@@ -29,7 +29,7 @@ __all__ = ["plan_combination", "plan_packs", "plan_with_minimums"]
 _Pack = tuple[int, list[Entry]]
 
 _REACHABLE_BITS = 1 << 31
-"""Bits that may be looked at to find that no combination exists, some tenths of a second."""
+"""Bits to search before a combination counts as impossible; some tenths of a second."""
 
 
 def plan_packs(rows: SizeRows, batch_size: int) -> list[QueuedGroup] | None:
@@ -64,7 +64,7 @@ def plan_combination(rows: SizeRows, batch_size: int) -> list[QueuedGroup] | Non
     """
     if not _is_reachable(rows, batch_size):
         return None
-    # Of equally sized groups the oldest are preferred, so later ones can never be chosen.
+    # Among equally sized groups the oldest are preferred, so later ones are never chosen.
     ordered = merge(*(islice(row, batch_size // size) for size, row in rows.rows()))
     candidates = list(islice(ordered, SEARCH_BITS // batch_size))
     positions = oldest_combination([group.num_sequences for _, group in candidates], batch_size)
@@ -108,7 +108,7 @@ def plan_with_minimums(
 
 
 class _Draft:
-    """A batch while it is put together; a row is left once its groups no longer fit."""
+    """A batch under construction; a row is skipped once its groups no longer fit."""
 
     def __init__(self, batch_size: int) -> None:
         self.room = batch_size
@@ -127,7 +127,7 @@ class _Draft:
                     held += size
 
     def fill(self, senders: SenderRows, largest: int) -> None:
-        """Take packable groups of everybody in queue order until the batch is full."""
+        """Take packable groups of all senders in queue order until the batch is full."""
         sizes = senders.packable_sizes(largest)
         for entry in merge(*(self._fitting(size, senders.packable(size)) for size in sizes)):
             if entry[1].num_sequences <= self.room and entry[1].group_id not in self.taken:
@@ -163,7 +163,7 @@ def _packs(row: Row, groups_per_pack: int) -> Iterator[_Pack]:
 def _is_reachable(rows: SizeRows, target: int) -> bool:
     """Whether some combination of groups holds exactly `target` sequences.
 
-    False also when that takes more than `_REACHABLE_BITS` to find out.
+    Also False if the search would exceed `_REACHABLE_BITS`.
     """
     if not 0 < target <= SEARCH_BITS:
         return False

@@ -1,4 +1,8 @@
-"""The environments of one run: registration ids, names, and groups that wait to fill up a group."""
+"""The environments of one run: registration ids, names, and buffers of small groups.
+
+Invariants: ids count up from 0 and are never reused, nor are names. A group smaller than its
+environment's group size stays in the buffer until buffered groups add up to that size.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ _UNREADABLE_NAME = "unreadable"
 
 @dataclass
 class EnvRecord:
-    """One registration; it outlives the connection, so that ids and names are never reused."""
+    """One registration; kept after a disconnect, so that ids and names are never reused."""
 
     env_id: int
     real_name: str
@@ -30,38 +34,38 @@ class EnvRecord:
     weight: float
     min_batch_allocation: float | None
     group_size: int | None
-    """Registered sequences per group; None when groups of every size are queued as they come."""
+    """Registered sequences per group; None if groups of any size are queued without buffering."""
     last_update: float
     """Unix time of the registration, in seconds."""
     last_seen: float = 0.0
-    """Unix time at which the run last noted a sign of life, in seconds."""
+    """Unix time of the last heartbeat recorded in the run, in seconds."""
     is_connected: bool = True
     is_expired: bool = False
-    """Whether it was disconnected for its silence; it comes back when it is seen again."""
+    """Whether it was disconnected by a timeout; its next request reconnects it."""
     largest_group: int = 1
-    """The unit in which this environment is told queue sizes, in sequences; kept per replica."""
+    """Unit of the queue sizes reported to this environment, in sequences; kept per replica."""
     buffer: list[QueuedGroup] = field(default_factory=list)
-    """Groups smaller than `group_size`, oldest first, that do not add up to it yet."""
+    """Groups smaller than `group_size` that do not yet add up to it, oldest first."""
     _reachable: int = field(default=0, init=False, repr=False, compare=False)
-    """Bit set of the sums the buffer can make, 0 when it must be computed anew."""
+    """Bit set of the sums the buffer can make, 0 if it must be recomputed."""
 
     @property
     def buffered_sequences(self) -> int:
-        """Sequences in groups that wait for others to add up to `group_size`."""
+        """Sequences in the buffer."""
         return sum(group.num_sequences for group in self.buffer)
 
     def wants_to_buffer(self, num_sequences: int) -> bool:
-        """Whether a group of this size must wait: larger groups never could, so they need not."""
+        """Whether a group of this size must be buffered; larger groups are queued at once."""
         return self.group_size is not None and num_sequences < self.group_size
 
     def stop_buffering(self) -> list[QueuedGroup]:
-        """Let groups of every size pass from now on; return those that waited."""
+        """Queue groups of any size from now on; return those in the buffer."""
         released, self.buffer = self.buffer, []
         self.group_size, self.largest_group, self._reachable = None, 1, 0
         return released
 
     def remove_buffered(self, group_ids: Container[int]) -> list[QueuedGroup]:
-        """Take groups out of the buffer; return those that were there."""
+        """Remove groups from the buffer; return those that were in it."""
         removed = [group for group in self.buffer if group.group_id in group_ids]
         if removed:
             self.buffer = [group for group in self.buffer if group.group_id not in group_ids]
@@ -70,7 +74,7 @@ class EnvRecord:
 
     @property
     def has_searchable_size(self) -> bool:
-        """Whether groups can be collected to its group size; earlier versions took any number."""
+        """Whether the group size is within the bounds of the search; earlier versions have none."""
         return self.group_size is None or 0 < self.group_size <= MAX_GROUP_SIZE
 
     def buffer_group(self, group: QueuedGroup) -> list[QueuedGroup]:
@@ -102,7 +106,7 @@ def _reachable_sums(groups: Iterable[QueuedGroup], within_target: int) -> int:
 
 
 class EnvRegistry:
-    """Every environment that registered, by id; ids count up from 0."""
+    """Every registered environment, by id; ids count up from 0."""
 
     def __init__(self) -> None:
         self._envs: list[EnvRecord] = []
@@ -123,7 +127,7 @@ class EnvRegistry:
         return iter(self._envs)
 
     def add(self, request: RegisterEnv, *, now: float) -> EnvRecord:
-        """Register an environment under the next free id and a name nobody else has."""
+        """Register an environment under the next free id and a unique name."""
         env = EnvRecord(
             env_id=len(self._envs),
             real_name=f"{request.desired_name}_{self._namesakes[request.desired_name]}",
@@ -140,7 +144,7 @@ class EnvRegistry:
         return env
 
     def add_unreadable(self, *, now: float) -> None:
-        """Take the next free id for a registration that cannot be read, so that later ids hold."""
+        """Use up an id for a registration that cannot be read, so that later ids stay valid."""
         env = EnvRecord(
             env_id=len(self._envs),
             real_name=f"{_UNREADABLE_NAME}_{self._namesakes[_UNREADABLE_NAME]}",
@@ -167,13 +171,13 @@ class EnvRegistry:
         return self._envs[env_id]
 
     def connect(self, env: EnvRecord, is_connected: bool, *, is_expired: bool = False) -> None:
-        """Note that an environment left, or came back."""
+        """Record that an environment disconnected or reconnected."""
         env.is_connected = is_connected
         env.is_expired = is_expired
         self._forget_sums()
 
     def buffer(self, env: EnvRecord, group: QueuedGroup) -> list[QueuedGroup]:
-        """Let a group wait in its environment's buffer; return the groups that now add up."""
+        """Add a group to its environment's buffer; return the groups that now add up."""
         released = env.buffer_group(group)
         change = group.num_sequences - sum(moved.num_sequences for moved in released)
         self.buffered_sequences += change
@@ -183,7 +187,7 @@ class EnvRegistry:
         return released
 
     def remove_buffered(self, group_ids: Container[int]) -> list[QueuedGroup]:
-        """Take groups out of the buffers, wherever they are; O(buffered groups)."""
+        """Remove groups from all buffers; O(buffered groups)."""
         removed = []
         for env in self._envs:
             taken = env.remove_buffered(group_ids)
@@ -195,7 +199,7 @@ class EnvRegistry:
         return removed
 
     def stop_buffering(self, env: EnvRecord) -> list[QueuedGroup]:
-        """Let an environment's groups of every size pass from now on; return those that waited."""
+        """Queue groups of any size of an environment from now on; return those in its buffer."""
         released = env.stop_buffering()
         self.buffered_sequences -= self._buffered_by_env.pop(env.env_id, 0)
         self.buffered_bytes -= sum(group.num_bytes for group in released)
@@ -206,7 +210,7 @@ class EnvRegistry:
         return self._buffered_by_env.get(env_id, 0)
 
     def restore(self, envs: Iterable[EnvRecord]) -> None:
-        """Take over the environments of a snapshot; there must be none yet."""
+        """Load the environments of a snapshot into an empty registry."""
         self._envs = list(envs)
         self._namesakes = Counter(env.desired_name for env in self._envs)
         self._forget_sums()
@@ -239,5 +243,5 @@ class EnvRegistry:
         self._minimums = self._total_weight = self._unallocated = None
 
     def clear(self) -> None:
-        """Forget every environment and its buffer."""
+        """Remove every environment and its buffer."""
         self.__init__()  # type: ignore[misc]

@@ -1,6 +1,7 @@
-"""uvicorn's HTTP protocol, telling responses what became of their bytes.
+"""uvicorn's HTTP protocol, extended: it tracks delivery of responses and limits slow clients.
 
-It also ends connections that keep the service waiting, or send headers without end.
+It puts a `Connection` into the scope of each request, and closes connections whose client stops
+sending within a request, or sends headers above the size limit.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _HEAD_BEGINS = b"HTTP/1.1 "
 
 
 class WholeAnswers:
-    """A transport that sends the head of an answer together with the first bytes of its body.
+    """A transport that sends the headers of a response with the first bytes of its body.
 
-    One system call less per answer, and one packet: the client wakes up once.
+    Saves one system call and one packet per response.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -32,11 +33,10 @@ class WholeAnswers:
         self._head = b""
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the transport's own."""
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send bytes; a head waits for what follows, until the event loop has come round."""
+        """Send bytes; headers are held back until the next write or the next loop iteration."""
         if self._head:
             head, self._head = self._head, b""
             self._transport.writelines((head, data))
@@ -47,11 +47,11 @@ class WholeAnswers:
             self._transport.write(data)
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that were not given to the kernel yet."""
+        """Bytes not yet passed to the kernel."""
         return len(self._head) + self._transport.get_write_buffer_size()
 
     def close(self) -> None:
-        """Close once everything is sent."""
+        """Flush held-back headers and close."""
         self._flush()
         self._transport.close()
 
@@ -65,14 +65,14 @@ class ObservedHttpProtocol(HttpToolsProtocol):
     """Puts the `Connection` into the scope of every request it reads."""
 
     max_silence_s: ClassVar[float] = 60.0
-    """Time for the head of a request, and from one piece of its body to the next."""
+    """Timeout for the headers of a request, and between two pieces of its body."""
     max_head_bytes: ClassVar[int] = 64 * 1024
-    """Largest request line with headers; one that comes in a single piece may be larger."""
+    """Maximum size of request line and headers, unless they arrive in a single piece."""
 
     observed: Connection | None = None
-    _head_bytes: int | None = None  # of the request whose head is being read
-    _has_begun = False  # a head, within the piece that is being read
-    _is_receiving = False  # a request has begun and is not complete
+    _head_bytes: int | None = None  # of the request whose headers are being read
+    _has_begun = False  # headers, within the current piece
+    _is_receiving = False  # a request has started and is not complete
     _pace: Pace  # of the body that is being received
     _looked_at = 0.0
     _begun_at = 0.0
@@ -80,26 +80,26 @@ class ObservedHttpProtocol(HttpToolsProtocol):
     _watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to watch for silence."""
+        """Start to watch for silence."""
         super().connection_made(WholeAnswers(transport, self.loop))  # type: ignore[arg-type]
         self._waiting_since = self._looked_at = self.loop.time()
         self._pace = Pace()
         self._look_for_silence()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, as far as heads have an end."""
+        """Parse data; reject headers above the size limit."""
         if self._head_bytes is None:
             self._waiting_since = self.loop.time()
         self._has_begun = False
         super().data_received(data)
-        # Of a piece in which a head begins other requests may take the most.
+        # A piece in which headers start may mostly consist of other requests.
         if self._head_bytes is not None and not self._has_begun:
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_message_begin(self) -> None:
-        """Start a request."""
+        """Note that the headers of a request start."""
         super().on_message_begin()
         self._is_receiving = True
         self._has_begun = True
@@ -111,28 +111,28 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {EXTENSION: {"connection": self.observed}}
 
     def on_headers_complete(self) -> None:
-        """Hand the request to the application."""
+        """Pass the request to the application."""
         self._head_bytes = None
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Count what comes."""
+        """Count received bytes of the body."""
         self._pace.add(0.0, len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Take note that nothing more is to come."""
+        """Note the end of a request."""
         self._is_receiving = False
         super().on_message_complete()
 
     def eof_received(self) -> None:
-        """Take note that the client has closed its side, while the socket can still be asked."""
+        """Record that the client has closed its side, while the socket is still open."""
         if self.observed is not None:
             self.observed.note_end()
         super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take note that the connection broke."""
+        """Note that the connection broke."""
         if self._watch is not None:
             self._watch.cancel()
         if self.observed is not None:
@@ -140,7 +140,7 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _look_for_silence(self) -> None:
-        """End the connection when it was the client's turn for too long; else look again."""
+        """Close the connection if the client was silent for too long; else check again later."""
         now = self.loop.time()
         is_idle = self.cycle is not None and not self._is_receiving
         if is_idle or self.flow.read_paused:
@@ -153,7 +153,7 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         if left_s <= 0 or is_too_slow:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
         else:
-            # Often enough to notice when the service itself stops to read for a while.
+            # Often enough to notice pauses in which the service itself does not read.
             self._watch = self.loop.call_later(
                 min(left_s, self.max_silence_s / _LOOKS_PER_SILENCE), self._look_for_silence
             )

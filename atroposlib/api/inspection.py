@@ -1,14 +1,8 @@
-"""What anybody may ask about the run; nothing here changes it.
+"""Read-only routes: status of the run, its groups and its environments; removing one stuck group.
 
-Looking at groups and environments, for people and tools; removing a group that is stuck.
-
-Looking at the groups of a run without taking any; pure.
-
-A look costs a bounded number of groups however long the queue is: `list_groups` stops after
-`_MAX_SCANNED` and says where to go on. Positions move as batches leave, so a listing that is
-continued may miss or repeat groups at its seams.
-
-The environments of a run as `/envs` lists them; pure.
+A request looks at a bounded number of groups however long the queue is: `list_groups` stops after
+`_MAX_SCANNED` and returns the offset to continue at. Positions move as batches leave, so a
+continued listing may skip or repeat groups.
 """
 
 from __future__ import annotations
@@ -88,13 +82,13 @@ async def info(run: RunOfApp) -> dict[str, Any]:
 async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
     """Return the step and the number of queued groups.
 
-    What these figures do not contain is named only while there is some: `buffered_sequences`,
-    `in_flight_batches` and of them `leased_batches`, `returned_batches` that leave next,
+    These fields are present only if they are not zero or empty: `buffered_sequences`,
+    `in_flight_batches` and of them `leased_batches`, `returned_batches` that are redelivered next,
     `expired_envs`, `set_aside_records` that could not be applied, `set_aside_groups` whose payloads
-    are missing or damaged and `set_aside_group_ids` of the last of them, `store_full` (why new
-    groups are rejected), `policy_version`, `run`, `consumer` (the `name` of a tool
-    that stands in for a trainer and `idle_s`, seconds since it asked for a batch), and `stalls`:
-    why queued groups make no batch.
+    are missing or damaged, `set_aside_group_ids` of the latest of them, `store_full` (why new
+    groups are rejected), `policy_version`, `run`, `consumer` (the `name` of a tool that stands in
+    for a trainer and `idle_s`, seconds since it asked for a batch), and `stalls`: why queued groups
+    do not form a batch.
     """
     state, delivery = run.state, run.state.delivery
     leased = sum(handout.lease_until is not None for handout in delivery.in_flight.values())
@@ -125,12 +119,12 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
 
 @inspection_router.get("/latest_example", response_model=None)
 async def get_latest_example(run: RunOfApp) -> Response | dict[str, Any]:
-    """Return the group queued last; empty lists when there is none."""
+    """Return the group queued last; empty lists without one."""
     latest = run.state.latest_group_id
     payload = None if latest is None else await run.payload(latest)
     if payload is not None:
-        with contextlib.suppress(Exception):  # a damaged one, from before there were checksums
-            # Converting is work for a core; other requests are served meanwhile.
+        with contextlib.suppress(Exception):  # damaged, without a checksum
+            # Conversion is CPU-bound; a thread leaves the event loop free.
             return PiecesResponse([await asyncio.to_thread(convert_payload, payload, "json")])
     return {key: [] for key in _NO_EXAMPLE_KEYS}
 
@@ -139,20 +133,20 @@ _MAX_SCANNED = 10_000
 
 
 class GroupState(str, Enum):
-    """Where a group is."""
+    """State of a group."""
 
     QUEUED = "queued"
-    """Waits for a batch; position 0 came first."""
+    """In the queue; position 0 is the oldest."""
     BUFFERED = "buffered"
-    """Waits for others to add up to its environment's group size."""
+    """In the buffer of its environment, until groups add up to its group size."""
     IN_FLIGHT = "in_flight"
-    """Part of a batch that is formed and not acknowledged."""
+    """In a batch that is not acknowledged."""
     PAST = "past"
-    """Was delivered lately; position 0 left last."""
+    """Delivered recently; position 0 is the latest."""
 
 
 class GroupFilter(NamedTuple):
-    """Which groups to show; None lets all pass."""
+    """Which groups to list; None matches all."""
 
     env_id: int | None = None
     min_score: float | None = None
@@ -161,7 +155,7 @@ class GroupFilter(NamedTuple):
     """Groups with at least one score this low or lower."""
 
     def accepts(self, group: QueuedGroup) -> bool:
-        """Whether a group is wanted."""
+        """Whether a group matches."""
         return (
             (self.env_id is None or group.env_id == self.env_id)
             and (self.min_score is None or group.max_score >= self.min_score)
@@ -170,13 +164,13 @@ class GroupFilter(NamedTuple):
 
 
 class GroupPage(NamedTuple):
-    """A stretch of a listing."""
+    """One page of a listing."""
 
     groups: list[dict[str, Any]]
     total: int | None
-    """All groups in this state; None when a filter makes counting them a walk."""
+    """Number of groups in this state; None with a filter, which would need a full scan."""
     next_offset: int | None
-    """Where to go on; None at the end."""
+    """Offset of the next page; None at the end."""
 
 
 def list_groups(
@@ -192,10 +186,10 @@ def list_groups(
 
     Args:
         state: the run.
-        where: which groups to look at.
-        wanted: which of them to describe.
+        where: state of the groups to look at.
+        wanted: filter of the groups to describe.
         offset: position of the first one to look at.
-        limit: the most to describe.
+        limit: maximum number to describe.
         now: Unix time, for their ages.
     """
     is_filtered = wanted != GroupFilter()
@@ -217,7 +211,7 @@ def list_groups(
 
 
 def find_group(state: RunState, group_id: int) -> tuple[QueuedGroup, GroupState] | None:
-    """Return a group with where it is; None when it is nowhere."""
+    """Return a group and its state; None if the run does not have it."""
     queued, past = state.queue.get(group_id), state.past.get(group_id)
     if queued is not None:
         return queued, GroupState.QUEUED
@@ -233,7 +227,7 @@ def find_group(state: RunState, group_id: int) -> tuple[QueuedGroup, GroupState]
 def describe_group(
     state: RunState, group: QueuedGroup, where: GroupState, *, now: float
 ) -> dict[str, Any]:
-    """Return what is known of a group besides its tokens."""
+    """Return the description of a group, without its tokens."""
     env = state.envs.find(group.env_id)
     return {
         "id": group.group_id,
@@ -283,8 +277,8 @@ def describe_envs(state: RunState, *, offset: int, limit: int, now: float) -> di
     Args:
         state: the run.
         offset: id of the first environment.
-        limit: the most to describe.
-        now: Unix time, for how long they have been silent.
+        limit: maximum number to describe.
+        now: Unix time, for the seconds since their last request.
     """
     described = [
         {
@@ -314,8 +308,8 @@ groups_router = APIRouter(tags=["inspection"])
 _INT64_MAX = 2**63 - 1
 _MAX_OFFSET = 2**53
 GroupId = Annotated[int, Path(ge=0, le=_INT64_MAX)]
-Offset = Annotated[int, Query(ge=0, le=_MAX_OFFSET, description="Position to start at.")]
-Limit = Annotated[int, Query(ge=1, le=1000, description="The most to list.")]
+Offset = Annotated[int, Query(ge=0, le=_MAX_OFFSET, description="Position of the first entry.")]
+Limit = Annotated[int, Query(ge=1, le=1000, description="Maximum number of entries.")]
 Score = Annotated[float | None, Query(allow_inf_nan=False)]
 
 
@@ -329,10 +323,10 @@ async def get_groups(
     offset: Offset = 0,
     limit: Limit = 100,
 ) -> Response:
-    """List groups that are queued, buffered, in flight or past, without taking any.
+    """List groups that are queued, buffered, in flight or past, without removing any.
 
-    `min_score` and `max_score` choose groups with a score in that range. With filters at most ten
-    thousand groups are looked at; `next_offset` says where to go on, null at the end.
+    `min_score` and `max_score` select groups with a score in that range. With filters at most ten
+    thousand groups are scanned; `next_offset` is the offset of the next page, null at the end.
     """
     wanted = GroupFilter(env_id, min_score, max_score)
     page = list_groups(run.state, state, wanted, offset=offset, limit=limit, now=run.now)
@@ -341,7 +335,7 @@ async def get_groups(
 
 @groups_router.get("/groups/{group_id}", responses=refused(404, 410))
 async def get_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
-    """Describe one group; 410 when it is not kept any more, 404 when there never was one."""
+    """Describe one group; 410 if it is no longer kept, 404 if it never existed."""
     found = find_group(run.state, group_id)
     if found is None:
         raise _missing(group_id, run)
@@ -350,9 +344,9 @@ async def get_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
 
 @groups_router.delete("/groups/{group_id}", responses=refused(404, 409, 410))
 async def remove_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
-    """Take a group that is queued or buffered out of the run, for one that can never leave.
+    """Remove a queued or buffered group from the run, such as one that can never be delivered.
 
-    409 when it has left the queue, 410 when it is not kept any more, 404 when there never was one.
+    409 if it has left the queue, 410 if it is no longer kept, 404 if it never existed.
     """
     if await run.remove_group(group_id):
         return {"status": "removed", "group_id": group_id}
@@ -377,7 +371,7 @@ async def get_group_payload(group_id: GroupId, run: RunOfApp, request: Request) 
             else _missing(group_id, run)
         )
     wanted = lane_of_accept(request.headers.get("accept"))
-    # Converting is work for a core; other requests are served meanwhile.
+    # Conversion is CPU-bound; a thread leaves the event loop free.
     try:
         content = await asyncio.to_thread(
             convert_payload, payload, wanted.lane, accepts_zstd=wanted.accepts_zstd
@@ -394,14 +388,14 @@ def _without_payload(group_id: int) -> HTTPException:
 def _missing(group_id: int, run: RunOfApp) -> HTTPException:
     latest = run.state.latest_group_id
     if latest is None or group_id > latest:
-        return HTTPException(404, f"there is no group {group_id}")
+        return HTTPException(404, f"no group has the id {group_id}")
     kept = run.limits.keep_past_groups
     return HTTPException(
-        410, f"group {group_id} is gone: the last {kept} delivered groups are kept at most"
+        410, f"group {group_id} is no longer kept: only the last {kept} delivered groups are"
     )
 
 
 @groups_router.get("/envs", response_model=None)
 async def list_envs(run: RunOfApp, offset: Offset = 0, limit: Limit = 100) -> Response:
-    """List environments in order of registration, the ones that left or fell silent included."""
+    """List environments in order of registration, including disconnected and expired ones."""
     return json_response(describe_envs(run.state, offset=offset, limit=limit, now=run.now))

@@ -1,21 +1,21 @@
-"""The log of one run: writes records through the store, applies them to the state.
+"""The log of one run: writes records through the store, applies them to the state, takes snapshots.
 
     append(record) ──► store ──► apply(position, bytes) ──► state, in log order
-                        ▲ other replicas
+                         ▲ other replicas
 
-Invariants: the state holds exactly the records applied. A record that is damaged or makes no sense
-is set aside under a counted name, and the run goes on without it; one of a kind that this version
-does not know stops the run for good, because whatever is decided without it would be wrong. Nothing
-that goes wrong with one record keeps the next from being applied. Guarded records of this process
-are decided and written one after the other: the lock spans looking at the state and writing.
+Invariants:
 
-A run's whole state as bytes, written in slices; pure.
+- The state holds exactly the records applied.
+- A record that is damaged or invalid is set aside under a counted name, and the run continues
+  without it. A record of a kind unknown to this version stops the run for good, because every
+  later decision could be wrong. No failure of one record prevents the next from being applied.
+- Guarded records of this process are decided and written one after another: the lock spans reading
+  the state and writing.
 
-A snapshot is a byte that tells its format, then parts: one letter, the length (8 bytes, little
-endian) and MessagePack. The head holds everything that is small; chunks of the queue, of the ids
-of payloads to discard and of the idempotency keys follow. `freeze` copies references, which takes
-a few milliseconds per 100,000 queued groups; the encoding after it can be interrupted between any
-two parts, while the run goes on.
+A snapshot is a format byte and then parts: one letter, the length (8 bytes, little endian) and
+MessagePack. The head holds everything that is small. Chunks follow: of the queue, of the ids of
+payloads to discard, and of the idempotency keys. `freeze` copies references, a few milliseconds per
+100,000 queued groups; the encoding can pause between any two parts, while the run continues.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _keys_decoder = msgspec.msgpack.Decoder(list[tuple[str, KeyEntry]])
 
 
 class FrozenRun:
-    """The state of a run at one moment, ready to be encoded while the run goes on."""
+    """The state of a run at one moment, to be encoded while the run continues."""
 
     def __init__(self, state: RunState) -> None:
         self._head = _head_of(state)
@@ -109,7 +109,7 @@ class FrozenRun:
         self._parts = [_FORMAT]
 
     def encode_in_slices(self) -> Iterator[None]:
-        """Encode a part, about a millisecond of work, per step of the iteration."""
+        """Encode one part, about a millisecond of work, per iteration."""
         self._add(_HEAD, self._head)
         yield
         for chunk in _chunked(self._entries):
@@ -130,12 +130,12 @@ class FrozenRun:
 
 
 def freeze(state: RunState) -> FrozenRun:
-    """Note the state as it is now."""
+    """Capture the current state."""
     return FrozenRun(state)
 
 
 def snapshot(state: RunState) -> bytes:
-    """Return the whole state as bytes, at one go."""
+    """Return the whole state as bytes, without pauses."""
     frozen = freeze(state)
     for _ in frozen.encode_in_slices():
         pass
@@ -143,7 +143,7 @@ def snapshot(state: RunState) -> bytes:
 
 
 def restore(state: RunState, content: bytes) -> None:
-    """Bring a state to where a snapshot was taken, whatever was applied to it before.
+    """Replace a state by that of a snapshot.
 
     Raises:
         ConfigError: the snapshot is damaged, or was written by a later version of the service.
@@ -174,7 +174,7 @@ def restore(state: RunState, content: bytes) -> None:
 
 
 def _parts_of(content: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Split a snapshot into its parts; ValueError when it is none of ours, or cut off."""
+    """Split a snapshot into its parts; ValueError if it is foreign or truncated."""
     if content[:1] != _FORMAT:
         raise ValueError(f"format {content[:1].hex() or 'none'}, expected {_FORMAT.hex()}")
     view = memoryview(content)
@@ -215,7 +215,7 @@ def _head_of(state: RunState) -> _Head:
 
 
 def _plain(env: EnvRecord) -> EnvRecord:
-    """Copy an environment without what only this replica knows."""
+    """Copy an environment without fields that are local to this replica."""
     return dataclasses.replace(env, largest_group=env.group_size or 1, buffer=list(env.buffer))
 
 
@@ -223,7 +223,7 @@ def _restore_head(state: RunState, head: _Head) -> None:
     if head.registration is not None:
         try:
             state.registration = Registration.model_validate(head.registration)
-        except ValueError as error:  # of an earlier version, which took any number
+        except ValueError as error:  # of an earlier version, which had no bounds
             state.set_aside("registration", error)
     state.run_id = head.run_id
     state.started_at = head.started_at
@@ -261,27 +261,27 @@ T = TypeVar("T")
 
 
 class RunLog:
-    """Keeps a state and its store together.
+    """Keeps a state and its store consistent.
 
     Args:
-        store: where the records go.
-        state: what they are applied to; nothing else may change it.
-        on_applied: called after every record, whoever wrote it.
+        store: store of the records.
+        state: the state they are applied to; nothing else may change it.
+        on_applied: called after every record, also those of other replicas.
     """
 
     def __init__(
         self, store: RunStore, state: RunState, *, on_applied: Callable[[Record], None]
     ) -> None:
         self.failure: ConfigError | None = None
-        """Why the run cannot go on; None as long as it can."""
+        """Why the run cannot continue; None while it can."""
         self._store = store
         self._state = state
         self._on_applied = on_applied
         self._position = 0
-        self._num_records = 0  # in the log behind its snapshot
+        self._num_records = 0  # in the log after its snapshot
         self._least_when_full = _MIN_RECORDS_TO_COMPACT // 100
         self.is_new = True
-        """Whether nothing was ever written to this run."""
+        """Whether the run has no records yet."""
         self._outcomes: dict[int, Admission | None] = {}
         self._deciding = asyncio.Lock()
 
@@ -289,13 +289,13 @@ class RunLog:
         """Load the run.
 
         Raises:
-            ConfigError: the store cannot be used, or holds what this version cannot read.
+            ConfigError: the store cannot be used, or its format is unknown to this version.
         """
         await self._store.open(self._apply, self._restore)
         self.check()
 
     def check(self) -> None:
-        """Refuse to go on with a run that could not be read in full."""
+        """Raise if the run could not be read in full."""
         if self.failure is not None:
             raise self.failure
 
@@ -305,7 +305,7 @@ class RunLog:
         await self._store.append(encode_record(record))
 
     async def append_groups(self, record: GroupsAdmitted, payloads: Sequence[Payload]) -> Admission:
-        """Write groups with their payloads, all or none; return what became of them."""
+        """Write groups with their payloads, all or none; return their admission."""
         self.check()
         first = record.groups[0].group_id
         self._outcomes[first] = None
@@ -317,10 +317,10 @@ class RunLog:
             del self._outcomes[first]
 
     def _outcome_in_state(self, record: GroupsAdmitted) -> Admission:
-        """Read off the state what became of groups whose record was compacted by another replica.
+        """Find the outcome of groups whose record was compacted by another replica.
 
         Raises:
-            RunStoreError: the state does not tell.
+            RunStoreError: the state does not contain it.
         """
         known = self._state.keys.find(record.key) if record.key is not None else None
         if known is not None and known.digest == record.digest:
@@ -331,11 +331,11 @@ class RunLog:
         )
 
     async def guarded(self, decide: Callable[[], tuple[Record | None, T]]) -> T:
-        """Decide on the state and write the decision; decide anew when another replica was faster.
+        """Make a decision on the state and write it; repeat if another replica was faster.
 
         Args:
-            decide: looks at the state, returns the guarded record to write, None for nothing, and
-                the answer. What it raises is passed on.
+            decide: reads the state and returns the guarded record to write, or None, and the
+                result. Its exceptions propagate.
         """
         async with self._deciding:
             while True:
@@ -347,7 +347,7 @@ class RunLog:
                     return answer
 
     async def discard(self) -> None:
-        """Let the store forget payloads that nobody needs; what fails is tried again later."""
+        """Discard payloads that are no longer needed; failures are retried later."""
         ledger = self._state.payloads
         if self._store.full_reason is not None:
             ledger.give_up_past()  # space for new groups matters more than inspection
@@ -364,7 +364,7 @@ class RunLog:
             await asyncio.sleep(0)
 
     async def compact_if_due(self) -> None:
-        """Replace a long log by a snapshot, written in slices between which others run."""
+        """Replace a long log by a snapshot, in slices so that other tasks run in between."""
         alive = self._state.num_alive_groups
         is_full = self._store.full_reason is not None  # then a shorter log frees space
         least = self._least_when_full if is_full else _MIN_RECORDS_TO_COMPACT
@@ -385,7 +385,7 @@ class RunLog:
         logger.info("wrote a snapshot in place of %d records", num_records)
 
     def _restore(self, content: bytes) -> None:
-        """Take over a snapshot: at the start, or because others compacted what was not applied."""
+        """Load a snapshot: at the start, or after another replica compacted unseen records."""
         try:
             restore(self._state, content)
         except ConfigError as error:
@@ -419,11 +419,11 @@ class RunLog:
                 self._outcomes[first] = outcome
         try:
             self._on_applied(record)
-        except Exception:  # the record holds, whoever could not be told of it
-            logger.exception("record %d of the run was applied, what follows failed", position)
+        except Exception:  # the record is applied; only a callback failed
+            logger.exception("record %d of the run was applied, but its callback failed", position)
 
     def _skip(self, position: int, error: UnreadableRecordError) -> None:
-        """Set a damaged record aside, if it is known what it was; else stop the run."""
+        """Set a damaged record aside if its kind is known; else stop the run."""
         if error.record_type is None:
             self.failure = error
             logger.error("the run stops: %s", error)

@@ -1,13 +1,13 @@
-"""Which batches are on their way to a trainer; pure.
+"""Batches in flight, from delivery to acknowledgement; pure.
 
     hand_out ──► in flight ── acknowledge ──► gone (its step counted)
                     │  ▲
           give_back ▼  │ hand_out_again (next attempt)
-                  returned (leaves again before anything new is formed)
+                  returned (redelivered before anything new is formed)
 
-Every handing out of a batch is an *attempt* with a token of its own. A batch that came back may
-still be acknowledged under its last token until it is handed out again; after that the old token is
-expired. A token that is not known (the service was reset meanwhile) changes nothing.
+Invariants: each delivery of a batch is an *attempt* with its own token. A returned batch can be
+acknowledged under its last token until it is redelivered; after that the old token is expired. An
+unknown token, such as one from before a reset, changes nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
 _KEPT_ACKNOWLEDGEMENTS = 4096
 
 AckResult: TypeAlias = Literal["acked", "returned", "repeated", "expired", "unknown"]
-"""What became of an acknowledgement (`acked`) or of giving a batch back (`returned`). `repeated`:
-it had happened before; `expired`: the batch has moved on; `unknown`: no such batch."""
+"""Result of acknowledging (`acked`) or returning (`returned`) a batch. `repeated`: it had happened
+before; `expired`: the batch was redelivered or acknowledged; `unknown`: no such batch."""
 
 
 class BatchToken(NamedTuple):
@@ -45,7 +45,7 @@ class BatchToken(NamedTuple):
 
 
 def parse_token(text: str) -> BatchToken | None:
-    """Read a token; None when the text is none."""
+    """Parse a token; None if the text is malformed."""
     batch_id, separator, attempt = text.partition("-")
     if not (separator and _is_number(batch_id) and _is_number(attempt)):
         return None
@@ -57,26 +57,26 @@ def _is_number(text: str) -> bool:
 
 
 class Handout(msgspec.Struct, frozen=True, array_like=True):
-    """One batch, given to one client."""
+    """One delivery of a batch to one client."""
 
     batch_id: int
     attempt: int
     groups: tuple[QueuedGroup, ...]
     owner: str
-    """The replica that handed it out."""
+    """The replica that delivered it."""
     at: float
-    """Unix time at which it was handed out, in seconds."""
+    """Unix time of the delivery, in seconds."""
     lease_until: float | None = None
-    """Unix time until which its receiver may acknowledge; None while the body is being sent."""
+    """Unix time at which the lease expires; None while the body is being sent."""
 
     @property
     def lease_s(self) -> float | None:
-        """Seconds that its receiver has to acknowledge; None while the body is being sent."""
+        """Duration of the lease, in seconds; None while the body is being sent."""
         return None if self.lease_until is None else self.lease_until - self.at
 
     @property
     def token(self) -> str:
-        """What the receiver acknowledges."""
+        """Token that the receiver acknowledges."""
         return str(BatchToken(self.batch_id, self.attempt))
 
     @property
@@ -91,29 +91,29 @@ class Handout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delivery:
-    """Keeps a batch until its receiver has it; a returned one is the first to leave again."""
+    """Keeps batches until they are acknowledged; returned ones are redelivered first."""
 
     def __init__(self) -> None:
         self.next_id = 0
         self.in_flight: dict[int, Handout] = {}
         self.returned: dict[int, Handout] = {}
         self.acknowledged: dict[int, int] = {}
-        """Batches acknowledged lately → the attempt that was, oldest first."""
+        """Recently acknowledged batches → their attempt, oldest first."""
         self.num_sequences = 0
-        """Sequences of every batch that is formed but not acknowledged."""
+        """Sequences in unacknowledged batches."""
 
     @property
     def num_pending(self) -> int:
-        """Batches formed but not acknowledged."""
+        """Number of unacknowledged batches."""
         return len(self.in_flight) + len(self.returned)
 
     @property
     def oldest_returned(self) -> Handout | None:
-        """The batch to hand out next; None when none came back."""
+        """The batch to redeliver next; None if none was returned."""
         return self.returned[min(self.returned)] if self.returned else None
 
     def pending(self) -> Iterable[Handout]:
-        """Every batch that is formed but not acknowledged."""
+        """Every unacknowledged batch."""
         return [*self.in_flight.values(), *self.returned.values()]
 
     def hand_out(
@@ -139,7 +139,7 @@ class Delivery:
         return again
 
     def acknowledge(self, token: BatchToken) -> Handout | None:
-        """Forget a batch that its receiver has; None when the token is not the current one."""
+        """Remove an acknowledged batch; None if the token is not the current one."""
         handout = self._current(token)
         if handout is None:
             return None
@@ -150,7 +150,7 @@ class Delivery:
         return handout
 
     def give_back(self, token: BatchToken) -> Handout | None:
-        """Let a batch wait for redelivery; None when the token is not in flight."""
+        """Mark a batch for redelivery; None if the token is not in flight."""
         handout = self.find(token)
         if handout is None:
             return None
@@ -159,7 +159,7 @@ class Delivery:
         return handout
 
     def dissolve(self, batch_id: int) -> tuple[QueuedGroup, ...]:
-        """Forget a returned batch and return its groups: they become part of other batches."""
+        """Remove a returned batch and return its groups, which are queued again."""
         handout = self.returned[batch_id]
         self._forget(handout)
         return handout.groups
@@ -167,7 +167,7 @@ class Delivery:
     def change_groups(
         self, change: Callable[[Iterable[QueuedGroup]], Iterable[QueuedGroup]]
     ) -> None:
-        """Replace the descriptions of all groups that are on their way; sizes must stay."""
+        """Replace the descriptions of all groups in batches; sizes must not change."""
         for batches in (self.in_flight, self.returned):
             for batch_id, handout in batches.items():
                 groups = tuple(change(handout.groups))
@@ -179,7 +179,7 @@ class Delivery:
         return handout if handout is not None and handout.attempt == token.attempt else None
 
     def ack_result(self, token: BatchToken) -> AckResult:
-        """Say what acknowledging would answer; `acked` when it would count."""
+        """Return the result that acknowledging would have, without doing it."""
         if self._current(token) is not None:
             return "acked"
         return (
@@ -189,20 +189,20 @@ class Delivery:
         )
 
     def return_result(self, token: BatchToken) -> AckResult:
-        """Say what giving back would answer; `returned` when it would change something."""
+        """Return the result that returning would have, without doing it."""
         handout = self._current(token)
         if handout is None:
             return self._stale_result(token)
         return "returned" if token.batch_id in self.in_flight else "repeated"
 
     def restore(self, in_flight: Iterable[Handout], returned: Iterable[Handout]) -> None:
-        """Take over the batches of a snapshot; there must be none yet."""
+        """Load the batches of a snapshot into an empty object."""
         self.in_flight = {handout.batch_id: handout for handout in in_flight}
         self.returned = {handout.batch_id: handout for handout in returned}
         self.num_sequences = sum(handout.num_sequences for handout in self.pending())
 
     def clear(self) -> None:
-        """Forget every batch; ids go on, so that late answers are recognised."""
+        """Remove every batch; ids are not reused, so that late acknowledgements are recognized."""
         self.in_flight.clear()
         self.returned.clear()
         self.acknowledged.clear()

@@ -1,7 +1,7 @@
-"""What the service writes to its log, for a person or for a machine; levels are set by the door.
+"""Log lines of the service, as text or JSON; levels are set by the entry point.
 
-Every line that belongs to a request can carry the request's id: `RequestErrorsMiddleware` gives one
-out, and answers an error nobody foresaw with it, so that the line and the answer can be matched.
+`RequestErrorsMiddleware` gives each request an id, which all its log lines carry. A response 500
+has the same id, so that it can be matched with the traceback in the log.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def request_id() -> str:
 def log_config(log_format: LogFormat, *, level: str = "INFO") -> dict[str, Any]:
     """Return a configuration of the loggers for `uvicorn.Config(log_config=)` or `dictConfig`.
 
-    uvicorn's own loggers pass through the same handler. What other packages log is shown from
-    WARNING on.
+    uvicorn's own loggers pass through the same handler. Other packages are logged at WARNING and
+    above.
 
     Args:
         log_format: `text`: one readable line per event; `json`: one object per line.
-        level: least level of what the service and uvicorn log.
+        level: minimum level of the service and uvicorn.
 
     Raises:
-        ValueError: the format is neither.
+        ValueError: the format is unknown.
     """
     if log_format not in get_args(LogFormat):
         raise ValueError(f"log format {log_format!r}; expected one of {get_args(LogFormat)}")
@@ -77,7 +77,7 @@ def log_config(log_format: LogFormat, *, level: str = "INFO") -> dict[str, Any]:
         "loggers": {
             "atroposlib": ours,
             "uvicorn": {**ours, "handlers": [], "propagate": True},
-            # One line per request says nothing to an operator; metrics count requests.
+            # No line per request: metrics count requests.
             "uvicorn.access": {"handlers": ["nowhere"], "propagate": False},
         },
     }
@@ -104,7 +104,7 @@ class _TextFormatter(logging.Formatter):
     """`2026-01-31T10:00:00.123Z WARNING atroposlib.api.run: what happened [request 5f2a-17]`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        # Names come from senders: one event stays one line, and steers no terminal.
+        # Names come from clients: control characters are escaped.
         message = _encodable(record.getMessage()).translate(_CONTROLS)
         text = f"{_timestamp(record)} {record.levelname} {record.name}: {message}"
         if request_id():
@@ -125,10 +125,10 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 class RequestErrorsMiddleware:
-    """Names each request, and answers 500 with that name where the application fails.
+    """Gives each request an id, and responds 500 with that id if the application fails.
 
-    A sender may bring an `X-Request-ID` of its own. A client that left while its body was read is
-    no error.
+    Clients may send their own `X-Request-ID`. A client that disconnects while its body is read is
+    not an error.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -137,12 +137,12 @@ class RequestErrorsMiddleware:
         self._numbers = count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request under an id."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Each request is served in a task of its own, so the id needs no resetting: what the
-        # server logs about the request afterwards still carries it.
+        # Each request runs in its own task, so the id need not be reset: later log lines of the
+        # server about the request still carry it.
         _request_id.set(_senders_id(scope) or f"{self._prefix}-{next(self._numbers)}")
         is_started = False
 

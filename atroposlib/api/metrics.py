@@ -1,15 +1,12 @@
-"""The metrics of one service: what they are called, what they mean, and where they come from.
+"""The metrics of one service: their names, descriptions and sources.
 
-    FIGURES ── read from the run when somebody asks ──┐
-    request_metrics ── counted per request ───────────┼─► registry of this application ─► /metrics
-    histograms ── observed when a batch leaves ───────┘
+    FIGURES ── read from the run at each scrape ────┐
+    RequestMetrics ── counted per request ──────────┼─► registry of this application ─► /metrics
+    histograms ── observed when a batch is sent ────┘
 
-What is read from the run is the same in every replica that serves it; what is counted per request
-and observed per batch is this replica's own and adds up over them.
-
-The figures that are read from a run when somebody asks for its metrics: one row each.
-
-Nothing here walks over the queue: a reading costs O(environments) at most.
+Metrics read from the run are the same in every replica that serves it. Those counted per request
+and observed per batch belong to this replica and add up over replicas. Reading costs at most
+O(environments): nothing here scans the queue.
 """
 
 from __future__ import annotations
@@ -51,11 +48,11 @@ Reading: TypeAlias = float | Mapping[str, float] | None
 
 
 class MeteredRun(Protocol):
-    """What the metrics read of a run."""
+    """The attributes of a run that the metrics read."""
 
     state: RunState
     counters: Counter[str]
-    """What this replica counted on its own."""
+    """Counters of this replica."""
 
     @property
     def now(self) -> float:
@@ -66,17 +63,17 @@ class MeteredRun(Protocol):
         """Why the store rejects new groups; None while it accepts them."""
 
     def stalls(self) -> list[Stall]:
-        """Name what keeps queued groups from becoming a batch."""
+        """Return the reasons why queued groups do not form a batch."""
 
 
 class Figure(NamedTuple):
-    """One metric that is read from the run."""
+    """One metric read from the run."""
 
     name: str
     kind: Literal["gauge", "counter"]
     help: str
     read: Callable[[MeteredRun], Reading]
-    """A number; one per label value; None when there is nothing to tell."""
+    """Returns a number, one number per label value, or None without a value."""
     label: str | None = None
 
 
@@ -108,7 +105,7 @@ def _environments(run: MeteredRun) -> Reading:
 
 
 def _queued_by_environment(run: MeteredRun) -> Reading:
-    """Sum queued sequences by environment name; names beyond the first hundred share a label."""
+    """Sum queued sequences by environment name; names after the first hundred share a label."""
     names = [env.desired_name for env in run.state.envs]
     known = dict.fromkeys(islice(dict.fromkeys(names), _MAX_ENVIRONMENT_NAMES), 0.0)
     for env_id, num_sequences in run.state.queue.sequences_by_env.items():
@@ -150,42 +147,44 @@ FIGURES = (
     ),
     _gauge(
         "atropos_policy_version",
-        "Policy version the trainer told last, else its step.",
+        "Policy version last reported by the trainer, else its step.",
         lambda run: run.state.current_version,
     ),
-    _gauge(
-        "atropos_queue_groups", "Groups that wait for a batch.", lambda run: len(run.state.queue)
-    ),
+    _gauge("atropos_queue_groups", "Queued groups.", lambda run: len(run.state.queue)),
     _gauge(
         "atropos_queue_sequences",
-        "Sequences that wait for a batch.",
+        "Queued sequences.",
         lambda run: run.state.queue.num_sequences,
     ),
     _gauge(
         "atropos_queue_tokens",
-        "Tokens that wait for a batch.",
+        "Queued tokens.",
         lambda run: run.state.queue.num_tokens,
     ),
     _gauge(
         "atropos_queue_bytes",
-        "Payload bytes that wait for a batch.",
+        "Payload bytes of queued groups.",
         lambda run: run.state.queue.num_bytes,
     ),
     _gauge(
         "atropos_environment_queue_sequences",
-        "Sequences that wait for a batch, by the name their environment asked for.",
+        "Queued sequences, by the name that their environment requested.",
         _queued_by_environment,
         "environment",
     ),
-    _gauge("atropos_queue_oldest_age_seconds", "Time since the next group came in.", _oldest_age_s),
+    _gauge(
+        "atropos_queue_oldest_age_seconds",
+        "Time since the oldest queued group was received.",
+        _oldest_age_s,
+    ),
     _gauge(
         "atropos_queue_oldest_staleness_steps",
-        "Current policy version less the oldest known one that waits.",
+        "Current policy version minus that of the oldest queued group whose version is known.",
         lambda run: run.state.oldest_staleness,
     ),
     _gauge(
         "atropos_buffered_sequences",
-        "Sequences that wait for others to add up to their environment's group size.",
+        "Sequences in buffers, until groups add up to their environment's group size.",
         lambda run: run.state.envs.buffered_sequences,
     ),
     _gauge(
@@ -195,7 +194,7 @@ FIGURES = (
     ),
     _gauge(
         "atropos_stalled_sequences",
-        "Sequences that are stuck, or missing for a minimum share, by reason.",
+        "Sequences that are stuck, or missing from a minimum share, by reason.",
         _stalled_sequences,
         "reason",
     ),
@@ -228,7 +227,7 @@ FIGURES = (
     ),
     _counter(
         "atropos_groups_tokenized_from_text_total",
-        "Groups stored whose tokens were made from the text of a server that reports none.",
+        "Groups stored whose tokens were made from text, because the server reports no token ids.",
         _counted("groups/tokenized_from_text"),
     ),
     _counter(
@@ -238,7 +237,7 @@ FIGURES = (
     ),
     _counter(
         "atropos_requests_refused_total",
-        "Requests with groups that were refused, by reason.",
+        "Rejected requests with groups, by reason.",
         lambda run: _by_reason(run.counters, _REFUSED),
         "reason",
     ),
@@ -247,7 +246,7 @@ FIGURES = (
     ),
     _counter(
         "atropos_batches_without_step_total",
-        "Batches acknowledged that made no step: not trained on, or counted already.",
+        "Batches acknowledged without a step: not trained on, or already counted.",
         _counted("batches/without_step"),
     ),
     _counter(
@@ -267,7 +266,7 @@ FIGURES = (
     ),
     _counter(
         "atropos_groups_removed_total",
-        "Groups that an operator took out of the queue.",
+        "Groups removed from the queue by an operator.",
         _counted("groups/removed"),
     ),
     _counter(
@@ -278,7 +277,7 @@ FIGURES = (
     ),
     _counter(
         "atropos_batches_returned_total",
-        "Batches that came back and leave again, by reason; expired: a lease ran out.",
+        "Batches returned for redelivery, by reason; expired: the lease expired.",
         lambda run: _by_reason(run.state.counters, "batches/returned_"),
         "reason",
     ),
@@ -297,7 +296,7 @@ _STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
 
 class _RunCollector(Collector):
-    """Reads the figures of a run when they are asked for."""
+    """Reads the metrics of a run at each scrape."""
 
     def __init__(self, run: MeteredRun) -> None:
         self._run = run
@@ -316,7 +315,7 @@ class _RunCollector(Collector):
 
 
 class _Distribution(Collector):
-    """A histogram that takes the thousands of values of one batch at once, in microseconds."""
+    """A histogram that takes thousands of values of one batch at once, in microseconds."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
         self._name = name
@@ -339,7 +338,7 @@ class _Distribution(Collector):
 
 
 class ServiceMetrics:
-    """Every metric of one application, in a registry of its own."""
+    """Every metric of one application, in its own registry."""
 
     def __init__(self, run: MeteredRun) -> None:
         self.registry = CollectorRegistry()
@@ -352,16 +351,16 @@ class ServiceMetrics:
             registry=self.registry,
             buckets=_STORE_BUCKETS_S,
         )
-        # Finding a series by its label costs as much as using it.
+        # Looking a series up by its label costs about the same as using it.
         self._store_series = {name: self._store_s.labels(name) for name in ("append", "fetch")}
         self._age_s = _Distribution(
             "atropos_handed_out_age_seconds",
-            "Time from a group's arrival until it was first handed out.",
+            "Time from the arrival of a group to its first delivery.",
             _AGE_BUCKETS_S,
         )
         self._staleness = _Distribution(
             "atropos_handed_out_staleness_steps",
-            "Policy version when a group was first handed out less the one it was sampled under, "
+            "Policy version at the first delivery of a group minus the one it was sampled under, "
             "if that is known.",
             _STALENESS_BUCKETS,
         )
@@ -370,11 +369,11 @@ class ServiceMetrics:
         ProcessCollector(registry=self.registry)
 
     def observe_store(self, operation: str, seconds: float) -> None:
-        """Note how long an `append` or a `fetch` took."""
+        """Observe the duration of an `append` or a `fetch`."""
         self._store_series[operation].observe(seconds)
 
     def observe_handout(self, handout: Handout) -> None:
-        """Note how old the groups of a batch are that leaves; only its first attempt counts."""
+        """Observe the age of the groups of a batch; only its first attempt counts."""
         if handout.attempt != 1:
             return
         self._age_s.observe(max(0.0, handout.at - group.received_at) for group in handout.groups)
@@ -382,6 +381,6 @@ class ServiceMetrics:
         self._staleness.observe(age for age in ages if age is not None)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the metrics as a scraper's `Accept` asks for them, and their media type."""
+        """Return the metrics in the format of a scraper's `Accept` header, and their media type."""
         encode, media_type = choose_encoder(accept)
         return encode(self.registry), media_type

@@ -1,25 +1,18 @@
-"""Compression and size of bodies, as ASGI middleware.
+"""ASGI middleware for bodies: gzip both ways, size limits, memory budget, request metrics.
 
-    request  ── GZipRequestMiddleware: budget, cap, gunzip ──► application
-    response ◄─ GZipResponseMiddleware: gzip ────────────────  application
+    request  ── GZipRequestMiddleware: BodyBudget, size limit, gunzip ──► application
+    response ◄─ GZipResponseMiddleware: gzip ───────────────────────────  application
 
-Large bodies are taken in piece by piece, while the `BodyBudget` has room for them.
-
-gzip piece by piece, in threads: zlib lets other threads run while it works.
-
-No call handles more than a piece, so a bomb is noticed at the cap and a client that left is noticed
+gzip runs piece by piece, large pieces in threads, since zlib releases the GIL. No call handles more
+than one piece, so a decompression bomb is detected at the limit, and a client that disconnected
 within milliseconds.
 
-How many bytes of request bodies may lie in memory at once, and how slowly they may come.
+Large bodies are read only while the budget has room. While other requests wait for room, senders
+that are too slow lose theirs:
 
-Large bodies are read only while there is room for them. While others wait for it, a sender that is
-slow has to give it up:
-
-    body ─ piece by piece ─► Account.take ─► kept until the request is answered ─► Account.close
+    body ─ piece by piece ─► Account.take ─► kept until the response is sent ─► Account.close
                                   │
                                   └ no room: the next piece is not read, the sender waits
-
-Counts and times of requests, per route; a few microseconds each.
 """
 
 from __future__ import annotations
@@ -62,7 +55,7 @@ _T = TypeVar("_T")
 
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 _INLINE_BYTES = 32 * 1024
-"""Shorter pieces cost less than the way to a thread and back."""
+"""Shorter pieces are processed faster than passed to a thread and back."""
 _INFLATED_PIECE_BYTES = 1024 * 1024
 
 
@@ -78,8 +71,8 @@ class Inflater:
     """Inflates one gzip stream of any number of members up to a cap.
 
     Args:
-        max_bytes: cap on what comes out.
-        threads: where pieces are inflated; None: the threads of the event loop.
+        max_bytes: limit on the decompressed size.
+        threads: executor for decompression; None: the default executor of the loop.
     """
 
     def __init__(self, max_bytes: int, threads: Executor | None = None) -> None:
@@ -90,13 +83,13 @@ class Inflater:
         self._threads = threads
 
     async def inflate(self, data: bytes) -> list[bytes]:
-        """Return the next pieces that come out of `data`, no more than about 1 MiB together.
+        """Return the next decompressed pieces of `data`, about 1 MiB in total at most.
 
-        Must be called again with `b""` until nothing comes out before there is more data.
+        Must be called again with `b""` until it returns nothing, before the next data.
 
         Raises:
             GzipError: the data is not gzip.
-            BodyTooLargeError: more than the cap came out.
+            BodyTooLargeError: the decompressed size exceeds the limit.
         """
         self._unread += data
         if not self._unread:
@@ -141,9 +134,9 @@ class Deflater:
     """Compresses the bodies of responses.
 
     Args:
-        min_bytes: shorter bodies are not worth it.
+        min_bytes: shorter bodies are not compressed.
         level: 1 (fastest) to 9.
-        threads: where pieces are compressed; None: the threads of the event loop.
+        threads: executor for compression; None: the default executor of the loop.
     """
 
     def __init__(self, *, min_bytes: int, level: int, threads: Executor | None = None) -> None:
@@ -156,11 +149,11 @@ class Deflater:
         return num_bytes >= self._min_bytes and accepts_gzip(request_headers)
 
     def start(self) -> DeflaterStream:
-        """Begin a body."""
+        """Start a body."""
         return DeflaterStream(zlib.compressobj(self._level, zlib.DEFLATED, _GZIP_WINDOW), self)
 
     async def deflate(self, pieces: Iterable[bytes], is_gone: Callable[[], bool]) -> list[bytes]:
-        """Compress a body; what is returned is incomplete if the client left meanwhile."""
+        """Compress a body; the result is incomplete if the client disconnected meanwhile."""
         stream = self.start()
         compressed: list[bytes] = []
         for piece in pieces:
@@ -171,19 +164,19 @@ class Deflater:
         return compressed
 
     async def run(self, num_bytes: int, work: Callable[[], bytes]) -> bytes:
-        """Call `work` where a piece of this length is best compressed."""
+        """Call `work` in a thread, or directly for short pieces."""
         return await _in_thread(self._threads, num_bytes, work)
 
 
 class DeflaterStream:
-    """One body that is being compressed."""
+    """The compression of one body."""
 
     def __init__(self, stream: zlib._Compress, deflater: Deflater) -> None:
         self._stream = stream
         self._deflater = deflater
 
     async def feed(self, piece: bytes, *, is_last: bool = False) -> bytes:
-        """Compress a piece; returns what is ready to be sent, everything after the last one."""
+        """Compress a piece; return the bytes that are ready, after the last piece all of them."""
 
         def work() -> bytes:
             ready = self._stream.compress(piece)
@@ -193,7 +186,7 @@ class DeflaterStream:
 
 
 def accepts_gzip(headers: Headers) -> bool:
-    """Whether the sender of these headers reads gzip."""
+    """Whether the sender of these headers accepts gzip."""
     for choice in headers.get("accept-encoding", "").lower().split(","):
         name, _, quality = choice.partition(";")
         if name.strip() == "gzip":
@@ -208,15 +201,15 @@ async def _in_thread(threads: Executor | None, num_bytes: int, work: Callable[[]
 
 
 class Pace:
-    """Whether bytes come, or go, fast enough; pure.
+    """Whether bytes are sent or received fast enough; pure.
 
-    Only the time that it was the other side's turn counts.
+    Only time spent waiting for the other side counts.
     """
 
     grace_s: ClassVar[float] = 60.0
-    """Time for which nothing is asked; also the longest time without any byte."""
+    """Time before the rate is checked; also the longest time without any byte."""
     min_bytes_per_s: ClassVar[float] = 16 * 1024
-    """Rate after that, on average."""
+    """Minimum average rate after that."""
 
     def __init__(self) -> None:
         self.turn_s = 0.0
@@ -224,14 +217,14 @@ class Pace:
         self._silent_s = 0.0
 
     def add(self, seconds: float, num_bytes: int) -> None:
-        """Count what came in so many seconds of the other side's turn."""
+        """Count bytes and the seconds spent waiting for them."""
         self.turn_s += seconds
         self.num_bytes += num_bytes
         self._silent_s = 0.0 if num_bytes else self._silent_s + seconds
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether nothing came for too long, or too little altogether."""
+        """Whether no byte arrived for too long, or the average rate is too low."""
         allowed_s = self.grace_s + self.num_bytes / self.min_bytes_per_s
         return self._silent_s >= self.grace_s or self.turn_s >= allowed_s
 
@@ -244,9 +237,9 @@ class Pace:
 class BodyBudget:
     """Shares the memory for request bodies among the requests of one service.
 
-    The oldest request is always given what it asks for, so that there is always one that can
-    finish: at most `max_bytes` and one body lie in memory. Whoever waits for room for `patience_s`
-    has those evicted who send more slowly than `min_bytes_per_s`.
+    The oldest request always receives room, so that one request can always finish: memory holds at
+    most `max_bytes` plus one body. When a request has waited for `patience_s`, requests that send
+    more slowly than `min_bytes_per_s` are evicted.
     """
 
     patience_s: ClassVar[float] = 5.0
@@ -264,13 +257,13 @@ class BodyBudget:
         return self._held_bytes
 
     def open(self) -> Account:
-        """Start to count for one request; the caller closes the account."""
+        """Open the account of one request; the caller closes it."""
         account = Account(self)
         self._accounts[id(account)] = account
         return account
 
     async def grant(self, account: Account, num_bytes: int) -> None:
-        """Wait until `num_bytes` more may lie in memory for this account."""
+        """Wait until this account may hold `num_bytes` more."""
         if self._has_room(account, num_bytes):
             self._give(account, num_bytes)
             return
@@ -286,7 +279,7 @@ class BodyBudget:
                 self._waiting.remove(waiting)
 
     def forget(self, account: Account) -> None:
-        """Make room: what the account held is gone."""
+        """Release the bytes that an account held."""
         self._held_bytes -= account.held_bytes
         del self._accounts[id(account)]
         for waiting in list(self._waiting):
@@ -310,29 +303,29 @@ class BodyBudget:
 
 
 class Account:
-    """The bytes one request has in memory."""
+    """The bytes that one request holds in memory."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.held_bytes = 0
         self.pace = Pace()
         self.is_evicted = False
-        """Whether it has to end: others wait for the room it holds."""
+        """Whether the request must end, because others wait for its room."""
         self._reader: asyncio.Task[Any] | None = None
-        """The task that waits for the next piece; None while nothing is waited for."""
+        """The task that waits for the next piece, if any."""
         self._reading_since = 0.0
         self._is_stopped = False
         self._watch: asyncio.TimerHandle | None = None
 
     async def read(self, receive: Receive, *, timeout_s: float) -> Message | None:
-        """Wait for the sender's next piece; None when the time ran out, or others need the room.
+        """Wait for the next piece; None after the timeout, or when evicted.
 
         Args:
-            receive: gives the piece; cancelled when it is not waited for any longer.
-            timeout_s: longest wait, the same for all pieces.
+            receive: returns the piece; cancelled when the wait ends.
+            timeout_s: longest wait; must be the same for all pieces.
         """
         self._reader, self._reading_since = asyncio.current_task(), time.monotonic()
-        if self._watch is None:  # one timer for all pieces: most come at once
+        if self._watch is None:  # one timer for all pieces, since most arrive at once
             self._watch_for(timeout_s, timeout_s)
         try:
             return await receive()
@@ -346,7 +339,7 @@ class Account:
             self.pace.add(time.monotonic() - self._reading_since, 0)
 
     def evict_if_slow(self, patience_s: float, min_bytes_per_s: float) -> None:
-        """Stop to read when it is the sender's turn, and was for long with little to show."""
+        """Stop reading if the sender has been too slow."""
         if self._reader is None:
             return
         turn_s = self.pace.turn_s + time.monotonic() - self._reading_since
@@ -359,7 +352,7 @@ class Account:
         self._watch = loop.call_later(seconds, self._look, timeout_s)
 
     def _look(self, timeout_s: float) -> None:
-        """Stop to read when the sender has been silent for too long; else look again."""
+        """Stop reading if the sender was silent for too long; else check again later."""
         left_s = timeout_s
         if self._reader is not None:
             left_s -= time.monotonic() - self._reading_since
@@ -374,21 +367,21 @@ class Account:
             self._reader.cancel()
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until this many more bytes may lie in memory."""
+        """Wait until this account may hold this many more bytes."""
         await self._budget.grant(self, num_bytes)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all bytes."""
         if self._watch is not None:
             self._watch.cancel()
         self._budget.forget(self)
 
 
 def _uncancel(task: asyncio.Task[Any] | None) -> None:
-    """Take back a cancellation of ours; another one that came meanwhile holds.
+    """Undo our own cancellation; another one that came meanwhile stays in effect.
 
     Raises:
-        CancelledError: there was another one (told since Python 3.11).
+        CancelledError: there was another one (detectable since Python 3.11).
     """
     if sys.version_info >= (3, 11) and task is not None and task.uncancel() > 0:
         raise asyncio.CancelledError
@@ -402,25 +395,25 @@ class _Waiting(NamedTuple):
 
 _MIB = 1024 * 1024
 _SMALL_BYTES = 64 * 1024
-"""Bodies that the connection has buffered anyway before anybody asks for them."""
+"""Bodies up to this size are buffered by the connection anyway."""
 _SLOW_RETRY_AFTER_S = 10
 _INFLATED_AT_ONCE = 64 * 1024
-"""Compressed bytes looked at in one go; bounds what a bomb can make of them."""
+"""Compressed bytes per call; bounds the output of a decompression bomb."""
 _PLAIN_ENCODINGS = ("", "identity", "utf-8", "utf8")
-"""`Content-Encoding` of bodies that are not compressed; some senders name a charset there."""
+"""`Content-Encoding` of uncompressed bodies; some senders put a charset there."""
 
 _DENSE_TYPES = (MEDIA_TYPES["msgpack"],)
-"""What is compressed already, or deliberately not."""
+"""Media types that are already compressed, or deliberately not."""
 
 
 class GZipRequestMiddleware:
-    """Gunzips request bodies that say they are gzip; refuses bodies above the cap with 413.
+    """Decompresses request bodies sent as gzip; rejects bodies above the limit with 413.
 
     Args:
-        app: the application behind.
-        max_body_bytes: cap on the body as the application reads it.
+        app: the wrapped application.
+        max_body_bytes: limit on the decompressed body.
         budget: shares the memory for bodies with other requests; None: one for this middleware.
-        threads: where bodies are inflated; None: the threads of the event loop.
+        threads: executor for decompression; None: the default executor of the loop.
     """
 
     def __init__(
@@ -475,7 +468,7 @@ class GZipRequestMiddleware:
                 await self.app(_plain_scope(scope, pieces), _replay(pieces, receive), send)
 
     async def _gunzip_body(self, receive: Receive, account: Account) -> list[bytes] | None:
-        """Return the decompressed body; None when the client left before it was complete."""
+        """Return the decompressed body; None if the client disconnected before its end."""
         inflater = Inflater(self.max_body_bytes, self._threads)
         pieces: list[bytes] = []
         more_body = True
@@ -499,7 +492,7 @@ class GZipRequestMiddleware:
 
 
 def _announced(scope: Scope) -> tuple[int | None, str]:
-    """Return the length a request announces, 0 without a body, None unknown; and its encoding."""
+    """Return the announced length (0: no body, None: unknown) and the encoding of a request."""
     length: int | None = 0
     encoding = ""
     for name, value in scope["headers"]:
@@ -536,7 +529,7 @@ def _plain_scope(scope: Scope, pieces: list[bytes]) -> Scope:
 
 
 def _replay(pieces: list[bytes], receive: Receive) -> Receive:
-    """Hand out the pieces of a body, then what the connection has to say."""
+    """Return the pieces of a body, then further messages of the connection."""
     unread = iter([*pieces, b""])
 
     async def replay() -> Message:
@@ -548,9 +541,9 @@ def _replay(pieces: list[bytes], receive: Receive) -> Receive:
 
 
 def _paced(receive: Receive, account: Account) -> Receive:
-    """Pass messages on; refuse a sender that falls silent or dawdles within its body with 408.
+    """Pass messages on; reject with 408 a sender that is silent or too slow within its body.
 
-    One that others wait for gets a 503: it may try again when there is more room.
+    An evicted request gets 503, since it may be retried when there is room.
     """
     is_complete = False
 
@@ -582,7 +575,7 @@ def _paced(receive: Receive, account: Account) -> Receive:
 
 
 def _capped(receive: Receive, max_body_bytes: int, account: Account) -> Receive:
-    """Pass messages on while there is room for them; a body above the cap is refused with 413."""
+    """Pass messages on within the budget; reject a body above the limit with 413."""
     room = max_body_bytes
 
     async def capped() -> Message:
@@ -600,9 +593,9 @@ def _capped(receive: Receive, max_body_bytes: int, account: Account) -> Receive:
 
 
 class GZipResponseMiddleware:
-    """Compresses responses for clients that accept gzip, when they are long enough.
+    """Compresses responses that are long enough, for clients that accept gzip.
 
-    Only responses that announce their length are touched, so small ones never are.
+    Applies only to responses that announce their length.
     """
 
     def __init__(
@@ -619,7 +612,7 @@ class GZipResponseMiddleware:
 
 
 class _GzipSender:
-    """The `send` of one response, compressing when the start of the response allows it."""
+    """The `send` of one response; compresses if the start of the response allows it."""
 
     def __init__(self, send: Send, deflater: Deflater, request_headers: Headers) -> None:
         self._send = send
@@ -668,30 +661,30 @@ class RequestMetrics:
         labels = ["method", "route"]
         self._durations = Histogram(
             "atropos_http_request_duration_seconds",
-            "Time from the first byte of a request to the last of its answer; "
-            "that of /batch contains its wait.",
+            "Time from the first byte of a request to the last of its response; "
+            "for /batch it includes its wait.",
             labels,
             registry=registry,
             buckets=_BUCKETS_S,
         )
         self._in_flight = Gauge(
             "atropos_http_requests_in_flight",
-            "Requests that are being served now.",
+            "Requests being served.",
             labels,
             registry=registry,
         )
         self._answers = Counter(
             "atropos_http_requests_total",
-            "Requests by status of the answer; 499: the client left before there was one.",
+            "Requests by status of the response; 499: the client disconnected before it.",
             [*labels, "status"],
             registry=registry,
         )
-        # Finding a series by its labels costs as much as using it.
+        # Looking a series up by its labels costs about the same as using it.
         self._series: dict[tuple[str, str], _Series] = {}
         self._counters: dict[tuple[str, str, int], Counter] = {}
 
     def series(self, method: str, route: str) -> _Series:
-        """Return the series that a request belongs to."""
+        """Return the series of a request."""
         series = self._series.get((method, route))
         if series is None:
             labels = (method, route)
@@ -700,7 +693,7 @@ class RequestMetrics:
         return series
 
     def count(self, method: str, route: str, status: int) -> None:
-        """Count an answer."""
+        """Count a response."""
         counter = self._counters.get((method, route, status))
         if counter is None:
             counter = self._answers.labels(method, route, str(status))
@@ -709,7 +702,7 @@ class RequestMetrics:
 
 
 class RequestMetricsMiddleware:
-    """Times every request and counts it by the status of its answer."""
+    """Times every request and counts it by the status of its response."""
 
     def __init__(self, app: ASGIApp, *, metrics: RequestMetrics) -> None:
         self.app = app

@@ -1,7 +1,7 @@
-"""Which groups make a batch: the packing rules, on sizes alone; pure.
+"""The packing rules, on sizes alone: which groups form a batch; pure.
 
-Every function answers with positions in the order they were given, so that callers decide what a
-group is. Groups are never split.
+Every function returns positions in the order of its input, so callers decide what a group is.
+Groups are never split.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = [
 ]
 
 SEARCH_BITS = 1 << 28
-"""Bits the exact search may use (32 MiB): it looks at the oldest groups that fit."""
+"""Bits available to the exact search (32 MiB); it considers the oldest groups that fit."""
 
 
 def pack_exact(sizes: Iterable[int], *, largest: int, batch_size: int) -> list[int] | None:
     """Choose whole packs until they hold exactly `batch_size` sequences.
 
     A pack is a run of equally sized groups that together hold `largest` sequences. Packs are taken
-    in the order in which they complete; the last one may be taken in part.
+    in the order in which they complete; only a part of the last one may be taken.
 
     Args:
         sizes: sequences per group, oldest first; read only as far as needed.
-        largest: the largest size there is.
+        largest: the largest size in the queue.
         batch_size: sequences wanted.
 
     Returns:
@@ -63,14 +63,14 @@ def pack_with_minimums(
     """Choose a batch in which some owners have a guaranteed share.
 
     First every owner with a minimum takes its share, in the order of `minimums`; then the rest is
-    filled oldest first. All or nothing: an owner that cannot fill its share refuses the batch.
+    filled oldest first. All or nothing: an owner that cannot fill its share prevents the batch.
 
     Args:
-        groups: (size, owner) oldest first; owner None is nobody, and never guaranteed a share.
-        largest: the largest size there is.
+        groups: (size, owner), oldest first; groups with owner None have no guaranteed share.
+        largest: the largest size in the queue.
         batch_size: sequences wanted.
         minimums: owner → share of the batch; shares that exceed the batch are scaled down.
-        ownerless_last: let groups without an owner only fill what owned groups leave.
+        ownerless_last: Whether groups without an owner only fill the remaining space.
 
     Returns:
         Positions in order of delivery, minimums first, or None.
@@ -122,7 +122,7 @@ def _minimum_needs(
     batch_size: int,
     minimums: Mapping[int, float],
 ) -> dict[int, int] | None:
-    """Return the sequences owed to each owner, None when one of them has nothing to give."""
+    """Return the minimum sequences of each owner, None if one of them has no groups."""
     owing = [owner for owner, share in minimums.items() if int(batch_size * share) > 0]
     if any(not packable.get(owner) for owner in owing):
         return None
@@ -133,11 +133,11 @@ def _minimum_needs(
 def scaled_needs(
     minimums: Mapping[int, float], smallest: Mapping[int, int], batch_size: int
 ) -> dict[int, int]:
-    """Return the sequences owed to each owner of a share, scaled down to what a batch holds.
+    """Return the minimum sequences of each owner of a share, scaled down to fit a batch.
 
     Args:
         minimums: owner → share of the batch; shares below one sequence are left out.
-        smallest: owner → the smallest size it can provide, the least it is owed.
+        smallest: owner → its smallest group size, the lower bound of its minimum.
         batch_size: sequences in the batch.
     """
     needs = {owner: int(batch_size * share) for owner, share in minimums.items()}
@@ -150,11 +150,11 @@ def scaled_needs(
 
 
 def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
-    """Find groups that hold exactly `target` sequences, preferring older ones.
+    """Find groups that together hold exactly `target` sequences, preferring older ones.
 
     Subset sum over bit sets: bit `n` of a set says that `n` sequences can be reached. Exact as long
     as the candidates fit into the search: always up to targets of 4,096 sequences; beyond, the
-    oldest candidates are searched, so that time and memory are bounded whatever is asked for.
+    oldest candidates are searched, so that time and memory are bounded for every target.
 
     Args:
         sizes: sequences per group, at least 1 each, oldest first.
@@ -167,7 +167,7 @@ def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
         return []
     candidates = _oldest_of_each_size(sizes, target)[: SEARCH_BITS // target]
     within_target = (1 << (target + 1)) - 1
-    reachable_from = [1]  # by the candidates behind each one, built from the back
+    reachable_from = [1]  # by the candidates after each one, built from the end
     for position in reversed(candidates):
         later = reachable_from[-1]
         reachable_from.append((later | later << sizes[position]) & within_target)
@@ -189,8 +189,8 @@ def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
 def _oldest_of_each_size(sizes: Sequence[int], target: int) -> list[int]:
     """Return the positions that can be part of the oldest combination.
 
-    Of equally sized groups the older ones are preferred, so that of size `s` only the first
-    `target // s` can be chosen.
+    Among groups of one size `s` the older ones are preferred, so only the first `target // s` can
+    be chosen.
     """
     counts: dict[int, int] = {}
     positions = []

@@ -1,14 +1,14 @@
-"""The queue of groups that wait for a batch: first in, first out, with running counters; pure.
+"""The queue of groups: first in, first out, with running counters; pure.
 
-It holds descriptions, never payloads, so its size does not depend on how long trajectories are.
+It holds descriptions, not payloads, so its size does not depend on the length of trajectories.
 
     append ──► front │ oldest … newest  ──► plan_batch, remove
                ▲     └─ the same entries in rows by size, and by sender and size
     restore_front
 
-Invariants: a group is queued at most once; every counter and every row equals what a walk over the
-queue would find. No request costs more because the queue is longer: adding and removing are O(1)
-per group, counters O(1), planning as `batch_plan` states.
+Invariants: a group is queued at most once; every counter and every row equals the result of a full
+scan. The cost of a request does not grow with the queue: adding and removing are O(1) per group,
+counters O(1), planning as `batch_plan` states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["GroupQueue", "QueuedGroup"]
 
 
 class GroupQueue:
-    """First in, first out queue of groups; it changes by the group, never by the queue."""
+    """First in, first out queue of groups; each change costs O(1) per group."""
 
     def __init__(self) -> None:
         self._entries = Row()
@@ -38,7 +38,7 @@ class GroupQueue:
         self._senders = SenderRows()
         self._totals = SenderTotals()
         self._refused: tuple[int, Mapping[int, float]] | None = None
-        """The last plan with minimums that failed, while nothing changed that could help it."""
+        """The last failed plan with minimums, until a change may make it succeed."""
         self.num_sequences = 0
         """Sequences in all queued groups."""
         self.num_tokens = 0
@@ -56,17 +56,17 @@ class GroupQueue:
             yield group
 
     def entries(self) -> list[Entry]:
-        """Copy what is queued, oldest first, about a millisecond per 100,000 groups."""
+        """Copy the queue, oldest first, about a millisecond per 100,000 groups."""
         return list(self._entries)
 
     @property
     def largest_group(self) -> int:
-        """Sequences in the largest queued group, 0 when the queue is empty."""
+        """Sequences in the largest queued group, 0 if the queue is empty."""
         return self._rows.largest
 
     @property
     def sequences_by_env(self) -> Mapping[int | None, int]:
-        """Queued sequences of every sender that has some."""
+        """Queued sequences per sender; senders without any are left out."""
         return self._totals.sequences
 
     def largest_group_of(self, env_id: int) -> int:
@@ -75,11 +75,11 @@ class GroupQueue:
         return rows.largest if rows else 0
 
     def groups_by_size(self) -> dict[int, int]:
-        """Return how many groups are queued of every size."""
+        """Return the number of queued groups per size."""
         return {size: len(row) for size, row in self._rows.rows()}
 
     def has_packable(self, env_id: int) -> bool:
-        """Whether one environment could fill any of a guaranteed share."""
+        """Whether one environment has a pack for its guaranteed share."""
         rows = self._senders.get(env_id)
         return rows is not None and bool(rows.packable_rows(self.largest_group))
 
@@ -91,7 +91,7 @@ class GroupQueue:
     def view_of(
         self, env_id: int, *, group_size: int, batch_size: int, minimums: Mapping[int, float]
     ) -> QueueView:
-        """Say how full the queue is from where one environment stands, as `queue_view` does.
+        """Return the size of the queue in units of one environment, as `queue_view` does.
 
         O(1), except after the largest size, `batch_size` or `minimums` changed: then O(senders).
 
@@ -99,7 +99,7 @@ class GroupQueue:
             env_id: the asking environment.
             group_size: sequences per group of the asking environment, at least 1.
             batch_size: sequences per batch.
-            minimums: guaranteed shares; a mapping that is passed again must be unchanged.
+            minimums: guaranteed shares; the mapping must not be mutated between calls.
         """
         others = self._totals.others_packed(
             env_id,
@@ -111,7 +111,7 @@ class GroupQueue:
         return QueueView(queue_groups=(own + others) // group_size, own_groups=own // group_size)
 
     def get(self, group_id: int) -> QueuedGroup | None:
-        """Return a queued group by its id, None when it is not queued."""
+        """Return a queued group by its id, None if it is not queued."""
         entry = self._entries.get(group_id)
         return entry and entry[1]
 
@@ -120,7 +120,7 @@ class GroupQueue:
         return [group for _, group in islice(self._entries, offset, offset + limit)]
 
     def append(self, group: QueuedGroup) -> None:
-        """Queue a group behind all others.
+        """Append a group to the queue.
 
         Raises:
             ValueError: the group is queued already.
@@ -131,7 +131,7 @@ class GroupQueue:
         self._index(entry, at_front=False)
 
     def restore_front(self, groups: Sequence[QueuedGroup]) -> None:
-        """Put groups back before all others, in the order given.
+        """Put groups back at the front, in the given order.
 
         Raises:
             ValueError: one of the groups is queued already; nothing has changed.
@@ -144,10 +144,10 @@ class GroupQueue:
             self._index(entry, at_front=True)
 
     def remove(self, group_ids: Iterable[int]) -> list[QueuedGroup]:
-        """Take groups out of the queue, wherever they are; ids that are not queued are skipped.
+        """Remove groups from any position; ids that are not queued are skipped.
 
         Returns:
-            The removed groups, in the order asked for.
+            The removed groups, in the order of the ids.
         """
         removed = []
         for group_id in group_ids:
@@ -164,15 +164,15 @@ class GroupQueue:
     def plan_batch(
         self, batch_size: int, minimums: Mapping[int, float] | None = None
     ) -> list[QueuedGroup] | None:
-        """Choose the next batch; the queue stays as it is.
+        """Choose the next batch without changing the queue.
 
         Without minimums: whole packs in order of completion; when packs do not add up, the oldest
         exact combination. With minimums: see `packing.pack_with_minimums`.
 
         Args:
             batch_size: sequences wanted, at least 1.
-            minimums: environment → guaranteed share of the batch; a mapping that is passed again
-                must be unchanged.
+            minimums: environment → guaranteed share of the batch; the mapping must not be mutated
+                between calls.
 
         Returns:
             Groups in order of delivery that hold exactly `batch_size` sequences; None when the
@@ -192,7 +192,8 @@ class GroupQueue:
         """Choose the oldest groups that together hold at most `batch_size` sequences.
 
         Returns:
-            Groups in queue order, one at least; None while fewer than `batch_size` sequences wait.
+            Groups in queue order, at least one; None while fewer than `batch_size` sequences are
+            queued.
         """
         if self.num_sequences < batch_size:
             return None

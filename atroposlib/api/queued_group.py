@@ -1,7 +1,6 @@
-"""What the queue knows of one group; the store has the rest under its id.
+"""The description of a queued group; its payload is in the store under the same id.
 
-Each payload has an xxh3 checksum. It costs 0.4 ms per 10 MB; crc32 takes ten to twenty times as
-long.
+Each payload has an xxh3 checksum: 0.4 ms per 10 MB, ten to twenty times faster than crc32.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from xxhash import xxh3_64_intdigest
 __all__ = ["UNKNOWN_VERSION", "QueuedGroup", "checksum_of"]
 
 UNKNOWN_VERSION = -1
-"""The version of groups that came without one while no trainer was registered."""
+"""Policy version of groups that were posted without one while no trainer was registered."""
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What batching and inspection know of a group, without its tokens.
+    """The attributes of a group that batching and inspection use, without its tokens.
 
-    Holds nothing that could refer back to it, so that the garbage collector need not look at it:
-    100,000 of them would make every full collection tens of milliseconds longer.
+    Excluded from garbage collection, since it holds no references that could form cycles: 100,000
+    tracked objects would lengthen every full collection by tens of milliseconds.
     """
 
     group_id: int
     env_id: int | None
-    """Registered sender; None when nobody registered under the id it gave."""
+    """Registered sender; None if the sender's id is not registered."""
     num_sequences: int
     num_tokens: int
     num_bytes: int = 0
@@ -34,8 +33,8 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lane: Literal["json", "msgpack"] = "json"
     """Encoding of the stored payload."""
     version: int = 0
-    """Policy version the sender stamped, else the trainer's at admission; `UNKNOWN_VERSION` where
-    there was none, or where that trainer's steps are not those of the present one."""
+    """Policy version set by the sender, else that of the trainer at admission. `UNKNOWN_VERSION` if
+    there was neither, or if the steps of that trainer are not comparable to the current one's."""
     received_at: float = 0.0
     """Unix time of admission, in seconds."""
     min_score: float = 0.0
@@ -45,7 +44,7 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def known_version(self) -> int | None:
-        """The policy version that the group was sampled under, None when it is not known."""
+        """The policy version that sampled the group, None if unknown."""
         return None if self.version == UNKNOWN_VERSION else self.version
 
     def is_payload(self, content: bytes) -> bool:

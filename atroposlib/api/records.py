@@ -1,11 +1,11 @@
-"""What can happen to a run: the records of its log, and their bytes.
+"""The records of the log of a run, and their bytes.
 
-The state of a run is what applying its records in order gives (`run_state`). Time, ids and choices
-are inside the records, so that applying them again, later or in another process, gives the same.
+The state of a run results from applying its records in order (`state`). Times, ids and choices are
+part of the records, so that applying them again, later or in another process, gives the same state.
 
-Two kinds. *Guarded* records take groups away or change the run; whoever writes one has seen every
-guarded record before it. The others commute with them: they carry the *epoch*, the number of resets
-their writer had seen, and mean nothing to a run that has been reset since.
+There are two kinds. *Guarded* records remove groups or change the run; their writer has applied
+every guarded record before them. The others commute with them: they carry the *epoch*, the number
+of resets their writer had applied, and are ignored by a run that has been reset since.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ __all__ = [
 ]
 
 _FORMAT = b"\x01"
-"""First byte of every record; a change that older readers would misread raises it."""
+"""First byte of every record; incremented by a change that older readers would misread."""
 
 ReturnReason = Literal["lost", "refused", "expired", "owner_gone"]
-"""Why a batch came back: its body did not arrive, its receiver gave it back, its lease ran out, or
-the replica that was sending it is gone."""
+"""Why a batch was returned: its body did not arrive, its receiver returned it, its lease expired,
+or the replica that was sending it is gone."""
 
 PayloadFlaw = Literal["missing", "damaged"]
-"""Why a group cannot be delivered: its payload is not in the store, or differs from what was
-posted."""
+"""Why a group cannot be delivered: its payload is missing from the store, or damaged."""
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """The common form: a MessagePack array that starts with the name of the record."""
+    """Base of all records: a MessagePack array that starts with the name of the record."""
 
     is_guarded: ClassVar[bool] = True
 
@@ -67,15 +66,15 @@ class TrainerRegistered(_Record, frozen=True, tag="trainer_registered"):
 
     settings: dict[str, Any]  # the fields of `schemas.Registration`
     trainer_id: str
-    """The id it was given, a 128-bit number in hexadecimal."""
+    """Its id, a 128-bit number in hexadecimal."""
     at: float
 
 
 class ConsumerLeft(_Record, frozen=True, tag="consumer_left"):
-    """The tool that stood in for a trainer has ended; the place is free."""
+    """The consumer has ended; another one or a trainer may register."""
 
     trainer_id: str
-    """The id it was given, a 128-bit number in hexadecimal."""
+    """Its id, a 128-bit number in hexadecimal."""
     at: float
 
 
@@ -95,7 +94,7 @@ class EnvRegistered(_Record, frozen=True, tag="env_registered"):
 
 
 class EnvDisconnected(_Record, frozen=True, tag="env_disconnected"):
-    """An environment signed off, or was silent for too long."""
+    """An environment disconnected, or timed out."""
 
     env_id: int
     is_expired: bool
@@ -103,14 +102,14 @@ class EnvDisconnected(_Record, frozen=True, tag="env_disconnected"):
 
 
 class EnvRevived(_Record, frozen=True, tag="env_revived"):
-    """An environment that had been taken for gone was seen again."""
+    """An environment that had timed out sent a request again."""
 
     env_id: int
     at: float
 
 
 class EnvsSeen(_Record, frozen=True, tag="envs_seen"):
-    """When environments were last heard of; written now and then, for all of them together."""
+    """Heartbeats of all environments, written at intervals."""
 
     is_guarded: ClassVar[bool] = False
     epoch: int
@@ -129,25 +128,25 @@ class GroupsAdmitted(_Record, frozen=True, tag="groups_admitted"):
     key: str | None = None
     """Idempotency key of the request."""
     digest: int = 0
-    """Digest of its body, to tell a repetition from another use of the key."""
+    """Digest of its body, to distinguish a repetition from another use of the key."""
     num_from_text: int = 0
     """Groups whose tokens were made from text."""
 
 
 class BatchFormed(_Record, frozen=True, tag="batch_formed"):
-    """Groups left the queue as a new batch, and were handed out."""
+    """Groups left the queue as a new batch, which was delivered."""
 
     batch_id: int
     group_ids: list[int]
     owner: str
-    """The replica that handed the batch out."""
+    """The replica that delivered the batch."""
     at: float
     lease_until: float | None = None
-    """Unix time until which the receiver may acknowledge; None while the body is being sent."""
+    """Unix time at which the lease expires; None while the body is being sent."""
 
 
 class BatchHandedOut(_Record, frozen=True, tag="batch_handed_out"):
-    """A batch that had come back was handed out again."""
+    """A returned batch was redelivered."""
 
     batch_id: int
     attempt: int
@@ -157,7 +156,7 @@ class BatchHandedOut(_Record, frozen=True, tag="batch_handed_out"):
 
 
 class BatchAcknowledged(_Record, frozen=True, tag="batch_acknowledged"):
-    """The receiver has the batch: the step grows."""
+    """A batch was acknowledged and counts as a step."""
 
     batch_id: int
     attempt: int
@@ -165,9 +164,9 @@ class BatchAcknowledged(_Record, frozen=True, tag="batch_acknowledged"):
 
 
 class BatchPassedOver(_Record, frozen=True, tag="batch_passed_over"):
-    """The receiver has the batch, and the step stays: it was not trained on, or is counted already.
+    """A batch was acknowledged without a step: not trained on, or already counted.
 
-    A record of its own, so that a service that does not know it stops instead of counting a step.
+    A separate record, so that a service that does not know it stops instead of counting a step.
     """
 
     batch_id: int
@@ -176,7 +175,7 @@ class BatchPassedOver(_Record, frozen=True, tag="batch_passed_over"):
 
 
 class BatchesReturned(_Record, frozen=True, tag="batches_returned"):
-    """Batches came back and leave again before anything new is formed."""
+    """Batches were returned and will be redelivered before a new one is formed."""
 
     handouts: list[tuple[int, int]]
     """(batch_id, attempt) of each."""
@@ -185,7 +184,7 @@ class BatchesReturned(_Record, frozen=True, tag="batches_returned"):
 
 
 class PolicyVersionSet(_Record, frozen=True, tag="policy_version_set"):
-    """The trainer told which policy it serves now."""
+    """The trainer reported a new policy version."""
 
     is_guarded: ClassVar[bool] = False
     epoch: int
@@ -193,7 +192,7 @@ class PolicyVersionSet(_Record, frozen=True, tag="policy_version_set"):
 
 
 class GroupsRemoved(_Record, frozen=True, tag="groups_removed"):
-    """Somebody took groups that wait out of the run."""
+    """An operator removed waiting groups."""
 
     group_ids: list[int]
     at: float
@@ -210,7 +209,7 @@ class GroupsSetAside(_Record, frozen=True, tag="groups_set_aside"):
 
 
 class RunReset(_Record, frozen=True, tag="run_reset"):
-    """Everything was forgotten."""
+    """The run was reset."""
 
     at: float
 
@@ -242,8 +241,7 @@ class UnreadableRecordError(ConfigError):
     """A record is damaged, or was written by a later version of the service.
 
     Attributes:
-        record_type: What it was, as far as its beginning tells; None when this version knows no
-            such record.
+        record_type: Its type, if the beginning is readable; None if unknown to this version.
     """
 
     def __init__(self, message: str, record_type: RecordType | None = None) -> None:
@@ -261,7 +259,7 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def encode_record(record: Record) -> bytes:
-    """Write a record as the log keeps it."""
+    """Encode a record for the log."""
     return _FORMAT + _encoder.encode(record)
 
 
@@ -269,7 +267,7 @@ _beginnings = {_encoder.encode(kind_of(each)): each for each in get_args(Record)
 
 
 def decode_record(content: bytes) -> Record:
-    """Read a record of the log.
+    """Decode a record of the log.
 
     Raises:
         UnreadableRecordError: the record is damaged, or was written by a later version.
@@ -290,6 +288,6 @@ def decode_record(content: bytes) -> Record:
 
 
 def _type_at_beginning(content: bytes) -> RecordType | None:
-    """Say what a record was by its name, which follows the format and the head of the array."""
+    """Return the type of a record by its name, which follows the format byte and array header."""
     found = (kind for name, kind in _beginnings.items() if content.startswith(name, 2))
     return next(found, None)

@@ -1,4 +1,4 @@
-"""HTTP answers the framework has no class for: bodies in pieces, with word of their arrival."""
+"""Responses that the framework does not provide: bodies in pieces, with confirmed delivery."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Report = Callable[[], Awaitable[Any]]
 
 
 class PiecesResponse(Response):
-    """A body that lies in pieces, sent without joining them, with word of whether it arrived.
+    """A body in pieces, sent without joining them, that reports whether it arrived.
 
     Other requests are served between slices of 256 KiB.
 
-    What *arrived* means. Under `run-api`, everything was confirmed by the client's machine before
+    Meaning of *arrived*. Under `run-api`, everything was confirmed by the client's machine before
     the client closed or broke the connection. Under another ASGI server, everything was handed
     to the connection and the client was still there. Neither proves that the client's program
     read the body: what fits into the socket buffers of its machine counts as arrived even if the
-    program then ends without reading. Where that matters, the client must say so itself.
+    program then ends without reading. If that matters, the client must acknowledge the body.
 
-    A client that takes the body more slowly than `Pace` asks loses its connection under `run-api`,
+    Under `run-api`, a client that reads the body more slowly than `Pace` allows is disconnected,
     and the body counts as lost.
 
     Args:
@@ -47,7 +47,7 @@ class PiecesResponse(Response):
         deflater: compresses the body for clients that accept it; None leaves that to middleware.
         on_arrived: awaited once the body has arrived, before the response is complete: the next
             request on the same connection is read after it.
-        on_lost: awaited instead when the client left, or sending failed, before that.
+        on_lost: awaited instead if the client disconnected, or sending failed, before that.
     """
 
     def __init__(
@@ -111,18 +111,18 @@ class PiecesResponse(Response):
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         for piece in _slices(self._pieces):
-            # Lets other requests run, and word of a disconnect arrive.
+            # Lets other requests run, and a disconnect be noticed.
             await asyncio.sleep(0)
             if gone.done():
                 return False
             self._num_sent += len(piece)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-        # Servers wait here until most of the pieces before have left this process.
+        # Servers wait here until most of the previous pieces have left this process.
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         return True
 
     async def _abort_slow(self, connection: Connection) -> None:
-        """End the connection of a client that does not read; until cancelled."""
+        """Disconnect the client if it does not read; runs until cancelled."""
         pace = Pace()
         wait_s, confirmed = _LOOK_S, 0
         while not pace.is_too_slow:
@@ -130,7 +130,9 @@ class PiecesResponse(Response):
             now_confirmed = max(confirmed, self._num_sent - connection.unconfirmed_bytes())
             pace.add(min(wait_s, pace.grace_s / 4), now_confirmed - confirmed)
             wait_s, confirmed = min(2 * wait_s, _LAST_LOOK_S), now_confirmed
-        logger.warning("a client took %d bytes in %.0f s; it is let go", confirmed, pace.turn_s)
+        logger.warning(
+            "disconnecting a slow client: it read %d bytes in %.0f s", confirmed, pace.turn_s
+        )
         connection.abort()
 
     async def _report(self, report: Report | None) -> None:
@@ -139,12 +141,12 @@ class PiecesResponse(Response):
         try:
             await report()
         except Exception:
-            # The body is out: the client cannot be told any more.
-            logger.exception("could not write down what became of a response")
+            # The body is sent, so the client cannot receive an error.
+            logger.exception("could not record whether a response arrived")
 
 
 def _slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
-    """Cut the pieces into slices worth a write each: small ones joined, large ones divided."""
+    """Join small pieces and divide large ones into slices of a suitable size for one write."""
     small: list[bytes] = []
     room = _SLICE_BYTES
     for piece in pieces:
@@ -162,7 +164,7 @@ def _slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
 
 
 async def wait_until_gone(receive: Receive) -> None:
-    """Wait until the client has left, or has its answer; safe to cancel."""
+    """Wait until the client disconnected, or has its response; safe to cancel."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -170,7 +172,7 @@ async def wait_until_gone(receive: Receive) -> None:
 def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Answer with JSON."""
+    """Return a JSON response."""
     return Response(
         msgspec.json.encode(content), status, headers=headers, media_type="application/json"
     )

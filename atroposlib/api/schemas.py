@@ -1,4 +1,4 @@
-"""Models of what the service is sent; replies are plain dictionaries, exact to the contract."""
+"""Models of request bodies; replies are plain dictionaries, exact to the contract."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = [
 MAX_BATCH_SIZE = 2**20
 """Sequences that a batch may hold."""
 MAX_GROUP_SIZE = 4096
-"""Sequences that groups may be collected to: up to here the search for them is exact and quick."""
+"""Upper bound of `group_size`; up to here the search in buffers is exact and fast."""
 
-_MAX_NUMBER = 2**53 - 1  # every reader of JSON holds it exactly
+_MAX_NUMBER = 2**53 - 1  # exact in every JSON reader
 _INT64_MAX = 2**63 - 1
 _MAX_WEIGHT = 1e9
 _MAX_NAME_CHARACTERS = 256
@@ -33,20 +33,20 @@ _LINE_SEPARATORS = "\u2028\u2029"
 
 
 def _require_encodable(text: str) -> str:
-    """Refuse lone surrogates: JSON can spell them, but no answer could carry them."""
+    """Reject lone surrogates: JSON can express them, but no response could carry them."""
     text.encode("utf-8")  # UnicodeEncodeError is a ValueError, so it becomes a 422
     return text
 
 
 def _require_printable(text: str) -> str:
-    """Refuse control characters in names that logs and terminals show."""
+    """Reject control characters in names that logs and terminals show."""
     if not text.isprintable():
         raise ValueError("expected printable characters only")
     return text
 
 
 def _refuse_control_characters(text: str) -> str:
-    """Refuse what would break lines, or steer terminals, where the text is shown."""
+    """Reject characters that would break lines or control terminals."""
     if any(category(char) == "Cc" or char in _LINE_SEPARATORS for char in text):
         raise ValueError("expected no control characters")
     return text
@@ -56,23 +56,23 @@ Text = Annotated[str, AfterValidator(_require_encodable)]
 Name = Annotated[
     Text, AfterValidator(_refuse_control_characters), Field(max_length=_MAX_NAME_CHARACTERS)
 ]
-# Trainers that do not use Weights & Biases have no names to give.
+# Trainers without Weights & Biases have no names.
 OptionalName = Annotated[Name | None, AfterValidator(lambda name: name or "")]
 Number = Annotated[int, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
-# Wider integers are accepted by Python alone; other clients could not read them back.
+# Only Python accepts wider integers; other clients could not read them back.
 Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX)]
 # Bounds given to a field of type `Number` would be overruled by those of the type.
 Version = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
 
 
 class Registration(BaseModel):
-    """A trainer starts a run."""
+    """Body of `POST /register`: a trainer starts or joins a run."""
 
     wandb_group: OptionalName = Field(
-        description="Run group handed to environments; null: none, as an empty text."
+        description="Run group for environments; null means none, like an empty string."
     )
     wandb_project: OptionalName = Field(
-        description="Project handed to environments; null: none, as an empty text."
+        description="Project for environments; null means none, like an empty string."
     )
     batch_size: int = Field(ge=1, le=MAX_BATCH_SIZE, description="Sequences per batch.")
     max_token_len: Number = Field(
@@ -97,10 +97,9 @@ class Registration(BaseModel):
     )
 
     def differences(self, asked: Registration) -> list[str]:
-        """Name the settings in which another registration would change the run.
+        """List the settings of another registration that differ from this one.
 
-        A checkpoint interval that is the number of steps on both sides was derived from it by the
-        trainers, and is left out.
+        The checkpoint interval is left out if both trainers derived it from the number of steps.
         """
         passed_over = {"starting_step", "replace", "consumer"}
         if all(each.save_checkpoint_interval == each.num_steps for each in (self, asked)):
@@ -113,7 +112,7 @@ class Registration(BaseModel):
 
 
 class RegisterEnv(BaseModel):
-    """An environment joins a run."""
+    """Body of `POST /register-env`: an environment joins a run."""
 
     max_token_length: Number = Field(description="Longest trajectory, in tokens.")
     desired_name: Name = Field(description="Name; the service appends a running number.")
@@ -156,7 +155,7 @@ class EnvIdentifier(BaseModel):
 
 
 class Policy(BaseModel):
-    """A trainer has new weights in service."""
+    """Body of `POST /policy`: the trainer serves new weights."""
 
     version: Version = Field(description="Version of the policy, a number that grows.")
 

@@ -60,7 +60,7 @@ def test_token_file_names_holders_and_roles(token_file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("trainr 0123456789abcdef", "line 2: the first word is no role; expected one of envir"),
+        ("trainr 0123456789abcdef", "line 2: the first word is not a role; expected one of envir"),
         ("trainer", "line 2: 1 words; expected: role token"),
         ("trainer 0123456789abcdef one two", "line 2: 4 words; expected: role token"),
         ("trainer short", "line 2: the token must be at least 16 of the characters"),
@@ -106,7 +106,7 @@ def test_token_file_that_others_can_read_is_warned_about(
     token_file.chmod(0o644)
     read_token_file(token_file)
 
-    assert "others can read it; run: chmod 600" in caplog.text
+    assert "other users can read it; run: chmod 600" in caplog.text
 
 
 def test_route_without_a_rule_is_for_admins() -> None:
@@ -178,7 +178,7 @@ def test_refusals_are_logged_once_and_never_show_the_token(
 
     lines = [r.getMessage() for r in caplog.records if r.name == "atroposlib.api.auth"]
     assert [line.split(":")[0] for line in lines] == [
-        "refused nobody on /batch",
+        "refused a client on /batch",
         "refused maths on /batch",
     ]
     assert not any(t in caplog.text for t in ("wrong-but-long", *TOKENS.values()))

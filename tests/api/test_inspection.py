@@ -187,7 +187,7 @@ def test_group_that_is_gone_is_410_and_one_that_never_was_404() -> None:
     for path in (f"/groups/{first}", f"/groups/{first}/payload"):
         answer = service.get(path)
         assert answer.status_code == 410
-        assert "is gone" in answer.json()["detail"]
+        assert "is no longer kept" in answer.json()["detail"]
     for path in ("/groups/999999", "/groups/999999/payload"):
         assert service.get(path).status_code == 404
 
