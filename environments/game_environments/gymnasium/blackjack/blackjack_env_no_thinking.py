@@ -2,7 +2,7 @@
 
     seed -> hand -> [hit or stick -> next hand] x N -> won 1, drawn 0, lost -1
 
-A turn that is no action ends the game with -1. Needs gymnasium, no data:
+An invalid action ends the game with -1. Needs gymnasium, no data:
 
     python environments/game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py process \
         --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
@@ -35,7 +35,7 @@ __all__ = [
 CARD = EnvironmentCard(
     task="play blackjack, one word per decision",
     turns="up to 10",
-    reward="won 1, drawn 0, lost -1; a turn that is no action ends the game with -1",
+    reward="won 1, drawn 0, lost -1; an invalid action ends the game with -1",
     data="made on the spot",
     needs="`pip install '.[examples]'`",
     command="process --env.total_steps 4",
