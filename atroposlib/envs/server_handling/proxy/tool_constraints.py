@@ -41,7 +41,7 @@ class ToolDemand(NamedTuple):
 def demand_of(
     tool_choice: Any, parallel_tool_calls: bool | None, tools: Sequence[Any] | None
 ) -> ToolDemand | None:
-    """Return the constraints of a chat request on its calls; None if there are none.
+    """Return the constraints of a chat request on its calls; None without any.
 
     Args:
         tool_choice: `none`, `auto`, `required`, a function, or `allowed_tools`.
