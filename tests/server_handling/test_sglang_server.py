@@ -234,7 +234,7 @@ def test_null_finish_reason_and_a_trimmed_stop_token_are_accepted() -> None:
     ("answer", "said"),
     [
         ({**completion(), "output_ids": [8, 2]}, "name different tokens"),
-        (completion(finish_reason={"type": "abort"}), r"gave up completion 0 \(abort\)"),
+        (completion(finish_reason={"type": "abort"}), r"aborted completion 0 \(abort\)"),
         (completion(output_token_logprobs=[[None, 7, None]]), "not a finite number"),
         (completion(output_token_logprobs=[-0.5]), r"expected \[logprob, token id"),
         ({"text": "ok"}, "no meta_info"),
@@ -260,7 +260,7 @@ def test_own_token_outside_of_the_top_k_is_kept_first() -> None:
 def test_prompt_logprobs_of_other_tokens_are_refused() -> None:
     answer = {"meta_info": {"input_token_logprobs": [[None, 5, None]]}}
 
-    with pytest.raises(InferenceError, match="not those of the 2 tokens sent"):
+    with pytest.raises(InferenceError, match="do not match the 2 tokens sent"):
         parse_prompt_logprobs(answer, [5, 6], top_k=0)
     with pytest.raises(ValueError, match="no input_token_logprobs"):
         parse_prompt_logprobs({"meta_info": {}}, [5, 6], top_k=0)

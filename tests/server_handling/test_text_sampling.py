@@ -186,7 +186,7 @@ async def test_completion_of_a_server_of_chats_only_is_refused_by_type(
 ) -> None:
     async with ScriptedEngine(["one"], offers_completions=False) as engine:
         session = ManagedServer(make_server(engine, OpenAIServer), CharTokenizer())
-        with pytest.raises(NoTextCompletionsError, match="ask it with chat_completion"):
+        with pytest.raises(NoTextCompletionsError, match="use chat_completion"):
             await session.completion(prompt="Say: ", max_tokens=9)
 
 

@@ -105,7 +105,7 @@ async def test_older_routes_are_sent_every_option_with_its_default(
         "max_tokens": 9,
     }
     assert request.headers["Authorization"] == "Bearer sk-1"
-    assert caplog.text.count("does not know stop: ignored") == 1
+    assert caplog.text.count("ignores unsupported stop") == 1
 
 
 @pytest.mark.parametrize(("max_tokens", "reason"), [(9, "stop"), (2, "length")])

@@ -80,7 +80,7 @@ def test_completions_are_read_in_the_order_of_their_index() -> None:
         ({"choices": [choice(), choice(1)]}, "2 completions, not 1"),
         ({"choices": [choice(logprobs={"token_logprobs": [-1.0]})]}, "2 ids and 1 logprobs"),
         ({"choices": [choice(logprobs={"token_logprobs": [None, -1.0]})]}, "not a finite number"),
-        ({"choices": [choice(finish_reason="abort")]}, "gave up completion 0"),
+        ({"choices": [choice(finish_reason="abort")]}, "aborted completion 0"),
     ],
 )
 def test_unusable_completions_are_refused(answer: dict[str, Any], message: str) -> None:

@@ -60,7 +60,7 @@ async def test_missing_route_or_model_names_address_and_model(
     engine.fail_next(Fault(status=404, message="The model `scripted` does not exist."))
 
     with pytest.raises(
-        EngineSetupError, match=r"http://127.*model 'scripted' \(404\); check model_name.*/v1"
+        EngineSetupError, match=r"http://127.*404 for model 'scripted': .*; check model_name.*/v1"
     ):
         await make_server(engine).chat_completion(messages=MESSAGES)
 

@@ -129,8 +129,8 @@ def check_texts(
             elif text not in prompt and not _is_written_otherwise(text, prompt):
                 raise PromptError(
                     f"the chat template leaves out the text of messages[{i}] (role "
-                    f"{message.get('role')!r}, {text[:_SHOWN_START]!r}); give the text in a role "
-                    "that the template knows"
+                    f"{message.get('role')!r}, {text[:_SHOWN_START]!r}); send the text in a role "
+                    "that the template supports"
                 )
 
 

@@ -350,7 +350,7 @@ def server_class_of(configs: ServerConfigs) -> type[APIServerConfig]:
 def _refuse_overrides_of_several(entries: list[dict[str, Any]], flags: list[str]) -> None:
     if flags:
         raise UsageError(
-            f"--{flags[0]} does not say which of several servers it means; "
+            f"--{flags[0]} is ambiguous: several servers are configured; "
             "list every server with its settings under openai: in the YAML file"
         )
     if len(entries) == 1 and entries[0]:

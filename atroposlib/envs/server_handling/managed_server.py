@@ -166,7 +166,7 @@ class ManagedServerAdapter:
 
     async def post(self, path: str, body: Any, cast_to: Any) -> NoReturn:
         """Raise: raw requests would not be recorded."""
-        raise NotImplementedError(f"a managed server records no raw request to {path}")
+        raise NotImplementedError(f"a managed server cannot record raw requests to {path}")
 
     def copy(self, **kwargs: Any) -> NoReturn:
         """Raise: a copy would not share the recorded sequences."""
@@ -367,9 +367,9 @@ class ManagedServer:
         """Request texts from a server without token ids, tokenize them, record the sequences."""
         if self.tokenizer is None:
             raise NoTokenIdsError(
-                f"{type(present_server(self.server)).__name__} gives no token ids, and there is no "
-                "tokenizer to make them from its text; name one with --env.tokenizer_name, or use "
-                "server_type vllm with such an engine"
+                f"{type(present_server(self.server)).__name__} gives no token ids, and no "
+                "tokenizer is known to encode its texts; name one with --env.tokenizer_name, or "
+                "use a vLLM engine with server_type vllm"
             )
         options = {name: value for name, value in kwargs.items() if value is not None}
         request: dict[str, Any] = {"model": self.server.config.model_name, **options}

@@ -247,7 +247,7 @@ class OpenAICompatibleServer(APIServer):
 
     def _note_first_answer(self) -> None:
         if self.identity.unknown_model is not None:
-            logger.warning("%s. It answers requests all the same", self.identity.unknown_model)
+            logger.warning("%s. It answers requests nevertheless", self.identity.unknown_model)
 
     async def _explain(self, error: Exception) -> EngineSetupError | None:
         is_about_model = http_status(error) == 404 or (

@@ -227,7 +227,7 @@ def as_context_overflow(error: BaseException) -> ContextOverflowError | None:
     return ContextOverflowError(
         f"the prompt of {_amount(prompt_tokens)} and its completion do not fit the engine's "
         f"context of {_amount(context_tokens)}; shorten the prompt or lower max_tokens. "
-        f"The engine said: {error}",
+        f"Response of the engine: {error}",
         prompt_tokens=prompt_tokens,
         context_tokens=context_tokens,
     )
@@ -259,13 +259,13 @@ def as_setup_error(
         key = "the api_key that is set" if api_key else "a request without an api_key"
         return EngineSetupError(
             f"inference server {shown_url} refuses {key} ({status}); set api_key of this server, "
-            f"or OPENAI_API_KEY for the official endpoint. The server said: {said}"
+            f"or OPENAI_API_KEY for the official endpoint. Response of the server: {said}"
         )
     if status == 404:
         return EngineSetupError(
-            f"inference server {shown_url} does not know what was asked of it for model {model!r} "
-            "(404); check model_name, server_type and base_url, which usually ends in /v1. "
-            f"The server said: {said}"
+            f"inference server {shown_url} returned 404 for model {model!r}: unknown route or "
+            "model; check model_name, server_type and base_url, which usually ends in /v1. "
+            f"Response of the server: {said}"
         )
     return None
 
@@ -289,9 +289,9 @@ def as_missing_completions(
         return None
     shown_url = without_secrets(url)
     return NoTextCompletionsError(
-        f"inference server {shown_url} gives no text completions of model {model!r} ({status}); "
-        "ask it with chat_completion, or check model_name, server_type and base_url, which usually "
-        f"ends in /v1. The server said: {_without_key(said, api_key)}"
+        f"inference server {shown_url} offers no text completions for model {model!r} ({status}); "
+        "use chat_completion, or check model_name, server_type and base_url, which usually ends in "
+        f"/v1. Response of the server: {_without_key(said, api_key)}"
     )
 
 

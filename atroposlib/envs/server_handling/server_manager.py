@@ -194,7 +194,7 @@ def _integer(environ: Mapping[str, str], name: str, *, default: int | None) -> i
     try:
         return int(text)
     except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}; expected a whole number") from error
+        raise ConfigError(f"{name} is {text!r}; expected an integer") from error
 
 
 def find_configs(
@@ -263,9 +263,9 @@ def open_session(
     )
     if has_no_ids and session.tokenizer is None:
         raise NoTokenIdsError(
-            "a server of type openai gives no token ids, and there is no tokenizer to make them "
-            "from its texts; give managed_server one (--env.tokenizer_name), use server_type vllm "
-            f"with such an engine, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
+            "a server of type openai gives no token ids, and no tokenizer is known to encode its "
+            "texts; pass one to managed_server (--env.tokenizer_name), use a vLLM engine with "
+            f"server_type vllm, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
         )
     return session
 

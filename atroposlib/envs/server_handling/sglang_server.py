@@ -147,7 +147,7 @@ def parse_prompt_logprobs(answer: Any, prompt_ids: list[int], *, top_k: int) -> 
     top = (info.get("input_top_logprobs") if top_k else None) or [None] * len(own)
     if len(top) != len(own) or [_entry(entry)[1] for entry in own] != prompt_ids:
         raise InferenceError(
-            f"the engine's prompt logprobs are not those of the {len(prompt_ids)} tokens sent"
+            f"the engine's prompt logprobs do not match the {len(prompt_ids)} tokens sent"
         )
     rows = [_candidates(entry, others) for entry, others in zip(own, top, strict=True)]
     return PromptLogprobs([list(row) for row in rows], [list(row.values()) for row in rows])

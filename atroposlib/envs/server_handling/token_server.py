@@ -87,7 +87,7 @@ def check_sequences(
     for i, (row, values, reason) in enumerate(zip(ids, logprobs, finish_reasons, strict=True)):
         kind = reason.get("type") if isinstance(reason, Mapping) else reason
         if kind in _UNFINISHED:
-            raise InferenceError(f"the engine gave up completion {i} ({kind})")
+            raise InferenceError(f"the engine aborted completion {i} ({kind})")
         if len(row) != len(values):
             raise InferenceError(f"completion {i} has {len(row)} ids and {len(values)} logprobs")
         if not _are_finite(values):

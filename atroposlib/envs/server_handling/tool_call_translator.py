@@ -77,7 +77,7 @@ class ToolCallTranslator:
         if self.parser is None:
             near = registry.nearest(parser_name)
             logger.warning(
-                "no tool-call format %r, so tool calls stay text; %sthere are %s",
+                "no tool-call format %r, so tool calls stay text; %sknown formats: %s",
                 parser_name,
                 f"did you mean {near!r}? " if near else "",
                 ", ".join(registry.names()),

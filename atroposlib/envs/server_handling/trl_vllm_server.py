@@ -154,7 +154,7 @@ class TrlVllmServer(VLLMServer):
         ignored = options.keys() - _DEFAULTS.keys() - self._ignored_options
         if ignored:
             self._ignored_options |= ignored
-            logger.warning("TRL's /generate/ does not know %s: ignored", ", ".join(sorted(ignored)))
+            logger.warning("TRL's /generate/ ignores unsupported %s", ", ".join(sorted(ignored)))
         return {"prompts": [prompt], **_DEFAULTS, **given}
 
     def _answer_of(self, ids: list[int]) -> Answer:

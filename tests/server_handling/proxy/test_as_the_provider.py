@@ -92,7 +92,7 @@ async def test_base_url_with_v1_missing_or_doubled_is_told(agent: AgentSession) 
         openai.AsyncOpenAI(base_url=root, api_key=agent.api_key) as client,
         anthropic.AsyncAnthropic(base_url=f"{root}/v1", api_key=agent.api_key) as claude,
     ):
-        with pytest.raises(openai.NotFoundError, match="base URL has to end in"):
+        with pytest.raises(openai.NotFoundError, match="base URL must end with /v1"):
             await client.chat.completions.create(model="m", messages=HI)
         with pytest.raises(anthropic.NotFoundError, match="/v1 twice"):
             await claude.messages.create(model="m", max_tokens=9, messages=HI)

@@ -591,17 +591,6 @@ async def count_tokens(exchange: Exchange) -> Response:
     return JSONResponse({"input_tokens": len(exchange.render(prompt.request).token_ids)})
 
 
-ANTHROPIC = Dialect(
-    name=_NAME,
-    routes=(
-        Route("/messages", create_message),
-        Route("/messages/count_tokens", count_tokens),
-    ),
-    error_body=error_body,
-    version_header="anthropic-version",
-)
-
-
 class _Prompt(NamedTuple):
     """A Messages request converted to a chat request."""
 
@@ -652,3 +641,14 @@ def _prompt(fields: CountFields, exchange: Exchange) -> _Prompt:
 
 def _ends_with_space(text: Any) -> bool:
     return isinstance(text, str) and text != text.rstrip()
+
+
+ANTHROPIC = Dialect(
+    name=_NAME,
+    routes=(
+        Route("/messages", create_message),
+        Route("/messages/count_tokens", count_tokens),
+    ),
+    error_body=error_body,
+    version_header="anthropic-version",
+)

@@ -274,7 +274,7 @@ def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
         if dialect is None:
             starts = [f"/{part}" for part in path.strip("/").split("/")[:2]]
             dialect = next(filter(None, (_dialect_of(start, dialects) for start in starts)), None)
-            said += "; the routes are below /v1, which the client's base URL has to end in"
+            said += "; the routes are below /v1, so the client's base URL must end with /v1"
         if dialect is not None:
             refusal = ProxyRefusal(said, status=error.status_code, code="unknown_url")
             body |= dialect.error_body(refusal)

@@ -814,20 +814,6 @@ async def cancel_response(exchange: Exchange) -> Response:
     raise bad_request("Cannot cancel a synchronous response.", code="invalid_request_error")
 
 
-RESPONSES = Dialect(
-    name=_NAME,
-    routes=(
-        Route("/responses", create_response),
-        Route("/responses/input_tokens", count_input_tokens),
-        Route("/responses/{response_id}", get_response, "GET"),
-        Route("/responses/{response_id}", delete_response, "DELETE"),
-        Route("/responses/{response_id}/input_items", list_input_items, "GET"),
-        Route("/responses/{response_id}/cancel", cancel_response),
-    ),
-    error_body=openai_error_body,
-)
-
-
 def _state_of(exchange: Exchange) -> ResponsesState:
     state: ResponsesState = exchange.session.dialect_state.setdefault(_NAME, ResponsesState())
     return state
@@ -851,3 +837,17 @@ def _with_instructions(
 
 def _wants_reasoning(fields: ResponsesFields) -> bool:
     return fields.reasoning is not None or ENCRYPTED_REASONING in (fields.include or ())
+
+
+RESPONSES = Dialect(
+    name=_NAME,
+    routes=(
+        Route("/responses", create_response),
+        Route("/responses/input_tokens", count_input_tokens),
+        Route("/responses/{response_id}", get_response, "GET"),
+        Route("/responses/{response_id}", delete_response, "DELETE"),
+        Route("/responses/{response_id}/input_items", list_input_items, "GET"),
+        Route("/responses/{response_id}/cancel", cancel_response),
+    ),
+    error_body=openai_error_body,
+)
