@@ -1,7 +1,7 @@
-"""The exception tree: one leaf per kind of failure a caller can answer differently.
+"""The exception tree: one leaf per kind of failure that callers may handle differently.
 
-Each leaf also inherits the built-in it refines, so an `except ValueError` written against an
-earlier version keeps catching what it caught.
+Each leaf also inherits the built-in it refines, so that existing `except ValueError` clauses keep
+working.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class ConfigError(AtroposError, ValueError):
 
 
 class UnknownRewardError(ConfigError, ImportError):
-    """No reward function has that name; the message names the nearest."""
+    """No reward function has that name; the message suggests similar names."""
 
 
 class NoTokenIdsError(ConfigError, NotImplementedError):
-    """A server of the configured type gives no token ids or logprobs; names a type that does."""
+    """A server of the configured type returns no token ids or logprobs; names a type that does."""
 
 
 class NoDataError(AtroposError, RuntimeError):
-    """An environment keeps giving no data; the message says what its log says of it."""
+    """An environment repeatedly produces no data; the message quotes its log."""
 
 
 class PromptError(AtroposError, ValueError):
-    """A conversation cannot be written as a prompt that holds all of it; names the message."""
+    """A conversation cannot be rendered completely as a prompt; names the message."""
 
 
 class GroupError(AtroposError, ValueError):
@@ -53,15 +53,15 @@ class GroupError(AtroposError, ValueError):
 
 
 class InferenceError(AtroposError, RuntimeError):
-    """An inference server failed, or answered something that cannot be used."""
+    """An inference server failed, or returned an unusable response."""
 
 
 class ContextOverflowError(InferenceError):
     """The prompt and its completion do not fit the engine's context.
 
     Attributes:
-        prompt_tokens: Length of the prompt, None when the engine did not say.
-        context_tokens: What prompt and completion may take together, None likewise.
+        prompt_tokens: Length of the prompt, None if the engine did not report it.
+        context_tokens: Limit on prompt and completion together, None likewise.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class ContextOverflowError(InferenceError):
 
 
 class EngineSetupError(ConfigError, InferenceError):
-    """An inference server is not as it is configured; names what was tried and the remedy."""
+    """An inference server does not match its configuration; names what was tried and the remedy."""
 
 
 class NoTextCompletionsError(EngineSetupError):
-    """An inference server answers chats only, so a bare prompt cannot be continued there."""
+    """An inference server serves chat completions only, so it cannot continue a plain prompt."""
 
 
 class RunStoreError(AtroposError, OSError):
@@ -92,8 +92,8 @@ class TrajectoryApiError(AtroposError, RuntimeError):
     """The trajectory service refused a request or could not be reached.
 
     Attributes:
-        status: HTTP status of the refusal, None when no answer arrived.
-        retry_after_s: Seconds the service asked to wait, None when it did not say.
+        status: HTTP status of the refusal, None if no response arrived.
+        retry_after_s: Seconds the service asked to wait, None if unspecified.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A scored group and its fields: types, the one field table, merging and checking.
+"""A scored group and its fields: types, the field table, merging and checking.
 
 A *group* is G trajectories of one dataset item, scored together. A worked example, G = 2:
 
@@ -11,7 +11,7 @@ A *group* is G trajectories of one dataset item, scored together. A worked examp
 
 `masks[i][t]` is `IGNORE_INDEX` where the token is not trained on, otherwise the token id itself;
 `inference_logprobs[i][t]` is `MASKED_LOGPROB` where masked, otherwise finite and at most 0.
-Everything that must know which fields exist (wire, service, merging, trainer) reads `GROUP_FIELDS`.
+All code that depends on the set of fields (wire, service, merging, trainer) reads `GROUP_FIELDS`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ MASKED_LOGPROB = 1.0
 """Placeholder logprob of a token the policy did not sample; impossible as a real logprob."""
 
 MAX_SCORE = 1e30
-"""Largest magnitude of a score: sums and squares of such numbers are finite, too."""
+"""Largest magnitude of a score: sums and squares of such numbers are also finite."""
 
 PLACEHOLDER_TOKENS = tuple(range(128))
-"""Tokens of a session that ATROPOS_ALLOW_DUMMY_MANAGED_SERVER opened: they stand for nothing."""
+"""Placeholder tokens of sessions opened with ATROPOS_ALLOW_DUMMY_MANAGED_SERVER."""
 
 
 class ScoredDataGroup(TypedDict, total=False):
@@ -127,7 +127,7 @@ class GroupField(NamedTuple):
     aligned: bool = False
     """Whether the lengths must equal those of `tokens`."""
     is_note: bool = False
-    """Whether the key is left out where the field is absent; the other absent fields are null."""
+    """Whether the key is left out if the field is absent; other absent fields are null."""
 
     @property
     def per_trajectory(self) -> bool:
@@ -155,7 +155,7 @@ GROUP_FIELDS: tuple[GroupField, ...] = (
     GroupField("tokenized_from_text", "json", "*", is_note=True),
 )
 """The fields of a group on the wire, in wire order: fourteen that every delivered group has, then
-the notes, which it has only where the sender wrote them."""
+the notes, which are present only if the sender set them."""
 
 
 def num_sequences(group: Mapping[str, Any]) -> int:
@@ -176,8 +176,8 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
     """Stack trajectories into one group, keeping every field they carry.
 
     A per-trajectory field is kept when *every* item has it and dropped when only some do: a list
-    shorter than the group would silently belong to the wrong trajectories. Mappings that concern
-    the whole group (`group_overrides`, `generation_params`) are merged, later items winning.
+    shorter than the group would silently belong to the wrong trajectories. Mappings of the whole
+    group (`group_overrides`, `generation_params`) are merged; later items take precedence.
 
     Args:
         items: [G] trajectories, each with at least `tokens`, `masks`, `scores`.
@@ -213,14 +213,14 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Refuse a group whose trajectories do not line up; called before and behind the wire.
+    """Reject a group whose trajectories do not line up; called by senders and the service.
 
     Checks counts and lengths of `tokens`, `masks`, `scores` and `inference_logprobs`, that scores
-    and logprobs are finite, and that no score is beyond `MAX_SCORE`. Other fields are the trainer's
-    business and stay loose.
+    and logprobs are finite, and that no score is beyond `MAX_SCORE`. Other fields are not checked;
+    trainers interpret them.
 
     Args:
-        group: decoded group; element types are the codec's business, not checked here.
+        group: decoded group; its element types are checked by the codec, not here.
 
     Raises:
         GroupError: names the path and what was expected, e.g.
@@ -237,7 +237,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     _check_scores(group["scores"])
     for field in GROUP_FIELDS:
         rows = group.get(field.name)
-        # An empty list in an optional field is how some environments say that it was not filled.
+        # Some environments use an empty list for an optional field without values.
         if not field.aligned or rows is None or (not rows and not field.required):
             continue
         _check_count(field.name, rows, len(tokens))
@@ -256,11 +256,11 @@ def _check_count(name: str, rows: Sequence[Any], expected: int) -> None:
 
 
 def _check_finite(path: str, values: Sequence[float]) -> None:
-    # A sum is finite only when all numbers are; adding them up takes a fraction of the loop's time.
+    # A sum is finite only if all numbers are; summing is much faster than a loop.
     try:
         if math.isfinite(sum(values)):
             return
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         pass
     for i, value in enumerate(values):
         try:

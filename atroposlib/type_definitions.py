@@ -1,4 +1,4 @@
-"""Shared vocabulary of messages, items and histories; imports nothing of ours."""
+"""Shared types of messages, items, game steps and evaluation results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Message(TypedDict):
 
 
 class AgentStep(TypedDict, total=False):
-    """What one agent saw and did in one step of an episode."""
+    """Observation and action of one agent in one step of an episode."""
 
     step: int
     messages: list[Message]
@@ -77,7 +77,7 @@ GameHistory = list[GameStep]
 
 
 class EvaluationConfigGeneral(TypedDict):
-    """How an evaluation was run."""
+    """Settings of an evaluation."""
 
     total_evaluation_time_seconds: str
     model_name: str | None

@@ -362,7 +362,7 @@ async def remove_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
     responses={**refused(404, 410), **IN_EITHER_LANE},
 )
 async def get_group_payload(group_id: GroupId, run: RunOfApp, request: Request) -> Response:
-    """Return one group as it was posted, as JSON or, where `Accept` says so, MessagePack."""
+    """Return one group as it was posted, as JSON or, by `Accept`, MessagePack."""
     payload = await run.payload(group_id)
     if payload is None:
         raise (

@@ -1,14 +1,14 @@
-"""What a trainer calls: register, fetch batches, acknowledge them, report its policy.
+"""Routes of trainers, environments and operators: their bodies, responses and OpenAPI document.
 
-What an environment calls: register, post groups, ask how much to produce.
+- Trainer: `/register`, `/batch`, `/batch/{id}/ack`, `/batch/{id}/nack`, `/policy`.
+- Environment: `/register-env`, `/disconnect-env`, `/status-env`, `/scored_data`,
+  `/scored_data_list`.
+- Operator: `/`, `/health/live`, `/health/ready`, `/metrics`, `/reset_data`.
 
-How routes read what they are sent, small bodies at once and large ones in a thread.
+    body of a group ── read_groups: format, key, decode (large bodies in a thread) ──► Run.admit
+    response of /batch ◄── pieces, sent without joining ◄── Run.next_batch
 
-What an operator calls: greeting, health, metrics, reset.
-
-What routes share: how they reach their run, and how they advertise the lanes they read.
-
-What the OpenAPI document says of refusals: their statuses, and the shape of their bodies.
+The read-only routes are in `inspection`.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ T = TypeVar("T")
 Decode = Callable[..., list[DecodedGroup]]
 
 _INLINE_BYTES = 128 * 1024
-"""Smaller bodies are decoded faster than handed to a thread, and hold up nobody."""
+"""Smaller bodies are decoded faster than passed to a thread."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _MAP_BEGINS = re.compile(rb"[\x80-\x8f\xde\xdf]").match
 
 
 class PostedGroups(NamedTuple):
-    """The groups of one request, and how a repetition of it is recognised."""
+    """The groups of one request, with its idempotency key and digest."""
 
     groups: list[DecodedGroup]
     key: str | None
@@ -107,15 +107,15 @@ class PostedGroups(NamedTuple):
 
 
 async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroups:
-    """Read the body of a request that brings groups.
+    """Read the body of a request that posts groups.
 
     Args:
-        request: brings them in either lane; a body of an unknown type is taken for JSON.
-        run: counts what is refused.
-        decode: takes body, lane and `max_bytes`, the limit on what compressed groups unfold to.
+        request: has the groups in either format; a body of an unknown type is read as JSON.
+        run: counts rejected requests.
+        decode: takes body, format and `max_bytes`, the limit on the decompressed size of groups.
 
     Raises:
-        WireError: the body is not in its lane, or a group in it is malformed.
+        WireError: the body is not in its format, or a group in it is malformed.
         HTTPException: 422, the idempotency key cannot be used.
     """
     key = _key_of(request)
@@ -137,7 +137,7 @@ def _may_unfold(body: bytes) -> bool:
 
 
 async def in_threads(request: Request, work: Callable[[], T]) -> T:
-    """Do work on large bodies beside the event loop."""
+    """Run work on large bodies in a thread."""
     threads: Executor = request.app.state.threads
     return await asyncio.get_running_loop().run_in_executor(threads, work)
 
@@ -164,10 +164,10 @@ _env_id_decoder = msgspec.json.Decoder(_EnvIdentifier)
 
 
 async def read_env_id(request: Request) -> int:
-    """Return the id of the asking environment, from the body or else from the query.
+    """Return the id of the environment, from the body or else from the query.
 
     Raises:
-        RequestValidationError: there is no id, or it is no integer.
+        RequestValidationError: there is no id, or it is not an integer.
         HTTPException: 400, the body is not text.
     """
     body = await request.body()
@@ -178,7 +178,7 @@ async def read_env_id(request: Request) -> int:
 
 
 def _read_env_id_laxly(request: Request, body: bytes) -> int:
-    """Read an id like the framework reads models: numeric strings, integral floats and all."""
+    """Read an id as the framework reads models: also numeric strings and integral floats."""
     where = "body"
     try:
         if body.strip() not in (b"", b"null"):
@@ -201,9 +201,9 @@ _LANES = ", ".join(MEDIA_TYPES.values())
 
 
 async def run_of(request: Request) -> Run:
-    """Return the run of the application; loads it if nobody has."""
+    """Return the run of the application; load it if that has not happened yet."""
     run: Run = request.app.state.run
-    await run.open()  # an application whose lifespan nobody runs is opened by its first request
+    await run.open()  # without a lifespan, the first request opens the run
     return run
 
 
@@ -214,7 +214,7 @@ async def _advertise_lanes(response: Response) -> None:
 RunOfApp = Annotated[Run, Depends(run_of)]
 
 advertises_lanes = Depends(_advertise_lanes)
-"""Tells clients with their first answers which media types groups may be posted in."""
+"""Adds `Accept-Post` to responses: the media types in which groups may be posted."""
 
 
 Responses = dict[int | str, dict[str, Any]]
@@ -225,9 +225,9 @@ _PROBLEM = {
     "required": ["type", "loc", "msg"],
     "properties": {
         "type": {"type": "string"},
-        "loc": {"type": "array", "items": _PLACE, "description": "Where in the request."},
-        "msg": {"type": "string", "description": "What is wrong, and what was expected."},
-        "input": {"description": "What was sent there, or the beginning of it."},
+        "loc": {"type": "array", "items": _PLACE, "description": "Location in the request."},
+        "msg": {"type": "string", "description": "The error, and the expected value."},
+        "input": {"description": "The value at that location, possibly truncated."},
     },
 }
 _REFUSAL = {
@@ -238,26 +238,26 @@ _REFUSAL = {
     },
 }
 _RETRY_AFTER = {
-    "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds until another try."}
+    "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait before a retry."}
 }
 _MEANINGS = {
-    400: "The body is not text, or not the gzip it says it is.",
-    403: "A web page may not send this, or the token has another role.",
-    404: "Nothing has this id.",
-    408: "The body stopped coming.",
+    400: "The body is not text, or not valid gzip.",
+    403: "Not allowed from a web page, or the token has another role.",
+    404: "Unknown id.",
+    408: "Timeout while the body was read.",
     409: "The run, or the batch, is in a state that does not allow this.",
-    410: "The group was delivered, and is not kept any more.",
+    410: "The group was delivered and is no longer kept.",
     413: "The body is too large.",
-    415: "The encoding of the body is unknown.",
-    422: "The request is malformed; says where.",
-    429: "Too many batches are with trainers.",
-    503: "The queue is full, too many wait, or the store does not work; nothing was stored.",
+    415: "Unknown encoding of the body.",
+    422: "The request is malformed; the detail has the location.",
+    429: "Too many batches are not acknowledged.",
+    503: "The queue is full, too many requests wait, or the store fails; nothing was stored.",
 }
 _IN_TEXT = (400,)
 
 
 def refused(*statuses: int) -> Responses:
-    """Return the `responses` of routes that may answer with these statuses."""
+    """Return the `responses` argument of routes that may return these statuses."""
     return {status: _document(status) for status in statuses}
 
 
@@ -270,10 +270,10 @@ def _document(status: int) -> dict[str, Any]:
 
 
 EVERYWHERE = refused(400, 403, 408, 413, 415, 422, 503)
-"""What any request may be answered."""
+"""Statuses that any request may receive."""
 
 IN_EITHER_LANE: Responses = {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}
-"""Groups, in the lane that was asked for."""
+"""Groups, in the requested format."""
 
 
 trainer_router = APIRouter(tags=["trainer"])
@@ -284,17 +284,17 @@ Found = tuple[Handout, list[StoredPayload]]
 
 @trainer_router.post("/register", dependencies=[advertises_lanes], responses=refused(409))
 async def register(registration: Registration, run: RunOfApp) -> dict[str, Any]:
-    """Start a run, or join it with the same settings (`starting_step` aside); 409 otherwise.
+    """Start a run, or join it with the same settings except `starting_step`; 409 otherwise.
 
-    A trainer takes the place of a `consumer` whatever the settings. A consumer gets 409 while a
-    trainer is registered, or another consumer is at work.
+    A trainer replaces a `consumer` regardless of the settings. A consumer gets 409 while a trainer
+    is registered, or another consumer is active.
     """
     try:
         answer: dict[str, Any] = {"uuid": await run.register_trainer(registration)}
     except RegistrationConflictError as error:
         raise HTTPException(409, str(error)) from error
     if registration.consumer is not None:
-        answer["consumer"] = registration.consumer  # older services do not know it
+        answer["consumer"] = registration.consumer  # absent in older services
     return answer
 
 
@@ -303,9 +303,9 @@ async def release_consumer(
     run: RunOfApp,
     consumer: Annotated[str, Query(max_length=64, description="The `uuid` of a consumer.")],
 ) -> dict[str, Any]:
-    """Free the place of a consumer that ends; groups and environments stay for who registers next.
+    """Unregister a consumer; groups and environments stay for the next registration.
 
-    404 when it does not hold the place any more.
+    404 if it is no longer registered.
     """
     if not await run.release_consumer(consumer):
         raise HTTPException(404, "no consumer is registered under this id")
@@ -320,21 +320,28 @@ async def get_batch(
     run: RunOfApp,
     lease: Annotated[
         float | None,
-        Query(ge=1, le=86400, description="Seconds the batch is yours before it goes back."),
+        Query(
+            ge=1,
+            le=86400,
+            description="Duration of the lease in seconds, after which the batch is redelivered.",
+        ),
     ] = None,
     wait: Annotated[
-        float, Query(ge=0, le=300, description="Seconds to wait for a batch if there is none.")
+        float, Query(ge=0, le=300, description="Seconds to wait for a batch if none is ready.")
     ] = 0.0,
     consumer: Annotated[
         str | None,
-        Query(max_length=64, description="The `uuid` of a consumer: only while it is registered."),
+        Query(
+            max_length=64,
+            description="The `uuid` of a consumer; 409 if it is no longer registered.",
+        ),
     ] = None,
 ) -> Response:
     """Return the oldest batch of exactly `batch_size` sequences, or null.
 
     This GET changes the state: the batch leaves the queue. Without a lease the step grows once the
-    body was sent in full; with one, once `batch_id` is acknowledged. A batch that did not arrive
-    is the next to leave. The first call lets environments register.
+    body was sent in full; with one, once `batch_id` is acknowledged. A batch that did not arrive is
+    redelivered next. After the first call, environments may register.
     """
     accepted = lane_of_accept(request.headers.get("accept"))
     if run.state.registration is None:
@@ -347,7 +354,7 @@ async def get_batch(
         return _small({"batch": None}, accepted)
     handout, payloads = found
     lost = partial(run.give_back, handout.token)
-    if consumer is not None:  # a trainer may have come while this waited
+    if consumer is not None:  # a trainer may have registered during the wait
         try:
             _require_consumer(run, consumer)
         except BaseException:
@@ -359,7 +366,7 @@ async def get_batch(
             "batch_id": handout.token,
             "lease_expires_in_s": lease,
             "policy_versions": [
-                # A group in the binary format carries its own.
+                # A group in the binary format has its own.
                 group.known_version if group.lane == "json" else None
                 for group in handout.groups
             ],
@@ -375,7 +382,7 @@ async def get_batch(
         pieces,
         media_type=MEDIA_TYPES[accepted.lane],
         headers={"Vary": "Accept"},
-        # Groups in the binary lane are compressed, or not, by who sent them.
+        # Groups in the binary format keep the compression of their sender.
         deflater=request.app.state.deflater if accepted.lane == "json" else None,
         on_arrived=partial(run.acknowledge, handout.token) if lease is None else None,
         on_lost=lost,
@@ -383,7 +390,7 @@ async def get_batch(
 
 
 def _require_consumer(run: Run, consumer: str) -> None:
-    """Refuse a consumer whose place was taken; it must not take the trainer's batches."""
+    """Reject a consumer that was replaced; it must not take the trainer's batches."""
     if not run.state.is_consumer(consumer):
         by = run.state.consumer or "a trainer"
         raise HTTPException(409, f"{by} has registered in place of this consumer")
@@ -393,14 +400,14 @@ def _require_consumer(run: Run, consumer: str) -> None:
 async def _next_batch(
     request: Request, run: Run, *, lease_s: float | None, wait_s: float
 ) -> Found | None:
-    """Wait for a batch, at most as long as the client does."""
+    """Wait for a batch until the client disconnects."""
     if not wait_s:
         return await run.next_batch(lease_s=lease_s)
     finding = asyncio.ensure_future(run.next_batch(lease_s=lease_s, wait_s=wait_s))
     leaving = asyncio.ensure_future(wait_until_gone(request.receive))
     try:
         await asyncio.wait((finding, leaving), return_when=asyncio.FIRST_COMPLETED)
-        # A client that left at the moment its batch was found: sending tells.
+        # If the client left just as its batch was found, sending detects it.
         return await finding if finding.done() else None
     finally:
         leaving.cancel()
@@ -413,7 +420,7 @@ async def _pieces_of(
     accepted: AcceptedLane,
     envelope: dict[str, Any],
 ) -> list[bytes]:
-    """Write a batch; groups of the other lane are converted beside the event loop."""
+    """Write a batch; groups of the other format are converted in a thread."""
     lane, accepts_zstd = accepted
     if not all(is_spliceable(p, lane, accepts_zstd=accepts_zstd) for p in payloads):
         payloads = await in_threads(request, partial(_converted, payloads, accepted))
@@ -431,10 +438,10 @@ def _converted(payloads: list[StoredPayload], accepted: AcceptedLane) -> list[St
 async def _set_aside_unreadable(
     request: Request, run: Run, found: Found, accepted: AcceptedLane, error: BaseException
 ) -> bool:
-    """Set aside the damaged groups of a batch that could not be written.
+    """Set aside the damaged groups of a batch that could not be encoded.
 
     Returns:
-        True if there were any; otherwise the batch is returned, to be delivered next.
+        True if there were any; otherwise the batch is returned, to be redelivered next.
     """
     token = found[0].token
     try:
@@ -451,13 +458,13 @@ async def _set_aside_unreadable(
 
 
 def _flaws_of(found: Found, accepted: AcceptedLane) -> dict[int, PayloadFlaw]:
-    """Name the groups of a batch whose damaged payloads cannot be converted.
+    """Find the groups of a batch whose damaged payloads cannot be converted.
 
     Only groups stored without a checksum, by an earlier version, can be damaged here: a payload
     whose checksum holds is intact, whatever made the conversion fail.
 
     Raises:
-        MemoryError: memory ran out, which says nothing about a payload.
+        MemoryError: memory ran out, which does not mean that a payload is damaged.
     """
     handout, payloads = found
     flaws: dict[int, PayloadFlaw] = {}
@@ -488,16 +495,16 @@ async def acknowledge_batch(
         Query(
             ge=0,
             le=_INT64_MAX,
-            description="Optimizer steps the trainer has done, with that of this batch if it was "
-            "trained on. The step grows by one only where it is smaller; by default it always "
-            "does. 0: the batch was not trained on.",
+            description="Optimizer steps of the trainer, including that of this batch if it was "
+            "trained on. The step grows by one only if it is smaller; by default it always "
+            "grows. 0: the batch was not trained on.",
         ),
     ] = None,
 ) -> dict[str, Any]:
-    """Count a leased batch as delivered; may be repeated.
+    """Acknowledge a leased batch; idempotent.
 
-    The step grows by one, or stays, as `steps_done` says. 409 when the batch went to somebody else
-    meanwhile, 404 when there is no such batch.
+    The step grows by one or stays, depending on `steps_done`. 409 if the batch was redelivered
+    meanwhile, 404 for an unknown batch.
     """
     result = await run.acknowledge(batch_id, steps_done=steps_done)
     _refuse_stale(batch_id, result)
@@ -507,9 +514,9 @@ async def acknowledge_batch(
 
 @trainer_router.post("/batch/{batch_id}/nack", responses=refused(404, 409))
 async def return_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
-    """Give a leased batch back: it is the next to leave; may be repeated.
+    """Return a leased batch, to be redelivered next; idempotent.
 
-    409 when it went to somebody else meanwhile or was acknowledged, 404 when there is none.
+    409 if it was redelivered or acknowledged meanwhile, 404 for an unknown batch.
     """
     result = await run.give_back(batch_id, reason="refused")
     _refuse_stale(batch_id, result)
@@ -519,39 +526,39 @@ async def return_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
 
 def _refuse_stale(batch_id: str, result: AckResult) -> None:
     if result == "unknown":
-        raise HTTPException(404, f"there is no batch {batch_id[:100]!r}; was the run reset?")
+        raise HTTPException(404, f"unknown batch {batch_id[:100]!r}; the run may have been reset")
     if result == "expired":
         raise HTTPException(
             409,
-            f"batch {batch_id} has moved on: its lease expired and it was handed out again, "
+            f"batch {batch_id} has moved on: its lease expired and it was redelivered, "
             "or it was acknowledged",
         )
 
 
 @trainer_router.post("/policy")
 async def set_policy(policy: Policy, run: RunOfApp) -> dict[str, Any]:
-    """Note which version of the policy the trainer serves now."""
+    """Record the policy version that the trainer serves now."""
     await run.set_policy_version(policy.version)
     return {"status": "success", "policy_version": run.state.policy_version}
 
 
 environments_router = APIRouter(tags=["environments"])
 
-# The busiest routes take the request as it is: reading it here costs half of what the framework
-# takes for it. These describe to its readers what the framework cannot see then.
+# The busiest routes read the raw request, at half the cost of the framework. The OpenAPI document
+# cannot be derived from them, so these constants describe their bodies.
 _KEY_PARAMETER = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
     "schema": {"type": "string", "maxLength": 255},
-    "description": "Makes a repetition safe: it is answered as before and stored once.",
+    "description": "Makes retries safe: repeated requests are stored once, with the same response.",
 }
 _ENV_ID_PARAMETER = {
     "name": "env_id",
     "in": "query",
     "required": False,
     "schema": {"type": "integer"},
-    "description": "In place of a body.",
+    "description": "Instead of a body.",
 }
 
 
@@ -589,12 +596,12 @@ _ENV_ID_DOCUMENTATION = _documented(
     responses=refused(404),
 )
 async def get_status_env(request: Request) -> Response:
-    """Tell one environment the step, its weight and how full the queue is in its own groups.
+    """Return the step, the weight of one environment, and the queue size in units of its groups.
 
-    `groups_to_start` is how many it may have in the making, null when nothing bounds that. The id
-    comes in the body (also of a GET) or as a query parameter; an unknown one is 404. This GET
-    remembers the largest group the environment has queued. `run_id` names the run the id is of;
-    it is another one after a trainer has replaced the settings, which `/register-env` tells.
+    `groups_to_start` is how many groups it may have in progress, null without a limit. The id is in
+    the body (also of a GET) or a query parameter; 404 if unknown. This GET stores the largest group
+    that the environment has queued. `run_id` identifies the run; it changes when a trainer replaces
+    the settings, which `/register-env` returns.
     """
     run = await run_of(request)
     asked = await read_env_id(request)
@@ -610,7 +617,7 @@ async def get_status_env(request: Request) -> Response:
 
 @environments_router.post("/scored_data", response_model=None, openapi_extra=_GROUP_DOCUMENTATION)
 async def scored_data(request: Request) -> Response:
-    """Store one group: `received`, or `buffered` until smaller groups add up."""
+    """Store one group; the status is `received`, or `buffered` until smaller groups add up."""
     run = await run_of(request)
     posted = await read_groups(request, run, _decode_one)
     admission = await _admit(run, posted, is_list=False)
@@ -630,7 +637,7 @@ async def _admit(run: Run, posted: PostedGroups, *, is_list: bool) -> Admission:
 
 
 def reply_of(placement: Placement) -> dict[str, Any]:
-    """Tell the sender of one group where it went."""
+    """Return the response for one group."""
     if placement.buffered_sequences is None:
         return {"status": "received"}
     return {"status": "buffered", "buffer_size": placement.buffered_sequences}
@@ -659,7 +666,7 @@ async def scored_data_list(request: Request) -> Response:
 
 @environments_router.post("/register-env", dependencies=[advertises_lanes])
 async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any]:
-    """Join the run and get an id; until the trainer asks for batches the answer is to wait."""
+    """Join the run and get an id, or a request to wait until the trainer requests batches."""
     env = await run.register_env(request)
     registration = run.state.registration
     if env is None or registration is None:
@@ -678,7 +685,7 @@ async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any
 
 @environments_router.post("/disconnect-env")
 async def disconnect_env(request: EnvIdentifier, run: RunOfApp) -> dict[str, Any]:
-    """Sign off: the environment no longer counts for weights and minimum shares."""
+    """Disconnect: the environment no longer counts for weights and minimum shares."""
     if not await run.disconnect_env(request.env_id):
         error = f"no environment is registered under id {request.env_id}"
         return {"status": "failure", "error": error}
@@ -690,7 +697,7 @@ BUSIEST_ROUTES = (
     Route("/status-env", get_status_env, methods=["GET", "POST"], include_in_schema=False),
     Route("/scored_data_list", scored_data_list, methods=["POST"], include_in_schema=False),
 )
-"""Routes above that need nothing of the framework; see `server.create_app`."""
+"""Routes above that bypass the framework; see `server.create_app`."""
 
 
 operations_router = APIRouter(tags=["operations"])
@@ -698,19 +705,19 @@ operations_router = APIRouter(tags=["operations"])
 
 @operations_router.get("/")
 async def root() -> dict[str, Any]:
-    """Say who answers."""
+    """Return the name of the service."""
     return {"message": "AtroposLib API"}
 
 
 @operations_router.get("/health/live")
 async def is_live() -> dict[str, Any]:
-    """Answer as long as the process serves requests."""
+    """Respond as long as the process serves requests."""
     return {"status": "live"}
 
 
 @operations_router.get("/health/ready", response_model=None)
 async def is_ready(request: Request) -> Response | dict[str, Any]:
-    """Answer 200 when groups and batches can be served, with counts; else 503 with the reason."""
+    """Return 200 with counts if groups and batches can be served, else 503 with the reason."""
     run: Run = request.app.state.run
     store: WatchedStore = request.app.state.watched_store
     try:
@@ -726,7 +733,7 @@ async def is_ready(request: Request) -> Response | dict[str, Any]:
 
 @operations_router.get("/metrics", response_class=PlainTextResponse)
 async def get_metrics(run: RunOfApp, request: Request) -> Response:
-    """Return the metrics in Prometheus' text format or, where `Accept` says so, OpenMetrics."""
+    """Return the metrics in Prometheus text format or, by `Accept`, OpenMetrics."""
     metrics: ServiceMetrics = request.app.state.metrics
     content, media_type = metrics.render(request.headers.get("accept", ""))
     return Response(content, headers={"Content-Type": media_type})
@@ -734,10 +741,10 @@ async def get_metrics(run: RunOfApp, request: Request) -> Response:
 
 @operations_router.get("/reset_data", response_class=PlainTextResponse)
 async def reset_data(run: RunOfApp) -> PlainTextResponse:
-    """Forget the run and everything in it.
+    """Delete the run and everything in it.
 
-    This GET destroys data; the contract has it so. Environments that go on are answered 404 and
-    register again.
+    This GET deletes data, as the contract requires. Running environments then get 404 and register
+    again.
     """
     await run.reset()
     return PlainTextResponse("Reset successful")

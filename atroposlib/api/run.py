@@ -1,21 +1,15 @@
-"""One run as the service runs it: decides on the state, writes records, answers when they are safe.
+"""One run, as the service operates it: decides on the state, writes records, then responds.
 
-    route ──► Run ──► a desk ── decide ──► RunLog ── append ──► store
-                        ▲                    │ apply, in log order, also what other replicas wrote
-                        └───── RunState ◄────┘
+    route ──► Run ──► EnvDesk, AdmissionDesk, DeliveryDesk ── decide ──► RunLog ── append ──► store
+                                        ▲                                  │ apply, in log order,
+                                        └────────────── RunState ◄─────────┘ also of other replicas
 
-The desks: `EnvDesk` for environments, `AdmissionDesk` for groups that come, `DeliveryDesk` for
-batches that leave.
+`EnvDesk` handles registration and heartbeats of environments, `AdmissionDesk` posted groups,
+`DeliveryDesk` (in `run_delivery`) batches.
 
-Nothing here changes the state except through the log. Coroutines wait for the store; cancelling one
-leaves the run whole: what was to be written is written in full or not at all, and a batch handed
-out to a caller that is gone goes back to the front.
-
-The service as one environment sees it: the answer of `/status-env`; pure.
-
-How environments come into a run, make themselves heard, fall silent and leave.
-
-How groups come into a run: repeated requests, room, ids, one record for all of them.
+Invariant: the state changes only through the log. Coroutines wait for the store. Cancelling one
+leaves the run consistent: a record is written in full or not at all, and a batch delivered to a
+cancelled caller returns to the front.
 """
 
 from __future__ import annotations
@@ -75,7 +69,7 @@ __all__ = [
 
 
 class EnvView(NamedTuple):
-    """What one environment needs to decide how much to produce."""
+    """The values with which one environment decides how much to produce."""
 
     current_step: int
     queue_size: int
@@ -84,16 +78,16 @@ class EnvView(NamedTuple):
     max_group_size: int
     env_weight: float
     groups_to_start: int | None = None
-    """Groups of its size it may have in the making; None when nothing bounds them."""
+    """Groups of its size that it may have in progress; None without a limit."""
 
 
 def env_view(state: RunState, env: EnvRecord, limits: RunLimits) -> EnvView:
-    """Return what one environment is told, in units of the largest group it has queued.
+    """Return the view of one environment, in units of the largest group it has queued.
 
     Args:
         state: the run.
-        env: the asking environment.
-        limits: what bounds the groups it may start.
+        env: the environment.
+        limits: limits on the groups it may start.
     """
     minimums = state.envs.minimums
     pack_size = max(1, state.queue.largest_group)
@@ -116,10 +110,9 @@ def env_view(state: RunState, env: EnvRecord, limits: RunLimits) -> EnvView:
 def _groups_to_start(
     state: RunState, limits: RunLimits, *, weight: float, group_size: int
 ) -> int | None:
-    """Share the room among environments; where there is any, each may start at least one group.
+    """Divide the room among environments; if there is any, each may start at least one group.
 
-    Rounding shares down to nothing would let a run stand still in which many environments share
-    little room.
+    Rounding shares down to 0 would stall a run in which many environments share little room.
     """
     room = room_for(
         limits,
@@ -133,14 +126,14 @@ def _groups_to_start(
 
 
 class EnvDesk:
-    """Keeps the environments of a run.
+    """Handles registration, heartbeats and timeouts of the environments of a run.
 
     Args:
-        log: takes what is decided here.
+        log: log of the run.
         state: the run.
-        store: asked for what other replicas did.
-        presence: what this replica heard of environments.
-        limits: what the run may hold.
+        store: read for records of other replicas.
+        presence: heartbeats received by this replica.
+        limits: limits of the run.
         clock: Unix time in seconds.
     """
 
@@ -162,7 +155,7 @@ class EnvDesk:
         self._clock = clock
 
     async def register(self, request: RegisterEnv) -> EnvRecord | None:
-        """Add an environment to the run; None while there is no trainer asking for batches."""
+        """Add an environment to the run; None until a trainer has requested a batch."""
 
         def decide() -> tuple[Record | None, int | None]:
             if self._state.registration is None or not self._state.is_started:
@@ -178,7 +171,7 @@ class EnvDesk:
         return env
 
     def _has_been_taken_over(self, request: RegisterEnv) -> bool:
-        """Whether it is registered already, in the run that a trainer has taken over."""
+        """Whether it is already registered, in the run that a trainer has taken over."""
         env = self._state.envs.find(request.env_id)
         return (
             env is not None
@@ -189,7 +182,7 @@ class EnvDesk:
         )
 
     async def disconnect(self, env_id: int) -> bool:
-        """Note that an environment signed off; False when nobody is registered under the id."""
+        """Disconnect an environment; False for an unknown id."""
         await self._find(env_id)
 
         def decide() -> tuple[Record | None, bool]:
@@ -200,10 +193,10 @@ class EnvDesk:
         return await self._log.guarded(decide)
 
     async def view_for(self, env_id: int) -> EnvView | None:
-        """Return what one environment needs to know; None when nobody has this id.
+        """Return the view of one environment; None for an unknown id.
 
-        Remembers that the environment was heard of, and the largest group it has queued: later
-        answers are in that unit. An environment that had been taken for gone is back.
+        Records the heartbeat, and the largest group the environment has queued: later views are in
+        that unit. Reconnects an environment that had timed out.
         """
         env = await self.hear(env_id)
         if env is None:
@@ -213,7 +206,7 @@ class EnvDesk:
         return env_view(self._state, env, self._limits)
 
     async def hear(self, env_id: int | None) -> EnvRecord | None:
-        """Take note of a sign of life; returns whose, None when nobody has this id."""
+        """Record a heartbeat; return its environment, None for an unknown id."""
         env = await self._find(env_id)
         if env is None:
             return None
@@ -221,11 +214,11 @@ class EnvDesk:
         self._presence.note(env.env_id, now)
         if env.is_expired:
             await self._log.guarded(lambda: (self._presence.revival_of(env.env_id, now), None))
-            logger.info("environment %d (%s) is back", env.env_id, env.real_name)
+            logger.info("environment %d (%s) reconnected", env.env_id, env.real_name)
         return env
 
     async def watch(self) -> None:
-        """Write down who was heard of, if that is due, and disconnect who was silent too long."""
+        """Write heartbeats if due, and disconnect environments that timed out."""
         notes = self._presence.notes_due(self._clock())
         if notes is not None:
             await self._log.append(notes)
@@ -236,13 +229,13 @@ class EnvDesk:
 
         while (env_id := await self._log.guarded(decide)) is not None:
             logger.warning(
-                "environment %d was silent for %g s and counts as disconnected",
+                "environment %d sent no request for %g s and counts as disconnected",
                 env_id,
                 self._limits.env_expiry_s,
             )
 
     async def _find(self, env_id: int | None) -> EnvRecord | None:
-        """Look an environment up, with what other replicas did if this one does not know it."""
+        """Look an environment up; if unknown, apply the records of other replicas first."""
         if env_id is not None and self._state.envs.find(env_id) is None:
             await self._store.sync()
         return self._state.envs.find(env_id)
@@ -256,7 +249,7 @@ _RETRY_AFTER_S = 5.0
 class AdmissionDesk:
     """Admits groups to a run.
 
-    Invariant: what is being written counts as waiting, so that requests that come together cannot
+    Invariant: groups that are being written count as waiting, so that concurrent requests cannot
     exceed a limit together.
     """
 
@@ -276,10 +269,10 @@ class AdmissionDesk:
         self._clock = clock
         self._arriving = Waiting(0, 0)
         self._formed_at = (0.0, 0.0)
-        """When the last batch but one was formed, and the last one."""
+        """Times at which the last two batches were formed."""
 
     def note(self, record: Record) -> None:
-        """Learn from an applied record how fast batches leave."""
+        """Update the rate of batches from an applied record."""
         if isinstance(record, BatchFormed):
             self._formed_at = (self._formed_at[1], record.at)
 
@@ -288,26 +281,26 @@ class AdmissionDesk:
     ) -> Admission:
         """Store groups, all or none, then queue or buffer each in order.
 
-        Cancelling before it returns admits all of them or none.
+        If cancelled, either all groups are admitted or none.
 
         Args:
             groups: the groups of one request.
-            key: idempotency key of the request; with a key that was used before, nothing is
-                stored and the answer is the former one.
-            digest: of the body, to tell a repetition from another use of the key; the lowest 64
-                bits count.
+            key: idempotency key of the request; with a key that was used before, nothing is stored
+                and the earlier result is returned.
+            digest: digest of the body, to distinguish a repetition from another use of the key; the
+                lowest 64 bits count.
 
         Raises:
             GroupError: the key is empty or too long.
             KeyReusedError: the key was used for another body.
             OversizedGroupError: a group holds more than a batch; nothing is stored.
-            QueueFullError: there is no room; `retry_after_s` says when to ask again.
+            QueueFullError: there is no room; retry after `retry_after_s`.
         """
         digest &= _MAX_DIGEST
         repeated = self._find_repeated(key, digest)
         if repeated is not None or not groups:
             return repeated or Admission([])
-        is_exact = self._state.consumer is None  # a consumer takes groups of every size
+        is_exact = self._state.consumer is None  # a consumer accepts groups of any size
         check_sizes(
             (group.num_sequences for group in groups),
             batch_size=self._state.batch_size if is_exact else 0,
@@ -346,7 +339,7 @@ class AdmissionDesk:
         env = self._state.envs.find(group.env_id)
         version = group.policy_version
         if version is None:
-            # The batches that a consumer takes are steps of no policy.
+            # The batches of a consumer are not steps of a policy.
             version = self._state.current_version if self._state.has_trainer else UNKNOWN_VERSION
         return QueuedGroup(
             group_id=group_id,
@@ -386,7 +379,7 @@ class AdmissionDesk:
         )
 
     def _expect(self, arriving: Waiting, sign: int) -> None:
-        """Count groups that are being written: they take room from those that come meanwhile."""
+        """Count groups that are being written as waiting, until they are applied."""
         held = self._arriving
         self._arriving = Waiting(
             held.num_sequences + sign * arriving.num_sequences,
@@ -394,7 +387,7 @@ class AdmissionDesk:
         )
 
     def _retry_after_s(self) -> float:
-        """Return about how long it takes until the next batch leaves."""
+        """Estimate the seconds until the next batch is taken."""
         before, last = self._formed_at
         if not before:
             return _RETRY_AFTER_S
@@ -423,8 +416,8 @@ class Run:
     """One run of one trainer with any number of environments, served by this replica.
 
     Args:
-        store: where the run lives; opened by `open`, closed by `close`.
-        limits: what the run may hold.
+        store: store of the run; opened by `open`, closed by `close`.
+        limits: limits of the run.
         replica: name of this process among those that serve the run.
         clock: Unix time in seconds; it must not jump. By default a `steady_clock`.
     """
@@ -442,9 +435,9 @@ class Run:
         self.replica = replica
         self.state = RunState(self.limits)
         self.counters: Counter[str] = Counter()
-        """What this process counted beside the run's own `state.counters`, e.g. refusals."""
+        """Counters of this process, e.g. rejected requests; see `state.counters` for the run."""
         self.on_handed_out: Callable[[Handout], None] = lambda handout: None
-        """Told of every batch this process hands out; must not raise."""
+        """Called with every batch that this process delivers; must not raise."""
         self._clock = clock = clock or steady_clock()
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._presence = Presence(self.state, expiry_s=self.limits.env_expiry_s)
@@ -468,13 +461,13 @@ class Run:
         self._opening = asyncio.Lock()
         self._is_open = False
         self.is_new = True
-        """Whether nothing was written to this run before it was opened here."""
+        """Whether the run had no records before it was opened here."""
 
     async def open(self) -> None:
-        """Load the run, and take back what this replica was sending when it ended; idempotent.
+        """Load the run, and return batches that this replica was sending when it ended; idempotent.
 
         Raises:
-            ConfigError: the store cannot be used, or holds what this version cannot read.
+            ConfigError: the store cannot be used, or its format is unknown to this version.
         """
         if self._is_open:
             return
@@ -494,17 +487,17 @@ class Run:
         return self._clock()
 
     def stop_waiting(self) -> None:
-        """Answer everybody who waits for a batch, or begins to, that there is none."""
+        """End all current and later waits for a batch without one."""
         self._deliveries.stop_waiting()
 
     async def close(self) -> None:
-        """Finish what is under way and close the store."""
+        """Finish pending work and close the store."""
         await self._deliveries.close()
         await self.store.close()
 
     @property
     def failure(self) -> ConfigError | None:
-        """Why the run cannot go on; None as long as it can."""
+        """Why the run cannot continue; None while it can."""
         return self._log.failure
 
     @property
@@ -515,16 +508,15 @@ class Run:
     async def register_trainer(self, registration: Registration) -> int:
         """Start a run, or join the running one with the same settings.
 
-        The first registration always starts a run; groups that arrived earlier stay queued. A
-        later one may differ in `starting_step` only, unless it asks to `replace` the settings, or
-        finds a consumer in the trainer's place.
+        The first registration always starts a run; groups that arrived earlier stay queued. A later
+        one may differ in `starting_step` only, unless it has `replace` set or replaces a consumer.
 
         Returns:
             A random 128-bit id.
 
         Raises:
-            RegistrationConflictError: the settings differ, or there is no place for a consumer;
-                the message says which.
+            RegistrationConflictError: the settings differ, or a consumer may not register; the
+                message says which.
         """
         await self.open()
         trainer_id = uuid4()
@@ -552,10 +544,10 @@ class Run:
         return number
 
     async def release_consumer(self, consumer: str) -> bool:
-        """Free the place of a tool that ends; False when it does not hold it.
+        """Unregister a consumer; False if it is not registered.
 
         Args:
-            consumer: the id it was given, a decimal number.
+            consumer: its id, a decimal number.
         """
         await self.open()
 
@@ -571,17 +563,17 @@ class Run:
         return has_left
 
     def hear_consumer(self) -> None:
-        """Take note that the consumer has asked for a batch."""
+        """Record that the consumer requested a batch."""
         self._consumer_asked_at = self._clock()
 
     @property
     def consumer_idle_s(self) -> float | None:
-        """Seconds since the consumer asked for a batch; None when it never did."""
+        """Seconds since the consumer requested a batch; None if it never did."""
         asked_at = self._consumer_asked_at
         return None if asked_at is None else max(0.0, self._clock() - asked_at)
 
     def _refuse_consumer(self) -> None:
-        """Raise when a trainer, or another consumer that is at work, has the place."""
+        """Raise if a trainer or another active consumer is registered."""
         if self.state.registration is None:
             return
         if self.state.consumer is None:
@@ -596,15 +588,15 @@ class Run:
             )
 
     async def register_env(self, request: RegisterEnv) -> EnvRecord | None:
-        """Add an environment to the run; None while there is no trainer asking for batches."""
+        """Add an environment to the run; None until a trainer has requested a batch."""
         return await self._envs.register(request)
 
     async def disconnect_env(self, env_id: int) -> bool:
-        """Note that an environment signed off; False when nobody is registered under the id."""
+        """Disconnect an environment; False for an unknown id."""
         return await self._envs.disconnect(env_id)
 
     async def view_for(self, env_id: int) -> EnvView | None:
-        """Return what one environment needs to know; see `EnvDesk.view_for`."""
+        """Return the view of one environment; see `EnvDesk.view_for`."""
         return await self._envs.view_for(env_id)
 
     async def admit(
@@ -637,7 +629,7 @@ class Run:
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0
     ) -> tuple[Handout, list[StoredPayload]] | None:
-        """Hand out the oldest batch that can be formed; see `DeliveryDesk.next_batch`."""
+        """Deliver the oldest batch that can be formed; see `DeliveryDesk.next_batch`."""
         try:
             found = await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s)
         except BusyError:
@@ -648,7 +640,7 @@ class Run:
         return found
 
     async def acknowledge(self, handout_token: str, *, steps_done: int | None = None) -> AckResult:
-        """Count a batch as delivered: `acked`, `repeated`, `expired` or `unknown`.
+        """Acknowledge a batch; return `acked`, `repeated`, `expired` or `unknown`.
 
         Arguments are those of `DeliveryDesk.acknowledge`.
         """
@@ -657,7 +649,7 @@ class Run:
         return result
 
     async def give_back(self, handout_token: str, *, reason: ReturnReason = "lost") -> AckResult:
-        """Let a batch leave again with the next call: `returned`, or what hinders it."""
+        """Return a batch for redelivery; the result is `returned` or why that is impossible."""
         return await self._deliveries.give_back(handout_token, reason=reason)
 
     async def set_aside(self, handout_token: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
@@ -665,18 +657,18 @@ class Run:
         return await self._deliveries.set_aside(handout_token, flaws)
 
     async def set_policy_version(self, version: int) -> None:
-        """Note which policy the trainer serves now."""
+        """Record which policy version the trainer serves now."""
         await self._log.append(records.PolicyVersionSet(self.state.epoch, version))
 
     def stalls(self) -> list[Stall]:
-        """Name what keeps queued groups from becoming a batch."""
-        # A consumer takes groups of every size.
+        """Return the reasons why queued groups do not form a batch."""
+        # A consumer accepts groups of any size.
         return [] if self.state.consumer is not None else self._stalls.find_all()
 
     async def payload(self, group_id: int) -> StoredPayload | None:
-        """Return the bytes of a group that waits or was delivered lately.
+        """Return the bytes of a group that waits or was delivered recently.
 
-        None when it is gone, or its payload is missing or damaged.
+        None if it is no longer kept, or its payload is missing or damaged.
         """
         group = self.state.find_group(group_id)
         if group is None:
@@ -691,7 +683,7 @@ class Run:
         return StoredPayload(group.lane, content)
 
     async def remove_group(self, group_id: int) -> bool:
-        """Take a group that is queued or buffered out of the run; False when none is."""
+        """Remove a queued or buffered group from the run; False if there is none."""
         await self.open()
         await self.store.sync()
 
@@ -707,16 +699,16 @@ class Run:
         return is_removed
 
     async def reset(self) -> None:
-        """Forget everything: registration, environments, groups, batches and the step."""
+        """Delete everything: registration, environments, groups, batches and the step."""
         await self.open()
         await self._log.guarded(lambda: (records.RunReset(self._clock()), None))
         await self._log.discard()
 
     async def tick(self) -> None:
-        """Do what time brings; call about once a second.
+        """Run periodic work; call about once a second.
 
-        Learns what other replicas did, takes back batches whose lease or sender is gone, notes
-        which environments are there, forgets payloads, and shortens the log.
+        Applies records of other replicas, returns batches whose lease expired or whose replica is
+        gone, writes heartbeats, discards payloads, and compacts the log.
         """
         await self.store.sync()
         self._log.check()

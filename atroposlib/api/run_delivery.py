@@ -1,9 +1,13 @@
-"""How batches leave a run: handed out, acknowledged, given back, and returned when nobody answers.
+"""Delivery of batches: lease, acknowledgement, return, and redelivery after a timeout.
 
-A receiver that asked for a lease answers until it runs out. A batch without one is being sent by
-the replica that owns it, and comes back when that replica is gone.
+    next_batch ──► in flight ── acknowledge ──► done
+                      │  ▲
+    give_back, expiry ▼  │ next_batch, before a new batch is formed
+                    returned
 
-Who waits for something to change: first come, first served, woken one at a time.
+The receiver of a leased batch has until the lease expires. A batch without a lease is being sent by
+one replica, and is returned if that replica is gone. Requests that wait for a batch form a queue:
+first come, first served, woken one at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ __all__ = [
 
 
 class Waiters:
-    """A line of coroutines. Whoever was woken to no avail keeps its place by its ticket."""
+    """A queue of waiting coroutines; a ticket keeps the place of one woken without success."""
 
     def __init__(self) -> None:
         self._tickets = count()
@@ -41,14 +45,13 @@ class Waiters:
         return len(self._waiting)
 
     def ticket(self) -> int:
-        """Return a place in the line, behind everybody who has one."""
+        """Return a place at the end of the queue."""
         return next(self._tickets)
 
     def wake(self) -> None:
-        """Wake whoever has waited longest; nothing happens when nobody waits.
+        """Wake the coroutine that has waited longest, if any.
 
-        Those who gave up are passed over: a task that was cancelled is still in the line until it
-        runs again.
+        Skips cancelled tasks, which stay in the queue until they run again.
         """
         while self._waiting:
             future = self._waiting.pop(min(self._waiting))
@@ -57,7 +60,7 @@ class Waiters:
                 return
 
     def close(self) -> None:
-        """Let the time run out for everybody, those who come later included."""
+        """End all current and later waits as if their time had run out."""
         self._is_closed = True
         for ticket in list(self._waiting):
             self._time_out(ticket)
@@ -65,10 +68,10 @@ class Waiters:
     async def wait(self, ticket: int, *, timeout_s: float) -> bool:
         """Wait to be woken.
 
-        Safe to cancel: when it had been woken already, the next in line is woken instead.
+        Safe to cancel: if it had already been woken, the next in the queue is woken instead.
 
         Returns:
-            True when woken, False when the time ran out.
+            True if woken, False if the time ran out.
         """
         if timeout_s <= 0 or self._is_closed:
             return False
@@ -98,15 +101,15 @@ _RETRY_AFTER_S = 5.0
 
 
 class DeliveryDesk:
-    """Hands batches of a run out and takes word of what became of them.
+    """Delivers the batches of a run and records whether they were received.
 
     Args:
-        log: where decisions are written.
+        log: log of the run.
         state: the run.
-        store: where payloads are.
+        store: store of the payloads.
         replica: name of this process.
-        report_stall: called when enough is queued and makes no batch.
-        limits: how many may wait for a batch, and have one.
+        report_stall: called when enough sequences are queued but form no batch.
+        limits: limits on waiting requests and batches in flight.
         clock: Unix time in seconds.
     """
 
@@ -129,9 +132,9 @@ class DeliveryDesk:
         self._clock = clock
         self._waiters = Waiters()
         self._leased_since: dict[str, float] = {}
-        """Token of a leased batch → when its lease started, by the clock of this process."""
+        """Token of a leased batch → start of its lease, by the clock of this process."""
         self._owed: dict[BatchToken, bool] = {}
-        """What could not be written yet: token → whether the batch arrived."""
+        """Outcomes not written yet: token → whether the batch arrived."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
 
@@ -146,8 +149,8 @@ class DeliveryDesk:
     def note(self, record: Record) -> None:
         """Record when the lease of a batch started.
 
-        The time is taken from this process: the clocks of other replicas and of earlier processes
-        may be hours off.
+        Uses the clock of this process: those of other replicas and earlier processes may be hours
+        off.
         """
         if isinstance(record, records.BatchFormed | records.BatchHandedOut):
             handout = self._state.delivery.in_flight.get(record.batch_id)
@@ -157,22 +160,22 @@ class DeliveryDesk:
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0
     ) -> tuple[Handout, list[StoredPayload]] | None:
-        """Hand out the oldest batch that can be formed, returned ones first.
+        """Deliver the oldest batch that can be formed, returned ones first.
 
-        Must be followed by `acknowledge` or `give_back` of its token. A batch whose payloads could
-        not be read goes back, as does that of a cancelled caller. Groups whose payloads are missing
-        or damaged are set aside, and others take their place.
+        Must be followed by `acknowledge` or `give_back` of its token. A batch is returned if its
+        payloads could not be read or its caller was cancelled. Groups whose payloads are missing or
+        damaged are set aside and replaced by others.
 
         Args:
-            lease_s: seconds the receiver has to acknowledge; None when this process acknowledges
-                on its own account.
-            wait_s: seconds to wait for a batch; callers are served in the order they came.
+            lease_s: seconds the receiver has to acknowledge; None if this process acknowledges once
+                the body is sent.
+            wait_s: seconds to wait for a batch; callers are served in the order of their calls.
 
         Returns:
-            The handout and its payloads in order of delivery; None when there is no batch.
+            The handout and its payloads in order of delivery; None without a batch.
 
         Raises:
-            BusyError: too many wait for a batch, or too many batches are with trainers.
+            BusyError: too many requests wait for a batch, or too many batches are unacknowledged.
         """
         if self._state.registration is None:
             await self._store.sync()  # another replica may have registered the trainer
@@ -201,7 +204,7 @@ class DeliveryDesk:
         limit = self._limits.max_waiting_requests
         if limit and len(self._waiters) >= limit:
             raise BusyError(
-                f"{limit} requests wait for a batch already (--max-waiting-requests); ask again in "
+                f"{limit} requests wait for a batch already (--max-waiting-requests); retry in "
                 f"{_RETRY_AFTER_S:g} s",
                 status=503,
                 retry_after_s=_RETRY_AFTER_S,
@@ -242,14 +245,14 @@ class DeliveryDesk:
         return None
 
     async def _read(self, token: BatchToken, groups: Sequence[QueuedGroup]) -> list[bytes] | None:
-        """Return the payloads of a batch; None if some were missing or damaged and set aside."""
+        """Return the payloads of a batch; None after setting aside missing or damaged ones."""
         try:
             return await self._store.fetch(
                 [group.group_id for group in groups], [group.is_payload for group in groups]
             )
         except (KeyError, DamagedPayloadError):
             pass
-        # Fetched one by one, to find which ones are missing or damaged.
+        # Fetch one by one, to find which ones are missing or damaged.
         contents: list[bytes] = []
         flaws: dict[int, PayloadFlaw] = {}
         for group in groups:
@@ -290,7 +293,7 @@ class DeliveryDesk:
         return result
 
     async def _hand_out(self, lease_s: float | None) -> BatchToken | None:
-        """Put a batch in flight; return its token. Cancelled, the batch goes back."""
+        """Put a batch in flight; return its token. If cancelled, the batch is returned."""
         handing = asyncio.ensure_future(self._log.guarded(lambda: self._plan_handout(lease_s)))
         try:
             return await asyncio.shield(handing)
@@ -322,12 +325,12 @@ class DeliveryDesk:
         return formed, BatchToken(batch_id, 1)
 
     async def acknowledge(self, text: str, *, steps_done: int | None = None) -> AckResult:
-        """Count a batch as delivered; its groups are forgotten in time.
+        """Acknowledge a batch; its groups are discarded later.
 
         Args:
             text: token of the batch.
-            steps_done: steps of the trainer, with that of this batch if it made one. The batch is
-                a step of the run only where the run has fewer; None: it always is.
+            steps_done: steps of the trainer, including that of this batch if it made one. The batch
+                counts as a step only if the run has fewer steps; None: it always counts.
         """
         token = parse_token(text)
         if token is None:
@@ -344,7 +347,7 @@ class DeliveryDesk:
         return await self._settle(token, decide, has_arrived=True)
 
     async def give_back(self, text: str, *, reason: ReturnReason = "lost") -> AckResult:
-        """Let a batch wait for delivery to whoever asks next."""
+        """Return a batch, to be redelivered to the next caller."""
         token = parse_token(text)
         return "unknown" if token is None else await self._give_back(token, reason)
 
@@ -356,7 +359,9 @@ class DeliveryDesk:
 
         result = await self._settle(token, decide, has_arrived=False)
         if result == "returned":
-            logger.warning("batch %s came back (%s); it is next", token, reason)
+            logger.warning(
+                "batch %s was returned (reason: %s) and will be redelivered next", token, reason
+            )
         return result
 
     async def _settle(
@@ -366,23 +371,23 @@ class DeliveryDesk:
         *,
         has_arrived: bool,
     ) -> AckResult:
-        """Write what became of a batch; when the store fails, the next ticks try again."""
+        """Write the outcome of a batch; if the store fails, the next ticks retry."""
         try:
             result = await self._log.guarded(decide)
             if result == "unknown":
-                # Another replica may have handed the batch out.
+                # Another replica may have delivered the batch.
                 await self._store.sync()
                 result = await self._log.guarded(decide)
         except OSError:
             handout = self._state.delivery.find(token)
             if handout is not None and handout.lease_until is None:
-                self._owed[token] = has_arrived  # nobody else would say it
+                self._owed[token] = has_arrived  # no other process knows it
             raise
         self._owed.pop(token, None)
         return result
 
     async def return_expired(self) -> None:
-        """Take back every batch whose lease has run out."""
+        """Return every batch whose lease has expired."""
         now = self._clock()
         leased = [h for h in self._state.delivery.in_flight.values() if h.lease_s is not None]
         known = self._leased_since
@@ -399,7 +404,7 @@ class DeliveryDesk:
         await self._return_all(expired, "expired")
 
     async def settle_owed(self) -> None:
-        """Write what could not be written before, and take back what cancelled callers left."""
+        """Retry outcomes that could not be written, and return batches of cancelled callers."""
         for token, has_arrived in list(self._owed.items()):
             if has_arrived:
                 await self.acknowledge(str(token))
@@ -407,12 +412,12 @@ class DeliveryDesk:
                 await self._give_back(token, "lost")
 
     async def return_orphans(self, alive: Collection[str] | None, *, is_start: bool) -> None:
-        """Take back what replicas that are gone were sending.
+        """Return batches that were being sent by replicas that are gone.
 
         Args:
             alive: names of the replicas that serve the run; None: this one alone.
-            is_start: whether this replica has only just begun: what is under its name was sent by
-                its former self.
+            is_start: Whether this replica has just started: batches under its name were sent by its
+                earlier process.
         """
 
         def orphans() -> list[Handout]:
@@ -439,19 +444,21 @@ class DeliveryDesk:
         if not find():
             return
         for token in await self._log.guarded(decide):
-            logger.warning("batch %s came back (%s); it is next", token, reason)
+            logger.warning(
+                "batch %s was returned (reason: %s) and will be redelivered next", token, reason
+            )
 
     def wake(self) -> None:
-        """Let whoever has waited longest try again, when there may be a batch."""
+        """Wake the longest waiting request if there may be a batch."""
         if len(self._waiters) and self._state.may_form_batch:
             self._waiters.wake()
 
     def stop_waiting(self) -> None:
-        """Answer everybody who waits for a batch that there is none."""
+        """End all waits for a batch without one."""
         self._waiters.close()
 
     async def close(self) -> None:
-        """Wait until what cancelled callers left behind is taken back."""
+        """Wait until the batches of cancelled callers are returned."""
         if self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
 
@@ -463,7 +470,7 @@ class DeliveryDesk:
             self._abandon(token)
 
     def _abandon(self, token: BatchToken) -> None:
-        """Return a batch whose caller is gone, at once or, if the store fails, with a tick."""
+        """Return the batch of a cancelled caller, at once or, if the store fails, with a tick."""
         self._owed[token] = False
         task = asyncio.ensure_future(self.settle_owed())
         self._background.add(task)
@@ -472,4 +479,4 @@ class DeliveryDesk:
     def _forget_background(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.error("a batch could not be taken back yet: %s", task.exception())
+            logger.error("a batch could not be returned yet, retrying: %s", task.exception())

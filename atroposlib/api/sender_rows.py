@@ -1,4 +1,4 @@
-"""Queued groups by sender and size, and which of them are packable, oldest first; pure.
+"""Queued groups by sender and size, with iteration over packable ones, oldest first; pure.
 
     size 4, packs of 8:   sender 0 [a d] [e      ─► packable: a d    in queue order over all
                           sender 1 [b c] [f g]   ─► packable: b c f g    senders: a b c d f g
@@ -6,7 +6,7 @@
 Invariants, while `_pack_size` is set and but for rows in `_changed`: `_heads[size]` holds every
 sender whose row of that size has a pack, with the place of its oldest group; `_heaps[size]` holds
 at least those, ordered by place. Entries of a heap that `_heads` does not confirm, or that repeat
-another, are left-overs; a plan starts with no more of them than half the heap and a few.
+another, are stale; a plan starts with at most about half of the heap stale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SPARE_HEADS = 16
 
 
 class SenderRows:
-    """Rows of every sender; changes are O(1), and settled by the next plan in O(log senders) each.
+    """Rows of every sender; changes are O(1), and applied by the next plan in O(log senders) each.
 
     The first plan after the pack size changed costs O(rows).
     """
@@ -35,14 +35,14 @@ class SenderRows:
     def __init__(self) -> None:
         self._senders: dict[int | None, SizeRows] = {}
         self._pack_size = 0
-        """The pack size that `_heads` holds for; 0 when nobody asked since it changed."""
+        """The pack size for which `_heads` is valid; 0 if unused since the last change."""
         self._heads: dict[int, dict[int | None, int]] = {}
         self._heaps: dict[int, list[_Head]] = {}
         self._changed: set[tuple[int | None, int]] = set()
-        """Senders and sizes whose row may have another head than `_heads` says."""
+        """Senders and sizes whose head in `_heads` may be outdated."""
 
     def get(self, sender: int | None) -> SizeRows | None:
-        """Return the rows of one sender, None when nothing of it is queued."""
+        """Return the rows of one sender, None if it has no queued groups."""
         return self._senders.get(sender)
 
     def add(self, entry: Entry, *, at_front: bool = False) -> int:
@@ -66,7 +66,7 @@ class SenderRows:
             del self._senders[group.env_id]
 
     def packable_sizes(self, pack_size: int) -> list[int]:
-        """Return the sizes of which some sender has a pack, ready for `packable`."""
+        """Return the sizes of which some sender has a pack; prepares `packable`."""
         if pack_size != self._pack_size:
             self._pack_size = pack_size
             self._find_heads()
@@ -78,8 +78,8 @@ class SenderRows:
     def packable(self, size: int) -> Iterator[Entry]:
         """Yield the groups of one size that are part of a pack, oldest first.
 
-        Must follow `packable_sizes`; costs O(log senders) per group. Walks the heap without
-        changing it: whoever is below an entry comes after it.
+        Must follow `packable_sizes`; costs O(log senders) per group. Traverses the heap without
+        changing it: the children of an entry come after it.
         """
         heap = self._cleaned_heap(size)
         frontier: list[tuple[int, int, Iterator[Entry] | None]] = [(heap[0][0], 0, None)]
@@ -110,7 +110,7 @@ class SenderRows:
         return islice(row, len(row) - len(row) % groups_per_pack)
 
     def _note_head(self, sender: int | None, size: int) -> None:
-        """Bring the head of one row up to date."""
+        """Update the head of one row."""
         if self._pack_size % size:
             return
         heads = self._heads.setdefault(size, {})

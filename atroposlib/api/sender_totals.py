@@ -1,7 +1,7 @@
-"""Queued sequences per sender, and what they amount to for everybody else; pure.
+"""Queued sequences per sender, and their total for all other senders; pure.
 
 Invariant: `sequences` holds exactly the senders that have queued sequences; while `_terms_of` is
-set, `_total` is the sum of what every sender adds for the others.
+set, `_total` is the sum of the contributions of all senders.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["SenderTotals"]
 
 
 class _Terms(NamedTuple):
-    """What the total was computed for."""
+    """Arguments for which the total was computed."""
 
     pack_size: int
     batch_size: int
@@ -21,21 +21,21 @@ class _Terms(NamedTuple):
 
 
 class SenderTotals:
-    """Answers in O(1) what `allocation.queue_view` sums up over all senders.
+    """Computes in O(1) the sum over all senders of `allocation.queue_view`.
 
-    The total is kept while sequences come and go. It is summed up anew, in O(senders + minimums),
-    by the first question after the pack size, the batch size or the minimums changed.
+    The total is updated as sequences are added and removed. It is recomputed, in O(senders +
+    minimums), by the first call after the pack size, the batch size or the minimums changed.
     """
 
     def __init__(self) -> None:
         self.sequences: dict[int | None, int] = {}
-        """Queued sequences of every sender that has some; read only."""
+        """Queued sequences per sender, without zeros; read-only."""
         self._terms: _Terms | None = None
         self._reserved: dict[int, int] = {}
         self._total = 0
 
     def add(self, sender: int | None, num_sequences: int) -> None:
-        """Count sequences of one sender that came, or left if negative."""
+        """Add sequences of one sender; negative numbers remove them."""
         before = self.sequences.get(sender, 0)
         after = before + num_sequences
         if after:
@@ -56,11 +56,11 @@ class SenderTotals:
         """Return the sequences of all other senders in whole packs, less what each has reserved.
 
         Args:
-            sender: the one that is left out.
+            sender: the sender that is left out.
             pack_size: sequences per pack, at least 1.
             batch_size: sequences per batch.
-            minimums: sender → reserved share of the batch; a mapping that is passed again must be
-                unchanged.
+            minimums: sender → reserved share of the batch; the mapping must not be mutated between
+                calls.
         """
         terms = _Terms(pack_size, batch_size, minimums)
         if self._terms != terms:

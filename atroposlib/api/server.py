@@ -1,12 +1,11 @@
-"""The HTTP application of the trajectory service.
+"""The HTTP application of the trajectory service: `create_app`, error responses, and `app.state`.
 
-environments ── POST /scored_data ──►┐           ┌── GET /batch ──► trainer
-                                     ├─── Run ───┤
-environments ◄─ GET /status-env ─────┘           └── GET /status ─► anybody
+    environments ── POST /scored_data ──►┐           ┌── GET /batch ──► trainer
+                                         ├─── Run ───┤
+    environments ◄─ GET /status-env ─────┘           └── GET /status ─► any client
 
-What is answered to requests that cannot be served: the status, and a text that helps.
-
-Read-only views of a run under the attribute names that tools look for on `app.state`.
+`REFUSALS` maps each kind of error to its response. `StateView` offers a run under the attribute
+names that tools read from `app.state`.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ _QUEUE_RETRY_AFTER_S = 5.0
 
 
 def refusal_of(error: WireError) -> Response:
-    """Answer a body that is not a well-formed group, in the framework's shape."""
+    """Return the response to a malformed group, in the format of the framework."""
     if error.kind == "not_text":
         return json_response({"detail": BODY_NOT_TEXT}, 400)
     if error.kind == "too_large":
@@ -133,7 +132,7 @@ def refusal_of(error: WireError) -> Response:
 
 
 async def _refuse_invalid(request: Request, error: Exception) -> Response:
-    """Answer a failed validation like the framework does, but never fail at echoing the input."""
+    """Respond to a failed validation like the framework, but never fail to echo the input."""
     assert isinstance(error, RequestValidationError)  # registered for this class only
     return _detail(error.errors())
 
@@ -156,7 +155,7 @@ async def _refuse_for_now(request: Request, error: Exception) -> Response:
 
 
 async def _refuse_without_store(request: Request, error: Exception) -> Response:
-    # The store says when it begins to fail; a line per request would bury that one.
+    # The store logs when it starts to fail; a line per request would hide that one.
     logger.debug("%s %s was not served: %s", request.method, request.url.path, error)
     text = f"the store of the run does not work: {error}; nothing was acknowledged"
     return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
@@ -178,7 +177,7 @@ REFUSALS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Resp
     OSError: _refuse_without_store,
     ConfigError: _refuse_without_store,
 }
-"""The answer to each kind of error that a route lets out."""
+"""The response to each kind of error that a route raises."""
 
 
 def _detail(errors: Sequence[Any]) -> Response:
@@ -199,7 +198,7 @@ def _detail(errors: Sequence[Any]) -> Response:
 
 
 def _echo(value: Any) -> Any:
-    """Return the value when it can be sent back and is short, else the start of its `repr`."""
+    """Return the value if it is short and can be encoded, else the start of its `repr`."""
     try:
         if len(msgspec.json.encode(value)) <= _MAX_ECHO_BYTES:
             return value
@@ -209,7 +208,7 @@ def _echo(value: Any) -> Any:
 
 
 class StateView(State):
-    """What `app.state` is: the run under `run`, and figures derived from it.
+    """The class of `app.state`: the run as `run`, and values derived from it.
 
     Groups are listed by their descriptions; their payloads are in the store.
     """
@@ -229,17 +228,17 @@ class StateView(State):
 
     @property
     def buffer(self) -> dict[int, list[QueuedGroup]]:
-        """Groups that wait for others to add up to their environment's group size."""
+        """Groups in buffers, until they add up to their environment's group size."""
         return {env.env_id: list(env.buffer) for env in self._run.envs if env.buffer}
 
     @property
     def curr_batch(self) -> list[list[QueuedGroup]]:
-        """Always empty: batches are formed when they are asked for."""
+        """Always empty: batches are formed when they are requested."""
         return []
 
     @property
     def started(self) -> bool:
-        """Whether the trainer has asked for a batch."""
+        """Whether the trainer has requested a batch."""
         return self._run.is_started
 
     @property
@@ -262,7 +261,7 @@ class StateView(State):
 
     @property
     def requesters(self) -> list[int]:
-        """Ids given to trainers."""
+        """Ids of registered trainers."""
         return list(self._run.trainer_ids)
 
     @property
@@ -314,17 +313,17 @@ class StateView(State):
 logger = logging.getLogger(__name__)
 
 _BODY_THREADS = 2
-"""Threads for the work on large bodies; what they do lets the event loop run."""
+"""Threads for large bodies; their work releases the GIL."""
 _TICK_S = 1.0
 
 
 def create_app(settings: ApiSettings | None = None) -> FastAPI:
-    """Build a service with a run of its own.
+    """Create an application with its own run.
 
     The run is loaded when the application starts, or by its first request.
 
     Args:
-        settings: limits and switches; the defaults, with a run in memory, when None.
+        settings: limits and switches; None: the defaults, with a run in memory.
 
     Raises:
         ConfigError: the settings name a store or a token file that cannot be used.
@@ -348,7 +347,7 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     )
     application.state.metrics = metrics
     application.state.watched_store = store
-    # Routes are tried in this order: what is asked most comes first.
+    # Routes are matched in this order, the most frequent first.
     for router in (
         environments_router,
         operations_router,
@@ -365,10 +364,10 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
 
 
 def _serve_directly(application: FastAPI, busiest: Sequence[Route]) -> None:
-    """Answer the busiest routes without the framework's steps for arguments and results.
+    """Serve the busiest routes without the framework's handling of arguments and results.
 
-    They take the request and give a response themselves, so only its share of the time would be
-    left: a quarter. The same routes in the routers stay for the document of the interface.
+    They read the request and build the response themselves, which saves a quarter of the time. The
+    same routes in the routers remain for the OpenAPI document.
     """
     application.router.routes[:0] = busiest
 
@@ -405,7 +404,7 @@ def _lifespan_of(
 
 
 async def _tick(run: Run) -> None:
-    """Let time pass for the run, whatever happens; cancelled when the service stops."""
+    """Run the periodic work of the run despite errors; cancelled when the service stops."""
     trouble = ""
     while True:
         await asyncio.sleep(_TICK_S)
@@ -413,14 +412,14 @@ async def _tick(run: Run) -> None:
             await run.tick()
             trouble = ""
         except Exception as error:
-            # A store that is away fails every second in the same way.
+            # An unreachable store fails every second in the same way.
             if str(error) != trouble:
-                logger.exception("what is done once a second failed; trying again")
+                logger.exception("the periodic work of the run failed; retrying")
             trouble = str(error)
 
 
 def _add_middleware(application: FastAPI, settings: ApiSettings, threads: Executor) -> None:
-    """Wrap the application; what is added last sees a request first."""
+    """Wrap the application; middleware added last runs first."""
     if settings.cors_origins:
         application.add_middleware(
             CORSMiddleware,
@@ -442,7 +441,7 @@ def _add_middleware(application: FastAPI, settings: ApiSettings, threads: Execut
         threads=threads,
     )
     if settings.token_file is not None:
-        # Before a body is read.
+        # Runs before a body is read.
         tokens = read_token_file(settings.token_file)
         application.add_middleware(BearerAuthMiddleware, tokens=tokens)
     application.add_middleware(WebPageMiddleware, rule=_web_page_rule(settings))
@@ -457,7 +456,7 @@ def _web_page_rule(settings: ApiSettings) -> WebPageRule:
         machine_name=socket.gethostname(),
         media_types=BODY_TYPES,
         changes=changes_on_get,
-        # A page of a rebound name has no token.
+        # A page under a rebound DNS name has no token.
         checks_host=settings.token_file is None,
         host_remedy="start the service with --allowed-host {}",
         origin_remedy="start the service with --cors-origin {}",
@@ -468,14 +467,14 @@ app = create_app()
 
 
 def _scored_data_to_dict(scored_data: ScoredData) -> dict[str, Any]:
-    """Return a group as the dictionary `/batch` delivers: fourteen keys, and the notes it has."""
+    """Return a group as `/batch` delivers it: a dictionary with fourteen keys and its notes."""
     notes = {field.name for field in GROUP_FIELDS if field.is_note}
     values = scored_data.model_dump()
     return {key: value for key, value in values.items() if value is not None or key not in notes}
 
 
 async def _process_scored_data(scored_data: ScoredData) -> dict[str, Any]:
-    """Admit a group to the run of the module's `app`; answers like `POST /scored_data`."""
+    """Admit a group to the run of the module's `app`; return the reply of `POST /scored_data`."""
     run: Run = app.state.run
     admission = await run.admit([decode_group(scored_data.model_dump_json().encode())])
     return reply_of(admission.placements[0])

@@ -1,12 +1,12 @@
 """Queued groups of one sender, or of all, in one row per size; pure.
 
-Which groups make a pack depends on their size alone, so packs are runs of a row:
+Packs consist of groups of one size, so a pack is a run of a row:
 
     row of size 2:  [a b] [c d] [e        packs of largest = 4, and one group that waits
     row of size 4:  [x] [y]
 
-Rows do not know where packs begin: that follows from the largest size when a batch is planned, and
-needs no bookkeeping when the largest size changes.
+Rows do not store where packs start: that follows from the largest size when a batch is planned, so
+a change of the largest size needs no update.
 
 Invariants: a row holds entries in queue order and is never empty; `largest` is the largest size
 that has a row.
@@ -22,17 +22,17 @@ from atroposlib.api.queued_group import QueuedGroup
 __all__ = ["Entry", "Row", "SizeRows"]
 
 Entry = tuple[int, QueuedGroup]
-"""A group and its place: entries compare as they are queued; places are never used twice."""
+"""A group and its place: entries compare in queue order; places are never reused."""
 
 _MIN_GAPS = 32
 _ENTRIES_PER_GAP = 8
 
 
 class Row:
-    """Entries in queue order, by group id; either end, and any removal, in amortised O(1).
+    """Entries in queue order, by group id; both ends and any removal are amortized O(1).
 
-    Dictionaries keep the order of insertion, but a removed entry leaves a gap that iteration steps
-    over: they are written anew once there is more than one gap to eight entries. Unlike an
+    Dictionaries keep insertion order, but a removed entry leaves a gap that iteration skips. They
+    are rebuilt once there is more than one gap per eight entries. Unlike an
     `OrderedDict`, they cost the garbage collector nothing.
     """
 
@@ -53,15 +53,15 @@ class Row:
         return chain(reversed(self._prepended.values()), self._appended.values())
 
     def get(self, group_id: int) -> Entry | None:
-        """Return the entry of a group, None when it is not in the row."""
+        """Return the entry of a group, None if it is not in the row."""
         return self._appended.get(group_id) or self._prepended.get(group_id)
 
     def add(self, entry: Entry, *, at_front: bool = False) -> None:
-        """Add an entry behind all others, or before them; its group must not be in the row."""
+        """Add an entry at the end or at the front; its group must not be in the row."""
         (self._prepended if at_front else self._appended)[entry[1].group_id] = entry
 
     def pop(self, group_id: int) -> Entry | None:
-        """Remove and return the entry of a group, None when it is not in the row."""
+        """Remove and return the entry of a group, None if it is not in the row."""
         entry = self._appended.pop(group_id, None) or self._prepended.pop(group_id, None)
         if entry is not None:
             self._gaps += 1
@@ -73,19 +73,19 @@ class Row:
 
 
 def _without_gaps(entries: dict[int, Entry]) -> dict[int, Entry]:
-    """Write entries anew; copying a dictionary may copy its gaps, filling an empty one does not."""
+    """Rebuild the entries; copying a dictionary may copy its gaps, filling a new one does not."""
     filled: dict[int, Entry] = {}
     filled.update(entries)
     return filled
 
 
 class SizeRows:
-    """One row of queued groups per size; every change is O(1), `largest` amortised."""
+    """One row of queued groups per size; every change is O(1), `largest` amortized."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Row] = {}
         self.largest = 0
-        """Sequences in the largest group, 0 when there is none."""
+        """Sequences in the largest group, 0 if empty."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -95,11 +95,11 @@ class SizeRows:
         return iter(self._rows.items())
 
     def row(self, size: int) -> Row:
-        """Return the row of one size, an empty one when there is none."""
+        """Return the row of one size, which may be empty."""
         return self._rows.get(size) or Row()
 
     def add(self, entry: Entry, *, at_front: bool = False) -> int:
-        """Add a group behind all others of its size, or before them; return how many there are."""
+        """Add a group at the end or front of the row of its size; return the length of the row."""
         group = entry[1]
         size = group.num_sequences
         row = self._rows.get(size)

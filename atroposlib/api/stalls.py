@@ -1,16 +1,14 @@
-"""Why queued groups do not become a batch, and who keeps others waiting; pure.
+"""Stalls: why queued groups do not form a batch; heartbeats and timeouts of environments.
 
-Nothing here walks the queue: it reads counters, and asks the queue for a plan. The cost is that of
-one plan and O(environments), so it is for `/status` and metrics, not for every request.
+`find_stalls` does not scan the queue: it reads counters, and makes one plan. It costs that plan and
+O(environments), so it serves `/status` and metrics, not every request.
 
-Which environments are there: signs of life, noted now and then, and silence that lasts; pure.
+`Presence` records heartbeats. Each replica hears of some environments. All heartbeats are written
+in one record, at most every `NOTE_INTERVAL_S`, so that all replicas agree which environments are
+silent. Silence is measured by the clock of this process, from when it applied the last record that
+names an environment: the clocks of other processes may be hours off.
 
-Every replica hears of some environments. What it heard is written down at most every
-`NOTE_INTERVAL_S`, for all of them in one record, so that all replicas agree who has been silent.
-Silence is measured by the clock of this process, from when it applied the last record that names an
-environment: times in records come from other processes, whose clocks may be hours off.
-
-Names what keeps a run from forming batches: to whoever asks, and to the log once per reason.
+`StallWatch` logs each reason once.
 """
 
 from __future__ import annotations
@@ -44,40 +42,40 @@ _MAX_NAMED = 5
 
 
 class Stall(NamedTuple):
-    """Something that keeps queued groups from becoming a batch, or may."""
+    """A reason why queued groups do not, or may not, form a batch."""
 
     reason: str
     """`queue/oversized`, `queue/unpackable`, `allocation/unfilled`, `batch/unreachable`,
     `environment/silent` or `buffer/waiting`."""
     num_sequences: int
-    """Sequences that are stuck, or that are missing."""
+    """Number of sequences that are stuck, or missing."""
     message: str
 
 
 class Patience(NamedTuple):
-    """How long one waits for environments before it is told."""
+    """Timeouts after which silent environments and waiting groups are reported."""
 
     now: float
     """Unix time, in seconds."""
     last_heard: Callable[[int], float]
-    """Environment id → Unix time at which it was last heard of."""
+    """Environment id → Unix time of its last heartbeat."""
     silence_s: float = 60.0
-    """Seconds without a sign of life; 0: never too long."""
+    """Seconds without a heartbeat; 0: no timeout."""
     buffer_s: float = 300.0
-    """Seconds a group waits in a buffer for others to add up; 0: never too long."""
+    """Seconds that a group may wait in a buffer; 0: no timeout."""
 
 
 def find_stalls(
     queue: GroupQueue, envs: EnvRegistry, *, batch_size: int, patience: Patience | None = None
 ) -> list[Stall]:
-    """Name everything that keeps groups from being delivered.
+    """Find every reason why groups are not delivered.
 
     Args:
         queue: the groups that wait.
         envs: the environments, with their minimum shares and buffers.
-        batch_size: sequences per batch, 0 before a trainer registered; shares and sizes are only
-            missed once the queue holds a batch.
-        patience: what counts as long; None leaves out what depends on time.
+        batch_size: sequences per batch, 0 before a trainer registered; shares and sizes are checked
+            only once the queue holds a batch.
+        patience: timeouts; None skips reasons that depend on time.
     """
     found = [*_oversized(queue, batch_size), *_unpackable(queue)]
     if 0 < batch_size <= queue.num_sequences:
@@ -95,7 +93,7 @@ def _oversized(queue: GroupQueue, batch_size: int) -> Iterator[Stall]:
     stuck = sum(size * count for size, count in queue.groups_by_size().items() if size > batch_size)
     message = (
         f"{stuck} sequences are in groups of more than {batch_size}, the size of a batch; they "
-        "never leave, and others must pack to their size"
+        "are never delivered, and others must pack to their size"
     )
     yield Stall("queue/oversized", stuck, message)
 
@@ -105,13 +103,13 @@ def _unpackable(queue: GroupQueue) -> Iterator[Stall]:
     if stuck:
         message = (
             f"{stuck} sequences are in groups whose size does not divide the largest queued "
-            f"group ({queue.largest_group}); they leave only where sizes happen to add up"
+            f"group ({queue.largest_group}); they are delivered only if sizes happen to add up"
         )
         yield Stall("queue/unpackable", stuck, message)
 
 
 def _unfilled_shares(queue: GroupQueue, envs: EnvRegistry, batch_size: int) -> Iterator[Stall]:
-    """Name shares that refuse the batch: an environment with any pack fills what it can."""
+    """Find shares that prevent a batch: environments without a single pack."""
     for env_id, share in envs.minimums.items():
         env = envs.find(env_id)
         need = min(batch_size, int(batch_size * share))
@@ -152,7 +150,7 @@ def _silent(envs: EnvRegistry, batch_size: int, patience: Patience) -> Iterator[
     reserved = sum(int(batch_size * envs.minimums.get(env.env_id, 0.0)) for env in silent)
     named = _named(silent, lambda env: f"{silences[env.env_id]:.0f} s")
     message = (
-        f"nothing was heard for more than {patience.silence_s:g} s of {named}; "
+        f"no request for more than {patience.silence_s:g} s from {named}; "
         f"{reserved} sequences of each batch are reserved for them"
     )
     yield Stall("environment/silent", reserved, message)
@@ -185,11 +183,11 @@ NOTE_INTERVAL_S = 30.0
 
 
 class Presence:
-    """What this replica heard of the environments of a run.
+    """Heartbeats of the environments of a run, as received by this replica.
 
     Args:
         state: the run.
-        expiry_s: seconds of silence after which an environment counts as gone; 0: never.
+        expiry_s: seconds of silence after which an environment times out; 0: never.
     """
 
     def __init__(self, state: RunState, *, expiry_s: float) -> None:
@@ -197,7 +195,7 @@ class Presence:
         self._expiry_s = expiry_s
         self._interval_s = min(NOTE_INTERVAL_S, expiry_s / 4 or NOTE_INTERVAL_S)
         self._heard: dict[int, float] = {}
-        """Environment id → its last request to this process that is not yet in a record."""
+        """Environment id → last request to this process that is not yet in a record."""
         self._learned: dict[int, float] = {}
         """Environment id → when this process last applied a record that names it."""
         self._epoch = 0
@@ -205,16 +203,16 @@ class Presence:
         self._since = 0.0
 
     def start(self, now: float) -> None:
-        """Begin to listen: silence counts from here at the earliest."""
+        """Start: silence counts from now at the earliest."""
         self._since = self._noted_at = now
 
     def note(self, env_id: int, now: float) -> None:
-        """Remember a sign of life."""
+        """Record a heartbeat."""
         self._forget_former_epoch()
         self._heard[env_id] = now
 
     def note_record(self, record: Record, now: float) -> None:
-        """Note the environments that a record names, whichever replica wrote it."""
+        """Update from the environments that a record names, of any replica."""
         env_ids: Iterable[int | None]
         if isinstance(record, GroupsAdmitted):
             env_ids = {group.env_id for group in record.groups}
@@ -230,12 +228,12 @@ class Presence:
                 self._learned[env_id] = now
 
     def last_heard(self, env_id: int) -> float:
-        """Return when this process last heard of an environment, directly or by a record."""
+        """Return the time of the last heartbeat of an environment, received or by a record."""
         self._forget_former_epoch()
         return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
 
     def notes_due(self, now: float) -> EnvsSeen | None:
-        """Return what is to be written down now; None when there is nothing or it is too early."""
+        """Return the record of heartbeats to write now; None if there are none or not due."""
         if now - self._noted_at < self._interval_s:
             return None
         self._noted_at = now
@@ -249,7 +247,7 @@ class Presence:
         return EnvsSeen(self._state.epoch, seen) if seen else None
 
     def expiry_due(self, now: float) -> EnvDisconnected | None:
-        """Return the disconnection of one environment that has been silent for too long."""
+        """Return the record that disconnects one timed-out environment, if any."""
         if not self._expiry_s:
             return None
         for env in self._state.envs:
@@ -258,7 +256,7 @@ class Presence:
         return None
 
     def revival_of(self, env_id: int, now: float) -> EnvRevived | None:
-        """Return the comeback of an environment that had been taken for gone."""
+        """Return the record that reconnects an environment that had timed out."""
         env = self._state.envs.find(env_id)
         return EnvRevived(env_id, now) if env is not None and env.is_expired else None
 
@@ -275,11 +273,11 @@ _REPORT_INTERVAL_S = 1.0
 
 
 class StallWatch:
-    """Looks at a run for stalls.
+    """Finds and logs the stalls of a run.
 
     Args:
         state: the run.
-        presence: when environments were last heard of.
+        presence: heartbeats of environments.
         clock: Unix time in seconds.
     """
 
@@ -291,20 +289,20 @@ class StallWatch:
         self._reported_at = 0.0
 
     def find(self, *, patience: Patience | None = None) -> list[Stall]:
-        """Name what keeps queued groups from becoming a batch.
+        """Find the reasons why queued groups do not form a batch.
 
         Args:
-            patience: what counts as long; None leaves out what depends on time.
+            patience: timeouts; None skips reasons that depend on time.
         """
         state = self._state
         return find_stalls(state.queue, state.envs, batch_size=state.batch_size, patience=patience)
 
     def find_all(self) -> list[Stall]:
-        """Name also who has been silent, and what has waited in a buffer, for long."""
+        """Find all reasons, including silent environments and groups waiting in buffers."""
         return self.find(patience=Patience(self._clock(), self._presence.last_heard))
 
     def report(self) -> None:
-        """Log why enough data makes no batch, once per reason; looks at it now and then only."""
+        """Log once per reason why enough sequences do not form a batch; checks at intervals."""
         state, now = self._state, self._clock()
         if abs(now - self._reported_at) < _REPORT_INTERVAL_S:
             return

@@ -1,26 +1,21 @@
-"""The state of one run: what applying the records of its log, in order, gives; pure.
+"""The state of one run, computed by applying the records of its log in order; pure.
+
+    record ── RunState.apply ──► queue, environments, batches, step
+                             ├─► PayloadLedger: queued ─► past (kept for inspection) ─► discardable
+                             └─► KeyBook: idempotency keys and the responses to their requests
 
 Invariants:
 
 - `apply` never fails and depends on nothing but the state and the record, so every replica that
-  applied the same records holds the same state. A record that comes too late, such as the
-  acknowledgement of a batch that has moved on, changes nothing. One that makes no sense is set
-  aside: it changes nothing but the counter that tells of it, and the ids it would have taken.
-- A group's payload is given up for discarding only after its batch was acknowledged and it is no
-  longer among `past`, when its request repeats one that was stored, or when the run was reset.
+  applied the same records holds the same state. A late record, such as the acknowledgement of a
+  batch that was redelivered, changes nothing. An invalid record is set aside: it changes only the
+  counter of such records, and the ids it would have used.
+- A payload becomes discardable once, and only in three cases: its batch was acknowledged and it is
+  no longer among `past`, its request repeats a stored one, or the run was reset. The payload of the
+  latest group is kept.
 - The step grows by one per acknowledged batch that was trained on; only a registration sets it.
-- A consumer holds a place for a trainer: any registration replaces it, or it leaves; what it had
-  leased is queued again.
+- Any registration replaces a consumer; the batch it had leased is queued again.
 - `fence` is the number of guarded records applied.
-
-Which payloads are kept for inspection, and which nobody needs any more; pure.
-
-Invariant: a payload is given up at most once, and never while its group is among `past` or is the
-latest one.
-
-The groups that were delivered last, kept for inspection; pure.
-
-Which requests were stored already: idempotency keys and what was answered to them; pure.
 """
 
 from __future__ import annotations
@@ -79,11 +74,11 @@ class PastGroups:
         return self._num_bytes
 
     def get(self, group_id: int) -> QueuedGroup | None:
-        """Return a kept group, None when it is not kept."""
+        """Return a kept group, None if it is not kept."""
         return self._groups.get(group_id)
 
     def add(self, groups: Iterable[QueuedGroup]) -> list[int]:
-        """Keep delivered groups; return the ids of those that fell out to make room."""
+        """Keep delivered groups; return the ids of those removed to make room."""
         for group in groups:
             known = self._groups.pop(group.group_id, None)
             self._num_bytes -= known.num_bytes if known else 0
@@ -97,7 +92,7 @@ class PastGroups:
         return fallen
 
     def clear(self) -> list[int]:
-        """Forget every group; return their ids."""
+        """Remove every group; return their ids."""
         forgotten = list(self._groups)
         self._groups.clear()
         self._num_bytes = 0
@@ -105,45 +100,45 @@ class PastGroups:
 
 
 class PayloadLedger:
-    """Follows payloads from the queue through the past to where they may be discarded."""
+    """Tracks payloads from the queue to `past` and until they may be discarded."""
 
     def __init__(self, *, max_past_groups: int, max_past_bytes: int) -> None:
         self.past = PastGroups(max_groups=max_past_groups, max_bytes=max_past_bytes)
-        """Delivered groups whose payloads can still be looked at."""
+        """Delivered groups whose payloads are kept for inspection."""
         self.latest: QueuedGroup | None = None
-        """The group queued last; its payload is kept until another one is."""
+        """The group queued last; its payload is kept until another group is queued."""
         self.latest_is_held = False
-        """Whether the latest group is kept for nothing but being the latest."""
+        """Whether the latest group is kept only because it is the latest."""
         self._discardable: deque[int] = deque()
 
     @property
     def discardable(self) -> list[int]:
-        """Ids of groups whose payloads nobody needs any more."""
+        """Ids of groups whose payloads are no longer needed."""
         return list(self._discardable)
 
     def take_discardable(self, limit: int | None = None) -> list[int]:
-        """Return, and forget, ids of groups whose payloads nobody needs any more.
+        """Remove and return ids of groups whose payloads are no longer needed.
 
         Args:
-            limit: the most to return; None for all.
+            limit: maximum number to return; None for all.
         """
         held = self._discardable
         count = len(held) if limit is None else min(limit, len(held))
         return [held.popleft() for _ in range(count)]
 
     def give_up(self, group_ids: Iterable[int]) -> None:
-        """Note payloads that nobody needs any more."""
+        """Mark payloads as discardable."""
         self._discardable.extend(group_ids)
 
     def note_queued(self, group: QueuedGroup) -> None:
-        """Note the group queued last; the one before it is kept for its own sake only."""
+        """Record the latest group; the previous one is no longer kept as the latest."""
         if self.latest_is_held and self.latest is not None:
             self._discardable.append(self.latest.group_id)
         self.latest = group
         self.latest_is_held = False
 
     def note_delivered(self, groups: Sequence[QueuedGroup]) -> None:
-        """Keep delivered groups for inspection; older ones make room for them."""
+        """Keep delivered groups for inspection, in place of older ones."""
         for group_id in self.past.add(groups):
             if self.latest is not None and group_id == self.latest.group_id:
                 self.latest_is_held = True
@@ -151,7 +146,7 @@ class PayloadLedger:
                 self._discardable.append(group_id)
 
     def note_removed(self, groups: Iterable[QueuedGroup]) -> None:
-        """Give up groups that were taken out of the run; the latest is kept for its own sake."""
+        """Mark removed groups as discardable, except the latest."""
         for group in groups:
             if self.latest is not None and group.group_id == self.latest.group_id:
                 self.latest_is_held = True
@@ -159,7 +154,7 @@ class PayloadLedger:
                 self._discardable.append(group.group_id)
 
     def give_up_past(self) -> None:
-        """Make delivered groups that are kept for inspection discardable, except the latest."""
+        """Mark groups kept for inspection as discardable, except the latest."""
         for group_id in self.past.clear():
             if self.latest is not None and group_id == self.latest.group_id:
                 self.latest_is_held = True
@@ -167,7 +162,7 @@ class PayloadLedger:
                 self._discardable.append(group_id)
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """Give up everything: what is elsewhere in the run, by its ids, the past, the latest."""
+        """Mark everything as discardable: the given ids of the run, the past, the latest."""
         self.give_up(group_ids)
         self.give_up(self.past.clear())
         if self.latest_is_held and self.latest is not None:
@@ -180,11 +175,11 @@ MAX_KEY_CHARACTERS = 255
 
 _MAX_KEYS = 65_536
 _MAX_BYTES = 32 * 1024 * 1024
-_ENTRY_BYTES = 256  # about what an entry takes besides its key and its placements
+_ENTRY_BYTES = 256  # approximate size of an entry without its key and placements
 
 
 class KeyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request that was stored."""
+    """One stored request."""
 
     digest: int
     """Digest of its body."""
@@ -193,12 +188,12 @@ class KeyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def placements(self) -> list[Placement]:
-        """Where its groups went, as they were told when it was stored."""
+        """Placements of its groups at the time it was stored."""
         return [Placement(size) for size in self.buffered]
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that is not worth remembering.
+    """Reject a key of invalid length.
 
     Raises:
         GroupError: the key is empty or longer than `MAX_KEY_CHARACTERS`.
@@ -211,7 +206,7 @@ def check_key(key: str) -> None:
 
 
 class KeyBook:
-    """Remembers the newest keys, bounded in number and in bytes."""
+    """The newest idempotency keys, bounded in number and in bytes."""
 
     def __init__(self) -> None:
         self._entries: dict[str, KeyEntry] = {}
@@ -221,7 +216,7 @@ class KeyBook:
         return len(self._entries)
 
     def find(self, key: str) -> KeyEntry | None:
-        """Return what is remembered under a key."""
+        """Return the entry of a key, None if unknown."""
         return self._entries.get(key)
 
     def items(self) -> Iterable[tuple[str, KeyEntry]]:
@@ -229,7 +224,7 @@ class KeyBook:
         return self._entries.items()
 
     def remember(self, key: str, digest: int, placements: Sequence[Placement]) -> None:
-        """Note a request under a key that is not known; the oldest keys make room for it."""
+        """Add a request under a new key; the oldest keys are removed to make room."""
         self.restore([(key, KeyEntry(digest, tuple(p.buffered_sequences for p in placements)))])
 
     def restore(self, items: Iterable[tuple[str, KeyEntry]]) -> None:
@@ -244,7 +239,7 @@ class KeyBook:
             self._num_bytes -= _size_of(oldest, self._entries.pop(oldest))
 
     def clear(self) -> None:
-        """Forget every key."""
+        """Remove every key."""
         self._entries.clear()
         self._num_bytes = 0
 
@@ -254,7 +249,7 @@ def _size_of(key: str, entry: KeyEntry) -> int:
 
 
 SET_ASIDE = "records/set_aside_"
-"""Counters of records that could not be applied, by kind, begin with this."""
+"""Prefix of the counters of records that could not be applied; the kind follows."""
 
 GROUPS_SET_ASIDE = "groups/set_aside_"
 """Prefix of the counters of groups that could not be delivered; the flaw follows."""
@@ -274,11 +269,11 @@ class RunState:
         self._limits = limits = limits or RunLimits()
         self.registration: Registration | None = None
         self.run_id: str | None = None
-        """New for every run: from the first registration until everything is forgotten, or until
-        a trainer takes the place of a consumer or replaces the settings. Environments notice that
-        it is another, and register again to learn the settings."""
+        """Identifies a run from its first registration until a reset, or until a trainer replaces a
+        consumer or the settings. When it changes, environments register again to read the new
+        settings."""
         self.taken_over_run_id: str | None = None
-        """The run that went on as this one; its environments keep their ids."""
+        """The run that this one continues; its environments keep their ids."""
         self.started_at: float | None = None
         """Unix time of the registration that started the run, in seconds."""
         self.envs = EnvRegistry()
@@ -291,19 +286,19 @@ class RunState:
         self.keys = KeyBook()
         self.step = 0
         self.is_started = False
-        """Whether the trainer has asked for a batch; environments wait until it has."""
+        """Whether the trainer has requested a batch; environments wait until then."""
         self.policy_version: int | None = None
-        """What the trainer told last; None when it never did."""
+        """The policy version that the trainer last reported; None if it never did."""
         self.trainer_ids: deque[int] = deque(maxlen=_KEPT_TRAINER_IDS)
         self.counters: Counter[str] = Counter()
-        """Counts over the whole life of the run, resets included."""
+        """Counters over the whole life of the run, including resets."""
         self.set_aside_groups: deque[tuple[int, PayloadFlaw]] = deque(maxlen=_KEPT_FLAWS)
         """(group_id, flaw) of the groups set aside most recently."""
         self.epoch = 0
-        """How often the run was reset."""
+        """Number of resets of the run."""
         self.fence = 0
         self.fault: str | None = None
-        """Why the record before was set aside; None when it was applied."""
+        """Why the last record was set aside; None if it was applied."""
         self._handlers: dict[type[Any], Callable[[Any], Admission | None]] = self._all_handlers()
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], Admission | None]]:
@@ -328,26 +323,26 @@ class RunState:
         }
 
     def start_over(self) -> None:
-        """Become a state that nothing was applied to."""
+        """Return to the initial state."""
         self.__init__(self._limits)  # type: ignore[misc]
 
     def apply(self, record: records.Record) -> Admission | None:
-        """Change the state by what happened.
+        """Apply a record.
 
         Returns:
-            For admitted groups what their sender is told; None for everything else.
+            The admission for groups; None for every other record.
         """
         self.fault = None
         if record.is_guarded:
             self.fence += 1
         try:
             return self._handlers[type(record)](record)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run must go on
+        except Exception as error:  # noqa: BLE001 - the run must continue after any error
             self.set_aside(kind_of(type(record)), error)
             return None
 
     def skip(self, record_type: RecordType, error: BaseException) -> None:
-        """Go on behind a record of which nothing but its type can be read."""
+        """Skip a record of which only the type can be read."""
         self.fault = None
         if record_type.is_guarded:
             self.fence += 1
@@ -358,7 +353,7 @@ class RunState:
         self.set_aside(kind_of(record_type), error)
 
     def set_aside(self, kind: str, error: BaseException) -> None:
-        """Count something that could not be applied."""
+        """Count a record that could not be applied."""
         self.fault = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_FAULT_CHARACTERS]
         self.counters[SET_ASIDE + kind] += 1
 
@@ -379,23 +374,23 @@ class RunState:
 
     @property
     def consumer(self) -> str | None:
-        """The tool that stands in for a trainer; None when a trainer, or nothing, is registered."""
+        """The registered consumer; None if a trainer, or none, is registered."""
         return self.registration.consumer if self.registration else None
 
     @property
     def has_trainer(self) -> bool:
-        """Whether a trainer is registered; a consumer is none."""
+        """Whether a trainer is registered; a consumer does not count."""
         return self.registration is not None and self.registration.consumer is None
 
     def is_consumer(self, trainer_id: str) -> bool:
-        """Whether the consumer that is registered was given this id, a decimal number."""
+        """Whether the registered consumer has this id, a decimal number."""
         return self.consumer is not None and trainer_id == str(self.trainer_ids[-1])
 
     def plan_batch(self) -> list[QueuedGroup] | None:
-        """Choose the groups of the next batch; None when there are too few.
+        """Choose the groups of the next batch; None if there are too few.
 
-        A trainer gets exactly `batch_size` sequences, a consumer the oldest groups of at most
-        that many, whatever their sizes.
+        A trainer gets exactly `batch_size` sequences; a consumer gets the oldest groups, of any
+        size, with at most `batch_size` sequences in total.
         """
         if self.consumer is not None:
             return self.queue.plan_oldest(self.batch_size)
@@ -403,7 +398,7 @@ class RunState:
 
     @property
     def past(self) -> PastGroups:
-        """Delivered groups whose payloads can still be looked at."""
+        """Delivered groups whose payloads are kept for inspection."""
         return self.payloads.past
 
     @property
@@ -418,11 +413,11 @@ class RunState:
 
     @property
     def current_version(self) -> int:
-        """The policy version that staleness counts from: as the trainer told, else the step."""
+        """The policy version of the trainer, for staleness: as reported, else the step."""
         return self.step if self.policy_version is None else self.policy_version
 
     def staleness_of(self, group: QueuedGroup) -> int | None:
-        """Return how many versions the policy is ahead of a group; None when that is not known."""
+        """Return how many versions the policy is ahead of a group; None if unknown."""
         version = group.known_version
         if version is None or version > self.current_version:
             return None
@@ -430,20 +425,20 @@ class RunState:
 
     @property
     def oldest_staleness(self) -> int:
-        """The staleness of the oldest queued group among those where it is known, 0 without any."""
+        """The staleness of the oldest queued group with a known version, 0 without any."""
         versions = [version for version in self.queue.groups_by_version if version >= 0]
         return max(0, self.current_version - min(versions, default=self.current_version))
 
     @property
     def may_form_batch(self) -> bool:
-        """Whether trying to hand out a batch is worth it: one came back, or enough is queued."""
+        """Whether a batch may be formed: one was returned, or enough sequences are queued."""
         if self.registration is None:
             return False
         return bool(self.delivery.returned) or self.queue.num_sequences >= self.batch_size
 
     @property
     def waiting(self) -> Waiting:
-        """What is in the queue and in buffers."""
+        """Sequences and bytes in the queue and in buffers."""
         return Waiting(
             self.queue.num_sequences + self.envs.buffered_sequences,
             self.queue.num_bytes + self.envs.buffered_bytes,
@@ -451,7 +446,7 @@ class RunState:
 
     @property
     def num_alive_groups(self) -> int:
-        """Groups whose payloads the store must have, about: buffers are counted by sequences."""
+        """Approximate number of payloads the store must have; buffers are counted by sequences."""
         in_batches = sum(len(handout.groups) for handout in self.delivery.pending())
         return len(self.queue) + self.envs.buffered_sequences + in_batches + len(self.past)
 
@@ -462,7 +457,7 @@ class RunState:
         )
 
     def find_group(self, group_id: int) -> QueuedGroup | None:
-        """Return a group whose payload the store has, wherever it is."""
+        """Return a group whose payload the store has, in any state."""
         if self.latest is not None and self.latest.group_id == group_id:
             return self.latest
         found = self.queue.get(group_id) or self.past.get(group_id)
@@ -478,7 +473,7 @@ class RunState:
 
     def _admit(self, record: records.GroupsAdmitted) -> Admission:
         if record.epoch != self.epoch:
-            # The run these groups belong to was reset while they were written.
+            # The run of these groups was reset while they were written.
             self.payloads.give_up(group.group_id for group in record.groups)
             return Admission([Placement(None) for _ in record.groups])
         known = self.keys.find(record.key) if record.key is not None else None
@@ -545,18 +540,18 @@ class RunState:
             self._dissolve_all()
 
     def _dissolve_all(self) -> None:
-        """Queue again what a consumer has leased.
+        """Queue the groups leased by a consumer again.
 
-        The groups leave under other numbers, so that a late word of it is about none of them.
+        They get new batch ids, so that a late acknowledgement does not match them.
         """
         for handout in list(self.delivery.in_flight.values()):
             self.delivery.give_back(BatchToken(handout.batch_id, handout.attempt))
         self._dissolve(sorted(self.delivery.returned))
 
     def _forget_later_versions(self) -> None:
-        """Mark versions as unknown that the registered trainer has not reached.
+        """Mark policy versions as unknown that the registered trainer has not reached.
 
-        They are those of a consumer, or of a trainer whose place this one has taken.
+        They come from a consumer, or from a replaced trainer.
         """
 
         def known(groups: Iterable[QueuedGroup]) -> list[QueuedGroup]:
@@ -577,7 +572,7 @@ class RunState:
         self.delivery.change_groups(known)
 
     def _dissolve_misfits(self) -> None:
-        """Let returned batches that do not have the batch size any more be packed anew."""
+        """Queue the groups of returned batches again if the batch size has changed."""
         misfits = [
             batch_id
             for batch_id, handout in sorted(self.delivery.returned.items())
@@ -586,7 +581,7 @@ class RunState:
         self._dissolve(misfits)
 
     def _dissolve(self, batch_ids: Iterable[int]) -> None:
-        """Queue the groups of returned batches again, in front."""
+        """Queue the groups of returned batches again, at the front."""
         groups = {
             group.group_id: group
             for batch_id in batch_ids
@@ -654,7 +649,7 @@ class RunState:
         self.counters["batches/without_step"] += is_settled
 
     def _settle(self, token: BatchToken) -> bool:
-        """Forget a batch that its receiver has; tell whether it was still to be settled."""
+        """Remove a received batch; return whether it was not settled before."""
         handout = self.delivery.acknowledge(token)
         if handout is None:
             return False
@@ -724,7 +719,7 @@ class RunState:
 
 
 def _require_sound(record: records.GroupsAdmitted) -> None:
-    """Refuse figures that no group has; sums over them would mean nothing, or overflow.
+    """Reject impossible sizes, whose sums would be meaningless or overflow.
 
     Raises:
         GroupError: names what is wrong.

@@ -1,4 +1,4 @@
-"""The packing rules on queues of plain group dictionaries, for tools and tests outside."""
+"""The packing rules on queues of plain group dictionaries, for external tools and tests."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@
              StoredPayload(lane, bytes) ── batch_pieces ──► body of GET /batch
     trainer: body ── decode_batch ──► {"batch": [group, ...]}
 
-A *payload* is the canonical form of one group in the lane it came in. In JSON: an object with the
-fields of `scored_data.GROUP_FIELDS` in table order, absent ones null, absent notes left out.
-Numbers keep every digit, opaque fields (`messages`, `images`, ...) the bytes they came with. In
-binary: the blob that `docs/wire.md` defines. Payloads of the lane a client asked for are spliced
-into its batch; only the others are converted.
+A *payload* is the canonical form of one group in the format in which it was posted (`lane`). In
+JSON: an object with the fields of `scored_data.GROUP_FIELDS` in table order, absent ones null,
+absent notes left out. Numbers keep every digit, opaque fields (`messages`, `images`, ...) their
+bytes. In binary: the blob that `docs/wire.md` defines. Payloads in the format that a client
+requested are spliced into its batch; only the others are converted.
 """
 
 from atroposlib.wire.groups import (

@@ -1,28 +1,17 @@
-"""Reads and checks groups of the binary lane; `docs/wire.md` defines the bytes; pure.
+"""Codec of groups in the binary format, and conversion from and to JSON; pure.
 
     blob = map {format, field: {dtype, data, lengths?, counts?}, opaque field: JSON text, env_id}
            or the zstd frame of such a map
 
-Checking a blob reads sizes and looks for numbers that are not finite; nothing is copied. A blob
-that is right is stored as it came; one with keys that nobody knows is written again without them.
+    lists, arrays or JSON rows ── gather ──► Numbers(flat array, lengths) ── pack ──► Column ─► blob
+    blob ── open_group: sizes and numbers checked, nothing copied ──► unpack ──► views on the blob
 
-Writes a group in the binary lane; `binary_lane` reads what is written here; pure.
+`docs/wire.md` defines the bytes. A column holds all numbers of one field as a raw little-endian
+buffer, in the smallest type that loses nothing. Sizes are checked before memory is allocated for
+them. A canonical blob is stored unchanged; one with unknown keys is written again without them.
 
-Columns of the binary lane: all numbers of one field as a raw little-endian buffer; pure.
-
-Numbers are views on the bytes that came. Sizes are checked before anything is allocated for them,
-so a false length costs nothing. `packing` writes what is read here.
-
-Gathers the numbers of a field and packs them into a column of the binary lane; pure.
-
-    lists, arrays or JSON rows ── gather ──► Numbers(flat array, lengths) ── pack ──► Column
-
-A column gets the smallest type that loses nothing.
-
-Conversion of stored groups between the lanes, and to what a trainer reads; pure.
-
-Only what goes to a client of the other lane is converted, row by row. Values are the same on both
-sides: floats are written so that the same float64 is read back, opaque fields keep their bytes.
+Conversion between the formats works row by row and keeps values exactly: floats are written so that
+the same float64 is read, and opaque fields keep their bytes.
 """
 
 from __future__ import annotations
@@ -95,9 +84,9 @@ __all__ = [
 ]
 
 BITS = "bits"
-"""Type of `masks` where every entry is `IGNORE_INDEX` or its token: one bit, set where trained."""
+"""Type of `masks` whose entries are `IGNORE_INDEX` or their token: one bit, set where trained."""
 TEXT = "json"
-"""Type of `advantages` that are not one row of numbers per trajectory: JSON text."""
+"""Type of `advantages` without one row of numbers per trajectory: JSON text."""
 
 _TYPES: Mapping[str, tuple[str, ...]] = {
     "int": ("u1", "u2", "i4", "i8", "u4", "i1", "i2"),
@@ -107,18 +96,18 @@ _FIELDS: Mapping[str, GroupField] = {field.name: field for field in GROUP_FIELDS
 
 
 class Column(msgspec.Struct, omit_defaults=True, gc=False):
-    """A field with numbers, as it is written."""
+    """A numeric field, as written."""
 
     dtype: str
     data: memoryview
     lengths: memoryview | None = None
-    """[G] u4, entries of each row; absent where they are those of `tokens`."""
+    """[G] u4, entries of each row; absent if equal to those of `tokens`."""
     counts: memoryview | int | None = None
     """[positions] u4, numbers at each position of a `[G][L][K]` field; an integer for one K."""
 
 
 class Numbers(NamedTuple):
-    """All numbers of a field, and where they belong."""
+    """All numbers of a field, and their division into rows."""
 
     flat: NDArray[Any]
     lengths: list[int] | None
@@ -132,8 +121,8 @@ def check_column(name: str, column: Column, tokens: list[int] | None) -> list[in
 
     Args:
         name: the field.
-        column: as it came; not of type `TEXT`.
-        tokens: [G] tokens of each trajectory; None when this is the field that says so.
+        column: the received column; not of type `TEXT`.
+        tokens: [G] number of tokens of each trajectory; None for the field `tokens` itself.
 
     Returns:
         [G] entries of each row; None for a field with one number per trajectory.
@@ -148,7 +137,7 @@ def check_column(name: str, column: Column, tokens: list[int] | None) -> list[in
     if (field.shape == "G" and column.lengths is not None) or (
         field.shape != "GLK" and column.counts is not None
     ):
-        raise GroupError(f"{name}: has lengths or counts that a field of its shape has not")
+        raise GroupError(f"{name}: has lengths or counts, but a field of its shape has none")
     lengths, total = None, _num_scores(column)
     if field.shape != "G":
         lengths = _lengths_of(name, column, tokens)
@@ -185,7 +174,7 @@ def _lengths_of(name: str, column: Column, tokens: list[int] | None) -> list[int
 
 def _sum_counts(name: str, counts: memoryview | int | None, positions: int) -> int:
     if isinstance(counts, int):
-        # Zero would let a few bytes stand for any number of positions.
+        # With zero, a few bytes could represent any number of positions.
         if not 1 <= counts < 2**32:
             raise GroupError(f"{name}: counts is {counts}; write one count per position")
         return positions * counts
@@ -210,7 +199,7 @@ def _counts_of(column: Column, total: int) -> NDArray[Any] | None:
 
 
 def require_finite(name: str, numbers: Numbers) -> None:
-    """Refuse numbers that are not finite; raises `GroupError` naming the first."""
+    """Reject numbers that are not finite; raise `GroupError` with the index of the first."""
     is_finite = np.isfinite(numbers.flat)
     if is_finite.all():
         return
@@ -227,12 +216,12 @@ def require_finite(name: str, numbers: Numbers) -> None:
 
 
 def unpack(name: str, column: Column, tokens: Numbers | None) -> Numbers:
-    """Read a checked field; numbers are views on the bytes that came, except those of a bitmap.
+    """Read a checked field; numbers are views on the received bytes, except those of a bitmap.
 
     Args:
         name: the field.
-        column: it passed `check_column`.
-        tokens: the tokens of the group; None when this is they.
+        column: a column that passed `check_column`.
+        tokens: the tokens of the group; None for the field `tokens` itself.
     """
     if _FIELDS[name].shape == "G":
         return _numbers(column, None)
@@ -314,7 +303,7 @@ def decode_binary_group(body: bytes, *, max_bytes: int) -> DecodedGroup:
 
     Args:
         body: a group, or its zstd frame.
-        max_bytes: limit on what a compressed group may unfold to.
+        max_bytes: limit on the decompressed size of a group.
 
     Raises:
         WireError: the body is not a well-formed group.
@@ -323,14 +312,14 @@ def decode_binary_group(body: bytes, *, max_bytes: int) -> DecodedGroup:
 
 
 def decode_binary_groups(blobs: Sequence[memoryview], *, max_bytes: int) -> list[DecodedGroup]:
-    """Read and check the groups of a list; one malformed group refuses all.
+    """Read and check the groups of a list; one malformed group rejects the whole list.
 
     Args:
         blobs: groups, or their zstd frames.
-        max_bytes: limit on what the compressed ones may unfold to together.
+        max_bytes: limit on the total decompressed size of the groups.
 
     Raises:
-        WireError: its path starts with the position of the group.
+        WireError: its path starts with the index of the group.
     """
     groups: list[DecodedGroup] = []
     for i, blob in enumerate(blobs):
@@ -361,10 +350,10 @@ def _decode_plain(body: bytes | memoryview, content: bytes | memoryview) -> Deco
 
 
 def open_group(blob: bytes | memoryview) -> Any:
-    """Return the fields of a group, its columns checked, opaque fields as they are.
+    """Return the fields of a group, with checked columns and unchanged opaque fields.
 
     Raises:
-        WireError: the blob is not a group, or a column is not what its field holds.
+        WireError: the blob is not a group, or a column does not fit its field.
     """
     group, _ = _open(blob)
     _check(_check_columns, group)
@@ -385,7 +374,7 @@ def _open(blob: bytes | memoryview) -> tuple[Any, bool]:
         raise WireError(f"MessagePack decode error: {error}", kind="msgpack_invalid") from error
     if group.format != FORMAT:
         raise WireError(
-            f"format: {group.format} is not known here, only {FORMAT}",
+            f"format: {group.format} is unknown, expected {FORMAT}",
             kind="value_error",
             path=("format",),
         )
@@ -451,13 +440,13 @@ def _lengths_of_text(name: str, text: memoryview) -> Lengths:
 
 
 def write_map(values: Mapping[str, Any]) -> bytes:
-    """Write the map of a group from columns, JSON texts and integers by name; None is left out."""
+    """Write the map of a group from columns, JSON texts and integers by name, without None."""
     present = ((name, values.get(name)) for name in _KEYS)
     return msgspec.msgpack.encode({name: value for name, value in present if value is not None})
 
 
 def unpack_fields(group: Any) -> dict[str, Numbers]:
-    """Return the numbers of an opened and checked group, by field; text columns are left out."""
+    """Return the numbers of an opened and checked group, by field, without text columns."""
     found: dict[str, Numbers] = {}
     for name in NUMERIC_FIELDS:
         column = getattr(group, name)
@@ -467,7 +456,7 @@ def unpack_fields(group: Any) -> dict[str, Numbers]:
 
 
 def opaque_text(group: Any, name: str) -> bytes | None:
-    """Return the canonical JSON text of a field of an opened group that is kept as text."""
+    """Return the canonical JSON text of a text field of an opened group."""
     value = getattr(group, name)
     if isinstance(value, Column):
         texts = decode_value(texts_decoder, value.data, (name,))
@@ -482,7 +471,7 @@ def gather(name: str, value: Any) -> Numbers | None:
     """Collect the numbers of a field from lists or arrays.
 
     Returns:
-        The numbers; None when something in it is not plainly a number of the field's kind.
+        The numbers; None if any entry is not a number of the field's kind.
     """
     field = _FIELDS[name]
     kinds, code = ("iu", "q") if field.dtype == "int" else ("fiu", "d")
@@ -521,13 +510,13 @@ def _joined(parts: Sequence[NDArray[Any]], code: str) -> NDArray[Any]:
 
 
 def gather_rows(name: str, texts: Sequence[JsonText]) -> Numbers | None:
-    """Read the rows of a field from JSON, one by one.
+    """Decode the rows of a field from JSON, one by one.
 
     Returns:
-        The numbers; None where `advantages` have lone numbers among their rows.
+        The numbers; None if `advantages` have single numbers in place of rows.
 
     Raises:
-        WireError: a row is not what the field holds.
+        WireError: a row does not fit the field.
     """
     parts: list[Numbers] = []
     for row in read_rows(name, texts):
@@ -550,8 +539,8 @@ def pack(name: str, numbers: Numbers, tokens: Numbers) -> Column:
 
     Args:
         name: the field.
-        numbers: its content.
-        tokens: the tokens of the group, for `masks` and for lengths that are the same.
+        numbers: the numbers of the field.
+        tokens: the tokens of the group, for `masks` and for equal lengths.
 
     Raises:
         GroupError: a number is not finite.
@@ -598,7 +587,7 @@ def _view(values: NDArray[Any]) -> memoryview:
 
 
 def encode_binary_group(group: Mapping[str, Any]) -> bytes:
-    """Write one group; raises `GroupError` naming the field at fault."""
+    """Write one group; raises `GroupError` with the name of the invalid field."""
     check_group(group)
     fields: dict[str, Any] = {}
     for name in NUMERIC_FIELDS:
@@ -614,7 +603,7 @@ def encode_binary_group(group: Mapping[str, Any]) -> bytes:
 
 
 def _gather_laxly(name: str, value: Any) -> Numbers | bytes:
-    """Read a field the way the JSON lane does, for numbers written as text and the like."""
+    """Read a field with the lax rules of JSON, such as numbers written as text."""
     text = write_field(name, value)
     if name == "scores":
         found = gather(name, read_scores(text).values)
@@ -627,8 +616,8 @@ def write_group(fields: Mapping[str, Any]) -> bytes:
     """Write a group.
 
     Args:
-        fields: by name, of what is there: `Numbers`, JSON text of opaque fields and of
-            `advantages` with lone numbers, integers.
+        fields: the present fields by name: `Numbers`, integers, JSON text of opaque fields and of
+            `advantages` with single numbers.
     """
     tokens = fields["tokens"]
     written: dict[str, Any] = {"format": FORMAT}
@@ -683,10 +672,10 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
 
     Args:
         blob: the group.
-        as_arrays: give rows of numbers as arrays, views on `blob` where possible, not as lists.
+        as_arrays: Whether rows of numbers are arrays, views on `blob` where possible, not lists.
 
     Returns:
-        The fourteen fields, None where absent; notes and `policy_version` where the group has them.
+        The fourteen fields, None if absent; notes and `policy_version` if the group has them.
 
     Raises:
         WireError: the blob is not a group.

@@ -1,13 +1,10 @@
-"""Reads and writes groups in the lane that is asked for; pure.
-
-The binary lane is loaded when it is first used, and numpy with it.
-
-Lists of groups: what is posted together, and the body of `GET /batch`; pure.
+"""Entry points of the codecs: groups, lists of groups, and the body of `GET /batch`; pure.
 
     JSON:    [group, ...]        {"batch": [group, ...] | null, other keys}
     binary:  array [bin, ...]    map {"batch": array [bin, ...] | nil, other keys}
 
-Groups are spliced in as they are stored, so a list costs no more than its bytes.
+Stored groups are spliced into lists, so a list costs no more than copying its bytes. The binary
+codec, and numpy with it, is imported on first use.
 """
 
 from __future__ import annotations
@@ -53,25 +50,25 @@ def join_blobs(blobs: Sequence[bytes]) -> bytes:
 
 
 def split_blobs(body: bytes) -> list[memoryview]:
-    """Find the groups of a list of binary groups; raises `WireError`."""
+    """Split a list of binary groups; raises `WireError`."""
     blobs: list[memoryview] = _decode(_blobs_decoder, body)
     return blobs
 
 
 def is_spliceable(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bool:
-    """Whether a stored group goes into a batch as it is; see `convert_payload`."""
+    """Whether a stored group needs no conversion; see `convert_payload`."""
     if payload.lane != lane:
         return False
     return lane == "json" or accepts_zstd or not is_compressed(payload.content)
 
 
 def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bytes:
-    """Return a stored group in a lane: as it is stored if that is the lane, else converted.
+    """Return a stored group in a format, converted if it is stored in the other one.
 
     Args:
-        payload: a group as `decode_group` made it.
-        lane: the lane to write it in.
-        accepts_zstd: whether a compressed group may stay compressed.
+        payload: a group as returned by `decode_group`.
+        lane: the format to write.
+        accepts_zstd: Whether a compressed group may stay compressed.
     """
     if is_spliceable(payload, lane, accepts_zstd=accepts_zstd):
         return payload.content
@@ -97,10 +94,10 @@ def batch_pieces(
     """Write the body of `GET /batch` as pieces to be sent one after another.
 
     Args:
-        payloads: the groups of the batch; None when there is none.
-        lane: the lane of the answer.
-        envelope: further keys of the answer, such as `batch_id`.
-        accepts_zstd: whether compressed groups may stay compressed.
+        payloads: the groups of the batch; None without a batch.
+        lane: the format of the response.
+        envelope: further keys of the response, such as `batch_id`.
+        accepts_zstd: Whether compressed groups may stay compressed.
     """
     contents = [
         convert_payload(payload, lane, accepts_zstd=accepts_zstd) for payload in payloads or ()
@@ -123,16 +120,16 @@ def decode_batch(
     """Read the body of `GET /batch`.
 
     Args:
-        body: what the service answered.
-        lane: its lane.
-        as_arrays: in the binary lane, give rows of numbers as arrays instead of lists.
-        max_bytes: limit on what one compressed group may unfold to.
+        body: body of the response.
+        lane: its format.
+        as_arrays: Whether rows of numbers in the binary format are arrays instead of lists.
+        max_bytes: limit on the decompressed size of one group.
 
     Returns:
-        The answer; `batch` is a list of groups with all fourteen fields, or None.
+        The response; `batch` is a list of groups with all fourteen fields, or None.
 
     Raises:
-        WireError: the body is not such an answer.
+        WireError: the body is malformed.
     """
     if lane == "json":
         return decode_value(_json_decoder, body, ())
@@ -196,15 +193,15 @@ def decode_group(body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTE
 
     Args:
         body: in JSON an object: unknown keys are ignored, numeric strings and integral floats are
-            taken for integers, integers for floats. In binary a group, or its zstd frame.
-        lane: the lane of the body.
-        max_bytes: limit on what a compressed group may unfold to.
+            read as integers, integers as floats. In the binary format a group, or its zstd frame.
+        lane: the format of the body.
+        max_bytes: limit on the decompressed size of a group.
 
     Returns:
         The group in canonical form.
 
     Raises:
-        WireError: the body is not in this lane, or not a well-formed group.
+        WireError: the body is not in this format, or the group is malformed.
     """
     if lane == "json":
         return decode_json_group(body)
@@ -216,15 +213,15 @@ def decode_group(body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTE
 def decode_groups(
     body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTES
 ) -> list[DecodedGroup]:
-    """Read and check a list of groups; one malformed group refuses the whole list.
+    """Read and check a list of groups; one malformed group rejects the whole list.
 
     Args:
         body: an array of groups.
-        lane: the lane of the body.
-        max_bytes: limit on what the compressed groups in it may unfold to together.
+        lane: the format of the body.
+        max_bytes: limit on the total decompressed size of the groups.
 
     Raises:
-        WireError: as `decode_group`; its path starts with the position of the group.
+        WireError: as `decode_group`; its path starts with the index of the group.
     """
     if lane == "json":
         return decode_json_groups(body)
@@ -239,13 +236,13 @@ def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = 
     numpy arrays and scalars, and pydantic models such as chat messages, are converted.
 
     Args:
-        group: the group; an integer under `policy_version` is sent along.
-        lane: the lane to write it in.
-        zstd: compress it; in the binary lane only.
+        group: the group; an integer `policy_version` is included.
+        lane: the format to write.
+        zstd: Whether to compress it; binary format only.
 
     Raises:
-        GroupError: the group is malformed (see `scored_data.check_group`), or a field holds
-            something that cannot be sent; the message names the field.
+        GroupError: the group is malformed (see `scored_data.check_group`), or a field has a value
+            that cannot be encoded; the message names the field.
     """
     if lane == "json":
         return encode_json_group(group)
@@ -258,6 +255,6 @@ def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = 
 def encode_groups(
     groups: Iterable[Mapping[str, Any]], lane: Lane = "json", *, zstd: bool = False
 ) -> bytes:
-    """Write a list of groups in canonical form; takes and raises what `encode_group` does."""
+    """Write a list of groups in canonical form; arguments and errors as for `encode_group`."""
     encoded = [encode_group(group, lane, zstd=zstd) for group in groups]
     return b"[%b]" % b",".join(encoded) if lane == "json" else join_blobs(encoded)

@@ -1,29 +1,16 @@
 """Codec of groups in JSON, fast and exact; pure.
 
-    body ── find_fields ──► where each value lies ── rows ──► checked ── splice ──► payload
+    body ── find_fields ──► location of each value ── rows ──► checked ── splice ──► payload
 
-The columns are found by their brackets (`walk`), and by a real parser where that is not
-enough. Then every row is decoded on its own, checked, and forgotten: no call lasts long, and memory
-holds the body, the payload and one row. What is written as it should be is spliced into the payload
-untouched. Anything wrong is named by one path through the parser.
+`walk_group` finds rows by their brackets: a row of numbers ends at the next `]`, so most bytes of a
+group need not be scanned. This is exact once every row has been decoded as an array, since an array
+that ends at the first `]` is the whole value. An opaque value ends where the next key starts, which
+is tested. The walk stops at the first construct it does not know, and a parser reads the rest.
 
-Finds the rows of a JSON group by looking for brackets only; pure.
-
-A row of numbers ends at the next `]`, so most of a group's bytes need not be looked at to find
-where its columns lie. What is found this way is exact once every row has been decoded as an array:
-an array that ends at the first `]` is the whole value. An opaque value ends where the next key
-begins, which is tried. The walk stops at the first thing it does not know, and says where; the rest
-is for a real parser.
-
-Reads the JSON text of single values of a group: rows of numbers, integers, opaque values; pure.
-
-A row is decoded on its own, and a long one in several calls, so that other threads get their turn
-in between. A row written as it should be keeps its text; one that needs lax conversion (numbers
-as strings, integral floats for integers, integers for floats) is rewritten.
-
-Writes one row of numbers as JSON, a long one in several calls; pure.
-
-Other threads get their turn in between.
+Rows are then decoded and checked one by one, long ones in several calls so that other threads can
+run. Memory holds the body, the payload and one row. A canonical row is spliced into the payload
+unchanged; one that needs lax conversion (numbers as strings, integral floats for integers, integers
+for floats) is rewritten. The parser determines the path of every error.
 """
 
 from __future__ import annotations
@@ -89,29 +76,29 @@ _AFTER_ROW = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
 
 
 _CALL_BYTES = 256 * 1024
-"""What one search looks at, so that other threads get their turn in between."""
+"""Bytes per search, so that other threads can run in between."""
 _MAX_KEY_BYTES = 64
 _MAX_TRIES = 4
-"""Keys inside a value may look like the next key of the group; then a parser is quicker."""
+"""Attempts to find the next key; keys inside values may resemble it, then a parser is faster."""
 _value_decoder = msgspec.json.Decoder(msgspec.Raw)
 
 
 class RowTexts(NamedTuple):
-    """Where a field with one row per trajectory lies; nothing is copied."""
+    """Location of a field with one row per trajectory; nothing is copied."""
 
     rows: list[memoryview]
     """[G] the text of each row."""
     whole: memoryview
-    """The text of all of it."""
+    """The text of the whole field."""
 
 
 class Walk(NamedTuple):
-    """What a walk found."""
+    """The result of a walk."""
 
     fields: dict[str, Any]
-    """None for null, the text of single values, a `RowTexts` where there are rows."""
+    """None for null, the text of single values, a `RowTexts` for fields with rows."""
     end: int
-    """Behind the closing brace, or behind the comma before the first field not walked."""
+    """Position after the closing brace, or after the comma before the first field not walked."""
     is_complete: bool
     """Whether the closing brace was reached."""
 
@@ -120,11 +107,11 @@ def walk_group(body: bytes, start: int = 0) -> Walk | None:
     """Walk over one group.
 
     Args:
-        body: what was received.
-        start: where the object begins.
+        body: the received bytes.
+        start: start of the object.
 
     Returns:
-        What was found; None when not even the first field could be walked, or a key comes twice.
+        The result; None if the first field cannot be walked, or a key occurs twice.
     """
     opening = _OPENING.match(body, start)
     if opening is None:
@@ -138,7 +125,7 @@ def walk_group(body: bytes, start: int = 0) -> Walk | None:
         if key is None or found is None or after is None:
             return Walk(fields, position, False) if fields else None
         if key.group(1).decode() in fields:
-            return None  # nobody would look at the first value
+            return None  # the first value would be ignored
         fields[key.group(1).decode()] = found[0]
         position = after.end()
         if after.group(1) == b"}":
@@ -168,7 +155,7 @@ def _walk_opaque(body: bytes, start: int) -> tuple[bytes, int] | None:
             return None
         text = body[start:end]
         try:
-            # A text that is one whole value, and is followed by a comma, is all of the value.
+            # A text that is a complete value and is followed by a comma is the whole value.
             _value_decoder.decode(text)
         except (msgspec.DecodeError, RecursionError):
             continue
@@ -204,7 +191,7 @@ def _walk_rows(body: bytes, start: int) -> tuple[RowTexts, int] | None:
 
 
 INT64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""The integers both lanes carry."""
+"""Range of integers in both formats."""
 
 ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape in ("GL", "GLK"))
 """Fields with one row of numbers per trajectory."""
@@ -222,9 +209,9 @@ class ReadRow(NamedTuple):
     text: JsonText
     """In canonical form."""
     values: Any
-    """Its numbers; a lone number where a row is written as one."""
+    """Its numbers; a single number if it is written in place of a row."""
     is_untouched: bool
-    """Whether `text` is what was given."""
+    """Whether `text` equals the input."""
 
 
 class _RowCodec(NamedTuple):
@@ -234,7 +221,7 @@ class _RowCodec(NamedTuple):
     """Numbers in a row."""
     is_float: bool
     separator: bytes
-    """Where a long row may be cut: at the comma this ends with."""
+    """Separator at which a long row may be cut: at its final comma."""
 
 
 def _codec(number: Any, *, is_nested: bool = False) -> _RowCodec:
@@ -276,7 +263,7 @@ def read_rows(name: str, rows: Sequence[JsonText]) -> Iterator[ReadRow]:
     for i, row in enumerate(rows):
         text = bytes(row)
         if name == "advantages" and not text.startswith(b"["):
-            # One number per trajectory is the older form of `advantages`; stored as given.
+            # One number per trajectory is the older form of `advantages`; stored unchanged.
             number = decode_value(_number_decoder, text, (name, i))
             _require_finite(number, (name, i))
             yield ReadRow(msgspec.json.encode(number), number, False)
@@ -310,13 +297,13 @@ def read_integer(name: str, text: JsonText) -> int | None:
 
 
 def read_opaque(name: str, text: JsonText) -> int | None:
-    """Decode an opaque value to check it; its bytes stay as they came.
+    """Decode an opaque value to check it; its bytes are kept.
 
     Returns:
-        How many entries it has when it is a list, else None.
+        Number of entries if it is a list, else None.
 
     Raises:
-        WireError: it is not JSON, or has not the outer shape of this field.
+        WireError: it is not JSON, or does not have the outer shape of the field.
     """
     try:
         value = None if text == b"null" else msgspec.json.decode(text)
@@ -330,7 +317,7 @@ def read_opaque(name: str, text: JsonText) -> int | None:
 
 
 def decode_value(decoder: msgspec.json.Decoder[Any], text: JsonText, path: Path) -> Any:
-    """Decode the value at `path` of the body; raises `WireError` with the path of the fault."""
+    """Decode the value at `path` of the body; raises `WireError` with the path of the error."""
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
@@ -342,12 +329,12 @@ def decode_value(decoder: msgspec.json.Decoder[Any], text: JsonText, path: Path)
 
 
 def _is_canonical(codec: _RowCodec, text: bytes, values: list[Any]) -> bool:
-    # A float is written with a point; the rare `1e-5` is rewritten along with integers.
+    # A canonical float has a point; the rare `1e-5` is rewritten like integers.
     return not codec.is_float or text.count(b".") == codec.count(values)
 
 
 def _decode_strictly(codec: _RowCodec, text: bytes) -> list[Any] | None:
-    """Decode a row that is written as it should be, else return None."""
+    """Decode a canonical row, else return None."""
     values: list[Any] = []
     try:
         if len(text) <= _rows_CALL_BYTES:
@@ -355,7 +342,7 @@ def _decode_strictly(codec: _RowCodec, text: bytes) -> list[Any] | None:
         else:
             for piece in _cut(text, codec.separator):
                 part = codec.strict.decode(piece)
-                if not part:  # a comma with nothing behind it
+                if not part:  # a trailing comma
                     return None
                 values += part
     except (msgspec.DecodeError, RecursionError):
@@ -364,7 +351,7 @@ def _decode_strictly(codec: _RowCodec, text: bytes) -> list[Any] | None:
 
 
 def _cut(text: bytes, separator: bytes) -> Iterator[bytes]:
-    """Cut an array at commas: it is well-formed exactly when every piece is, and none is empty."""
+    """Cut an array at commas: it is valid if and only if every piece is valid and not empty."""
     start, opening = 0, b""
     while len(text) - start > _rows_CALL_BYTES:
         found = text.find(separator, start + _rows_CALL_BYTES)
@@ -377,7 +364,7 @@ def _cut(text: bytes, separator: bytes) -> Iterator[bytes]:
 
 
 def _require_finite(value: Any, path: Path) -> None:
-    """Refuse `"nan"` and `"inf"` strings, which lax conversion lets through."""
+    """Reject the strings `"nan"` and `"inf"`, which lax conversion accepts."""
     if _is_finite(value):
         return
     if path[0] in _INDEXED_FIELDS:
@@ -395,10 +382,10 @@ _CALL_NUMBERS = 16 * 1024
 
 
 def write_row(row: Any, encode: Callable[[Any], bytes]) -> bytes:
-    """Return `encode(row)`.
+    """Return `encode(row)`, encoding long rows in several calls.
 
     Args:
-        row: [L] or [L][K], a list or an array; anything else is encoded at once.
+        row: [L] or [L][K], a list or an array; other values are encoded in one call.
         encode: writes a row or a part of it, in brackets.
     """
     if row is None or isinstance(row, str | dict | float | int) or len(row) == 0:
@@ -452,7 +439,7 @@ def decode_json_group(body: bytes) -> DecodedGroup:
 
 
 def decode_json_groups(body: bytes) -> list[DecodedGroup]:
-    """Read and check an array of groups; one malformed group refuses the whole array."""
+    """Read and check an array of groups; one malformed group rejects the whole array."""
     _require_text(body)
     groups = _walk_groups(body)
     if groups is None:
@@ -462,7 +449,7 @@ def decode_json_groups(body: bytes) -> list[DecodedGroup]:
 
 
 def encode_json_group(group: Mapping[str, Any]) -> bytes:
-    """Write one group in canonical form; raises `GroupError` naming the field at fault."""
+    """Write one group in canonical form; raises `GroupError` with the name of the invalid field."""
     check_group(group)
     names = [name for name in _NAMES if name not in _NOTES or group.get(name) is not None]
     return b"{%b}" % b",".join(
@@ -474,7 +461,7 @@ def write_field(name: str, value: Any) -> bytes:
     """Write one value as JSON.
 
     Raises:
-        GroupError: it holds something JSON cannot express; the message names the field.
+        GroupError: JSON cannot express the value; the message names the field.
     """
     try:
         if name in ROW_FIELDS and isinstance(value, list):
@@ -492,8 +479,8 @@ def find_fields(body: bytes) -> dict[str, Any]:
     """Find the fields of a group, and the rows of its columns, without reading them.
 
     Returns:
-        What is there, by name: `RowTexts` or a list of texts for fields with rows, None for those
-        that are null, the text of others.
+        The present fields by name: `RowTexts` or a list of texts for fields with rows, None for
+        null, the text of others.
 
     Raises:
         WireError: the body is not JSON, or not an object with the required fields.
@@ -507,12 +494,12 @@ def find_fields(body: bytes) -> dict[str, Any]:
         rest = _present(_rest_decoder.decode(b"{" + body[walk.end :]))
     except (msgspec.DecodeError, RecursionError):
         return _parse_fields(body)
-    # Of a key that comes twice the first value would not be looked at.
+    # If a key occurs twice, its first value would not be checked.
     return walk.fields | rest if walk.fields.keys().isdisjoint(rest) else _parse_fields(body)
 
 
 def _walk_groups(body: bytes) -> list[DecodedGroup] | None:
-    """Read an array whose groups can all be walked to their ends, else return None."""
+    """Read an array in which every group can be walked to its end, else return None."""
     groups: list[DecodedGroup] = []
     position = _LIST_OPENING.match(body)
     while position is not None:
@@ -531,7 +518,7 @@ def _walk_groups(body: bytes) -> list[DecodedGroup] | None:
 
 def _require_text(body: bytes) -> None:
     try:
-        # Parsers skip over opaque fields without looking at their encoding.
+        # Parsers skip opaque fields without checking their encoding.
         if not body.isascii():
             body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -602,7 +589,7 @@ def _read_column(name: str, found: RowTexts | list[msgspec.Raw]) -> tuple[JsonTe
 
 
 def splice(texts: Mapping[str, JsonText]) -> bytes:
-    """Put a payload together from the canonical text of the fields that are there."""
+    """Assemble a payload from the canonical text of the present fields."""
     pieces: list[JsonText] = []
     for field in GROUP_FIELDS:
         text = texts.get(field.name, NULL)
@@ -613,7 +600,7 @@ def splice(texts: Mapping[str, JsonText]) -> bytes:
 
 
 def _encodable(value: Any) -> Any:
-    """Turn what environments commonly leave in a group into something JSON knows."""
+    """Convert types that environments commonly leave in a group to JSON types."""
     from pydantic import BaseModel
 
     return value.model_dump() if isinstance(value, BaseModel) else to_plain(value)

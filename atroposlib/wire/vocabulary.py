@@ -1,12 +1,10 @@
-"""What the codecs of the wire hand around: a decoded group, a stored one, a refusal.
+"""Types shared by the codecs, negotiation of formats, and the checks of a decoded group; pure.
 
-Negotiation of lanes: which one a body is in, which one a client wants to read; pure.
+The format of a body is called `lane` in code: `json` or `msgpack`, the binary format.
 
-What a decoded group must satisfy, told from the lengths of its rows; pure.
-
-`scored_data.check_group` holds on both sides of the wire; here it is asked about rows of which
-only the length is known, because a codec never holds all numbers of a group at once. The other
-checks concern what only a foreign sender can get wrong: the outer shape of opaque fields.
+`check_layout` applies `scored_data.check_group` to the lengths of rows, because a codec never holds
+all numbers of a group at once. The other checks concern errors that only a foreign sender can make:
+the outer shape of opaque fields.
 """
 
 from __future__ import annotations
@@ -44,22 +42,22 @@ __all__ = [
 ]
 
 Lane = Literal["json", "msgpack"]
-"""How groups are written: JSON text, or the binary form of `docs/wire.md`."""
+"""Format of groups: JSON text, or the binary format of `docs/wire.md`."""
 
 BODY_NOT_TEXT = "There was an error parsing the body"
-"""What the service answers, with 400, to a body that is not text at all."""
+"""Response of the service, with 400, to a body that is not text."""
 
 Path = tuple[str | int, ...]
 """Keys and indices from the root of a body to one of its values."""
 
 
 class WireError(GroupError):
-    """A body that is not a group; carries where it went wrong.
+    """A body that is not a valid group, with the path of the error.
 
     Attributes:
         kind: `not_text`, `json_invalid`, `msgpack_invalid`, `missing`, `value_error` or
             `too_large`.
-        path: Keys and indices from the root of the body to the offending value.
+        path: Keys and indices from the root of the body to the invalid value.
     """
 
     def __init__(self, message: str, *, kind: str, path: Path = ()) -> None:
@@ -68,12 +66,12 @@ class WireError(GroupError):
         self.path = path
 
     def inside(self, path: Path) -> WireError:
-        """Return the same error with a path that starts further out; the message is kept."""
+        """Return the same error with a prefix added to its path."""
         return WireError(str(self), kind=self.kind, path=path + self.path)
 
 
 class DecodedGroup(NamedTuple):
-    """A checked group: its canonical bytes, and the little that batching needs to know."""
+    """A checked group: its canonical bytes, and the attributes that batching uses."""
 
     payload: bytes
     lane: Lane
@@ -83,22 +81,22 @@ class DecodedGroup(NamedTuple):
     min_score: float
     max_score: float
     policy_version: int | None
-    """The version of the policy that sampled it, when the sender stamped one."""
+    """Version of the policy that sampled it; None if the sender did not set one."""
     is_loose: bool
-    """Whether an optional field does not line up with `tokens`: accepted, but worth counting."""
+    """Whether an optional field does not line up with `tokens`: accepted, but counted."""
     is_from_text: bool = False
-    """Whether its tokens were made from text, as it says of itself."""
+    """Whether its tokens were made from text, by its own field."""
 
 
 class StoredPayload(NamedTuple):
-    """The canonical bytes of a group, and the lane they are written in."""
+    """The canonical bytes of a group, and their format."""
 
     lane: Lane
     content: bytes
 
 
 def from_validation(error: msgspec.ValidationError, path: Path = ()) -> WireError:
-    """Name the place of a type error as the service names it.
+    """Convert a validation error to a `WireError` with its path.
 
     Args:
         error: raised while decoding the value at `path`.
@@ -115,7 +113,7 @@ def from_validation(error: msgspec.ValidationError, path: Path = ()) -> WireErro
 
 
 def from_group_error(error: GroupError) -> WireError:
-    """Turn a complaint whose message starts with a path into one that carries the path."""
+    """Convert an error whose message starts with a path to one with that path."""
     message = str(error)
     return WireError(message, kind="value_error", path=_path_of(message))
 
@@ -135,7 +133,7 @@ def _dotted(path: Iterable[str | int]) -> str:
 MEDIA_TYPES: Mapping[Lane, str] = MappingProxyType(
     {"json": "application/json", "msgpack": "application/msgpack"}
 )
-"""The media type of each lane, for `Content-Type` and `Accept`."""
+"""The media type of each format, for `Content-Type` and `Accept`."""
 
 _LANES: Mapping[str, Lane] = {
     "application/json": "json",
@@ -145,32 +143,32 @@ _LANES: Mapping[str, Lane] = {
     "application/vnd.msgpack": "msgpack",
 }
 BODY_TYPES = frozenset(_LANES)
-"""Every name of a lane in `Content-Type`."""
+"""Every accepted `Content-Type`."""
 
 
 class AcceptedLane(NamedTuple):
-    """The lane a client reads, and whether it also reads compressed groups in it."""
+    """The format a client reads, and whether it also reads compressed groups."""
 
     lane: Lane
     accepts_zstd: bool
 
 
 def lane_of(content_type: str | None) -> Lane | None:
-    """Return the lane of a body; a body without a type is JSON, an unknown type None."""
+    """Return the format of a body: JSON without a type, None for an unknown type."""
     name, _ = _parts(content_type or "")
     return _LANES.get(name or "application/json")
 
 
 def lane_of_accept(accept: str | None, default: Lane = "json") -> AcceptedLane:
-    """Choose the lane to answer in.
+    """Choose the format of the response.
 
     Args:
-        accept: the `Accept` header; `application/msgpack;zstd=1` also takes compressed groups.
-        default: the lane of a client that names none, or takes anything.
+        accept: the `Accept` header; `application/msgpack;zstd=1` also accepts compressed groups.
+        default: the format for a client that names none, or accepts any.
 
     Returns:
-        The named lane with the highest weight, the first one named among equals; a lane named
-        with weight 0 is never chosen unless nothing else is left.
+        The named format with the highest weight, the first one among equals. A format with weight 0
+        is chosen only if no other is left.
     """
     best: AcceptedLane | None = None
     best_weight = 0.0
@@ -199,22 +197,22 @@ def _weight(text: str) -> float:
 
 
 MAX_LABEL_CHARACTERS = 256
-"""Longest name of a part of the reward, and longest finish reason."""
+"""Maximum length of the name of a reward part, and of a finish reason."""
 MAX_REWARD_PARTS = 256
-"""Parts that one reward may have."""
+"""Maximum number of parts of one reward."""
 
 Lengths = Sequence[int | None]
-"""[G] entries of each row; None for one that is no row of numbers."""
+"""[G] entries of each row; None for one that is not a row of numbers."""
 
 _ALIGNED_FIELDS = tuple(f for f in GROUP_FIELDS if f.aligned)
 _LOOSE_FIELDS = tuple(f for f in GROUP_FIELDS if f.per_trajectory and not f.required)
 
 
 def check_opaque(name: str, value: Any) -> None:
-    """Check the outer shape of a field whose content is the business of others.
+    """Check the outer shape of an opaque field.
 
     Raises:
-        GroupError: names the path.
+        GroupError: the message has the path.
     """
     if name == "messages":
         _check_messages(value)
@@ -255,10 +253,10 @@ def _check_reward_parts(value: Any) -> None:
 
 
 def _check_label(path: str, text: str) -> None:
-    """Refuse what becomes the name of a metric, or of a filter, and could break the line it is in.
+    """Reject labels that are too long or have control characters; they become names of metrics.
 
     Raises:
-        GroupError: it is too long, or holds control characters.
+        GroupError: it is too long, or has control characters.
     """
     if len(text) > MAX_LABEL_CHARACTERS:
         raise GroupError(f"{path}: {len(text)} characters, expected at most {MAX_LABEL_CHARACTERS}")
@@ -270,7 +268,7 @@ def _check_messages(value: Any) -> None:
     if not isinstance(value, list):
         raise GroupError("messages: expected a list with one list of messages per trajectory")
     for i, conversation in enumerate(value):
-        # Plain strings are the older form of a conversation; they are stored as given.
+        # Plain strings are the older form of a conversation; they are stored unchanged.
         if isinstance(conversation, str):
             continue
         if not isinstance(conversation, list):
@@ -285,16 +283,16 @@ def _check_messages(value: Any) -> None:
 
 
 def check_layout(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> None:
-    """Ask `check_group` whether counts, lengths and scores are right.
+    """Check counts, lengths and scores with `check_group`.
 
     Args:
-        lengths: of every field that is there, by name; `scores` aside.
+        lengths: lengths of the rows of every present field except `scores`, by name.
         scores: [G] the scores.
 
     Raises:
         GroupError: as `check_group`.
     """
-    if _is_right(lengths, scores):  # in a tenth of the time
+    if _is_right(lengths, scores):  # ten times faster
         return
     rows: dict[str, Any] = {
         name: [_Row(length or 0) for length in of_field] for name, of_field in lengths.items()
@@ -316,7 +314,7 @@ def _is_right(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> bool:
 
 
 class _Row:
-    """Stands for a row of numbers that were checked already."""
+    """Stands for a row of numbers that are already checked."""
 
     __slots__ = ("_length",)
 
@@ -331,7 +329,7 @@ class _Row:
 
 
 def is_loose(lengths: Mapping[str, Lengths]) -> bool:
-    """Whether an optional field has other counts or lengths than `tokens`; accepted, but odd."""
+    """Whether an optional field has other counts or lengths than `tokens`; accepted, counted."""
     tokens = lengths["tokens"]
     for field in _LOOSE_FIELDS:
         rows = lengths.get(field.name)

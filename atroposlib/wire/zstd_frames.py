@@ -1,4 +1,4 @@
-"""Compression of single groups of the binary lane; pure."""
+"""Compression of single groups in the binary format; pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _LEVEL = 3
 
 
 def is_compressed(blob: bytes | memoryview) -> bool:
-    """Whether this is a zstd frame; no group begins like one."""
+    """Whether this is a zstd frame; no uncompressed group starts like one."""
     return bytes(blob[:4]) == _MAGIC
 
 
 def compressed_blob(blob: bytes) -> bytes:
-    """Return the zstd frame of a group, which takes its place anywhere."""
+    """Return the zstd frame of a group, valid wherever the group is."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=_LEVEL).compress(blob)
 
 
 def plain_blob(blob: bytes | memoryview, *, max_bytes: int) -> bytes | memoryview:
-    """Return a group without its compression.
+    """Return the decompressed group.
 
     Raises:
-        WireError: it is not a whole zstd frame, does not say how large it is, or too large.
+        WireError: it is not a complete zstd frame, does not state its size, or is too large.
     """
     if not is_compressed(blob):
         return blob
@@ -35,7 +35,9 @@ def plain_blob(blob: bytes | memoryview, *, max_bytes: int) -> bytes | memoryvie
     try:
         size = zstandard.frame_content_size(blob)
         if size < 0:
-            raise WireError("expected a zstd frame that says how large it is", kind="value_error")
+            raise WireError(
+                "expected a zstd frame that states its content size", kind="value_error"
+            )
         if size > max_bytes:
             text = f"expected a zstd frame of at most {max_bytes} bytes"
             raise WireError(text, kind="too_large")

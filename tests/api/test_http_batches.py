@@ -110,7 +110,7 @@ def test_lease_given_back_is_the_next_to_leave_under_another_name(service):
     assert renewed["batch_id"] != leased["batch_id"]
     late = service.post(f"/batch/{leased['batch_id']}/ack")
     assert late.status_code == 409
-    assert "handed out again" in late.json()["detail"]
+    assert "redelivered" in late.json()["detail"]
 
 
 @pytest.mark.slow

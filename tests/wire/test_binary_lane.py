@@ -135,7 +135,7 @@ def test_decode_drops_keys_that_nobody_knows():
 @pytest.mark.parametrize(
     ("body", "path", "says"),
     [
-        (changed(format=2), ("format",), "only 1"),
+        (changed(format=2), ("format",), "expected 1"),
         (changed(tokens=None), ("tokens",), "Expected object"),
         (changed(tokens={"data": b"\1\2\3"}), ("tokens",), "3 bytes of data, 4 numbers"),
         (changed(tokens={"dtype": "u8"}), ("tokens",), "type 'u8' is none of"),

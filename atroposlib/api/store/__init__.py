@@ -1,1 +1,1 @@
-"""Where the payloads of acknowledged groups live."""
+"""Stores of a run: its log, the payloads of its groups, and its snapshot."""

@@ -1,17 +1,17 @@
-"""The protocol every store of a run implements: a log, payloads by id, and a snapshot.
+"""The protocol that every store of a run implements: a log, payloads by id, and a snapshot.
 
     append(record, payloads) ──► log ──► apply(position, record), in log order, in every replica
                              └─► payloads, until discarded
 
-The state of a run is what applying the log's records in order gives. A store knows nothing of what
-records mean: it writes them down, hands each to `apply` exactly once per process, and in the same
-order everywhere.
+The state of a run results from applying the records of the log in order. A store does not interpret
+records: it writes them, and passes each to `apply` exactly once per process, in the same order in
+every process.
 
-Guarded records. A record that would be wrong had another replica acted meanwhile is appended with
-a *fence*: the number of guarded records applied so far. The store refuses it when the log holds
-more of them; the caller, who has then seen what the other replica wrote, decides anew.
+Guarded records: a record that would be wrong if another replica had acted meanwhile is appended
+with a *fence*, the number of guarded records applied so far. The store rejects it if the log holds
+more of them. The caller has then applied the records of the other replica, and decides again.
 
-A store that remembers whether it works, and how long it takes; wraps any other.
+`WatchedStore` wraps any store to observe failures and durations.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Apply = Callable[[int, bytes], None]
-"""Takes a record and its position in the log (from 0); never awaited, never raises.
+"""Applies a record at its position in the log (from 0); synchronous, must not raise.
 
-A store applies the records behind it all the same, should it raise: see `applied`."""
+If it raises, the store still applies the records after it: see `applied`."""
 
 Restore = Callable[[bytes], None]
-"""Takes a snapshot of the whole state: when a run is opened, and again, in place of what there is,
-when a replica fell behind records that another has compacted."""
+"""Loads a snapshot of the whole state: when a run is opened, and later, replacing the state, if
+another replica compacted records that this one has not applied."""
 
 PayloadCheck = Callable[[bytes], bool]
-"""Whether these bytes are the payload that was stored."""
+"""Returns whether these bytes are the payload that was stored."""
 
 
 def applied(apply: Apply, position: int, record: bytes) -> None:
-    """Apply a record that the log holds; what goes wrong is logged, and ends nothing else.
+    """Apply a record of the log; exceptions are logged and not raised.
 
-    Whoever wrote the records behind it waits for word of them, some with a lock in hand.
+    The writers of later records wait for their application, some with a lock held.
     """
     try:
         apply(position, record)
@@ -67,7 +67,7 @@ def applied(apply: Apply, position: int, record: bytes) -> None:
 
 
 class Payload(NamedTuple):
-    """The bytes of one group, as they are stored and sent."""
+    """The bytes of one group, as stored and sent."""
 
     group_id: int
     content: bytes
@@ -84,7 +84,7 @@ class StoreFullError(RunStoreError):
 def check_payloads(
     group_ids: Sequence[int], contents: Sequence[bytes], checks: Sequence[PayloadCheck]
 ) -> None:
-    """Call the checks of payloads that were read.
+    """Run the checks of payloads that were read.
 
     Raises:
         DamagedPayloadError: a check failed; names the group.
@@ -100,17 +100,17 @@ def damaged_payload(group_id: int) -> DamagedPayloadError:
 
 
 class RunStore(Protocol):
-    """Keeps one run. Methods wait for a disk or another machine and are safe to cancel.
+    """Stores one run. Methods wait for a disk or another machine and are safe to cancel.
 
-    A cancelled `append` has written everything or nothing, and what it wrote is still applied.
+    A cancelled `append` has written everything or nothing; a written record is still applied.
     """
 
     @property
     def full_reason(self) -> str | None:
-        """Why new groups are rejected until there is space; None while they are accepted."""
+        """Why new groups are rejected; None while they are accepted."""
 
     async def open(self, apply: Apply, restore: Restore) -> None:
-        """Load the run: `restore` the snapshot if there is one, then `apply` the records behind it.
+        """Load the run: `restore` the snapshot if there is one, then `apply` the records after it.
 
         Raises:
             ConfigError: the store cannot be used, e.g. another process holds the same file.
@@ -122,13 +122,13 @@ class RunStore(Protocol):
         """Write a record with its payloads, all or nothing, and apply the log up to it.
 
         Args:
-            record: what happened.
-            payloads: the groups it brings.
+            record: the encoded record.
+            payloads: the groups of the record.
             fence: for a guarded record, the guarded records applied so far; None for others.
 
         Returns:
-            True once the record survives what the store survives and has been applied; False when
-            the fence has moved: nothing was written, and what others wrote has been applied.
+            True once the record is durable, as far as the store is, and applied. False if the fence
+            has moved: nothing was written, and the records of other replicas have been applied.
 
         Raises:
             StoreFullError: there is no space for the payloads. Records without payloads are
@@ -137,7 +137,7 @@ class RunStore(Protocol):
         """
 
     async def sync(self) -> None:
-        """Apply what other replicas have appended; nothing to do where there are none."""
+        """Apply the records that other replicas have appended; no-op without replicas."""
 
     async def new_group_ids(self, count: int) -> range:
         """Reserve ids that no replica has used or will use."""
@@ -145,51 +145,51 @@ class RunStore(Protocol):
     async def fetch(
         self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
     ) -> list[bytes]:
-        """Return payloads in the order asked for.
+        """Return payloads in the order of the ids.
 
         Args:
             group_ids: the groups.
-            checks: one per group, or none. Each is called as soon as its payload is read, while
-                the processor still has it in its cache; in another thread if the store reads there.
+            checks: one per group, or empty. Each is called right after its payload is read, while
+                it is in the CPU cache; in another thread if the store reads there.
 
         Raises:
             KeyError: one of the groups is not in the store.
-            DamagedPayloadError: one of them cannot be read, and never will be, or its check failed.
+            DamagedPayloadError: one of them is unreadable for good, or its check failed.
         """
 
     async def discard(self, group_ids: Collection[int]) -> None:
-        """Forget payloads; ids that are not there are skipped."""
+        """Delete payloads; unknown ids are skipped."""
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
-        """Replace the records before `position` by a snapshot of what they led to.
+        """Replace the records before `position` by a snapshot.
 
-        Records behind it stay: they may have been applied while the snapshot was written. A
-        snapshot older than the one that is stored changes nothing.
+        Later records stay: they may have been applied while the snapshot was written. A snapshot
+        older than the stored one changes nothing.
 
         Args:
             snapshot: the state after the first `position` records of the log.
-            position: position of the first record that the snapshot does not account for.
+            position: position of the first record that is not in the snapshot.
         """
 
     async def alive_replicas(self) -> frozenset[str] | None:
-        """Return the names of replicas that serve this run; None: this process is the only one."""
+        """Return the names of replicas that serve this run; None if only this process can."""
 
     async def close(self) -> None:
-        """Release what the store holds; called once, when the service stops."""
+        """Release all resources; called once, when the service stops."""
 
 
 Observe = Callable[[str, float], None]
-"""Takes what was done, `append` or `fetch`, and the seconds it took."""
+"""Called with the operation, `append` or `fetch`, and its duration in seconds."""
 
 _FAILURE_COUNTS_S = 30.0
 
 
 class WatchedStore:
-    """Passes every call on; see `problem` for what it adds.
+    """Wraps a store and records failures, see `problem`, and durations.
 
     Args:
         store: the store that does the work.
-        observe: told of every append and fetch that succeeded; may be replaced.
+        observe: called after every successful append and fetch; may be replaced.
         clock: seconds that never go back.
     """
 
@@ -204,19 +204,19 @@ class WatchedStore:
         self.observe = observe
         self._clock = clock
         self._failures: dict[tuple[str, bool], tuple[float, str]] = {}
-        """(operation, has payloads) → when it last failed, and why."""
+        """(operation, has payloads) → time and reason of its last failure."""
 
     async def problem(self, *, timeout_s: float = 2.0) -> str | None:
-        """Return why the store cannot be relied on now, None when it can.
+        """Return why the store is not usable now, None if it is.
 
-        Asks the store, and remembers what failed for half a minute unless it worked since: a disk
-        that is full lets itself be asked, and read.
+        Queries the store. An operation that failed in the last 30 s and has not succeeded since
+        also counts: a full disk can still be queried and read.
         """
         try:
             await asyncio.wait_for(self.sync(), timeout_s)
         except asyncio.TimeoutError:
             return f"the store did not answer within {timeout_s:g} s"
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        except Exception as error:  # noqa: BLE001 - any error is the answer
             return _told(error)
         since = self._clock() - _FAILURE_COUNTS_S
         failures = (reason for at, reason in self._failures.values() if at > since)
@@ -235,7 +235,7 @@ class WatchedStore:
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
     ) -> bool:
         """Write a record with its payloads."""
-        # On a full disk only records without payloads can be written: count them apart.
+        # On a full disk only records without payloads can be written: track them separately.
         with self._watch("append", bool(payloads)):
             return await self.store.append(record, payloads, fence=fence)
 
@@ -268,7 +268,7 @@ class WatchedStore:
         return await self.store.alive_replicas()
 
     async def close(self) -> None:
-        """Release what the store holds."""
+        """Release all resources."""
         await self.store.close()
 
     @contextmanager
@@ -280,11 +280,11 @@ class WatchedStore:
 
     @contextmanager
     def _noting_failure(self, operation: str, has_payloads: bool = False) -> Iterator[None]:
-        """Remember a failure, and log it when it is the first in a row."""
+        """Record a failure, and log the first one in a row."""
         try:
             yield
         except (KeyError, DamagedPayloadError):
-            raise  # about one group; the run sets it aside and counts it
+            raise  # concerns one group, which the run sets aside and counts
         except Exception as error:
             if (operation, has_payloads) not in self._failures:
                 logger.error("the store fails to %s: %s", operation, _told(error))

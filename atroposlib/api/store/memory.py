@@ -1,4 +1,4 @@
-"""Payloads in this process's memory: fast, and gone when the process ends."""
+"""A run in the memory of this process, lost when the process ends."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["MemoryRunStore"]
 
 
 class MemoryRunStore:
-    """A `RunStore` for throw-away runs and tests; its methods never wait.
+    """A `RunStore` for temporary runs and tests; its methods never wait.
 
-    The run lasts as long as this object: opened again, it replays as a store on a disk would.
+    The run lasts as long as this object: opened again, it replays its log like a store on disk.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class MemoryRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Always None: a process without memory ends."""
+        """Always None: the store has no limit."""
         return None
 
     async def open(self, apply: Apply, restore: Restore) -> None:
-        """Hand the snapshot and the records behind it to the caller."""
+        """Restore the snapshot and apply the records after it."""
         self._apply = apply
         if self._snapshot is not None:
             restore(self._snapshot)
@@ -40,7 +40,7 @@ class MemoryRunStore:
     async def append(
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
     ) -> bool:
-        """Keep a record with its payloads and apply it; False when the fence has moved."""
+        """Append a record with its payloads and apply it; False if the fence has moved."""
         if fence is not None:
             if fence < self._num_guarded:
                 return False
@@ -52,10 +52,10 @@ class MemoryRunStore:
         return True
 
     async def sync(self) -> None:
-        """Do nothing: only this process writes."""
+        """Do nothing: there are no other replicas."""
 
     async def new_group_ids(self, count: int) -> range:
-        """Reserve ids that were not given before."""
+        """Reserve unused ids."""
         first = self._next_group_id
         self._next_group_id += count
         return range(first, self._next_group_id)
@@ -63,13 +63,13 @@ class MemoryRunStore:
     async def fetch(
         self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
     ) -> list[bytes]:
-        """Return payloads in the order asked for; KeyError when one is not there."""
+        """Return payloads in the order of the ids; KeyError if one is missing."""
         contents = [self._payloads[group_id] for group_id in group_ids]
         check_payloads(group_ids, contents, checks)
         return contents
 
     async def discard(self, group_ids: Collection[int]) -> None:
-        """Drop payloads; ids that are not there are skipped."""
+        """Delete payloads; unknown ids are skipped."""
         for group_id in group_ids:
             self._payloads.pop(group_id, None)
 
@@ -86,8 +86,8 @@ class MemoryRunStore:
         return None
 
     async def close(self) -> None:
-        """Keep what there is: the run may be opened again while this object lives."""
+        """Do nothing: the run may be opened again while this object exists."""
 
 
 def _ignore(position: int, record: bytes) -> None:
-    """Stand in for the caller's `apply` until the store is opened."""
+    """Placeholder for the caller's `apply` until the store is opened."""

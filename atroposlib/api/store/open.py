@@ -1,4 +1,4 @@
-"""Which store serves a run, and what the run is called."""
+"""Selects and opens the store of a run by URL; validates, lists and generates names of runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 MAX_RUN_NAME = 100
 SEPARATORS = re.compile(r"[-_.+]+")
 MIN_SLIP_LETTERS = 4
-"""Words of a name with fewer letters, such as `a` and `b`, are different words."""
+"""Words with fewer letters, such as `a` and `b`, never count as misspelled."""
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.+-]{{0,{MAX_RUN_NAME - 1}}}")
 WORDS = (
     "aspen",
@@ -57,20 +57,20 @@ WORDS = (
 
 
 def fresh_run_name(now: datetime | None = None) -> str:
-    """Return a name no other run has, such as `2026-11-21-2239-maple-3f9a1c`.
+    """Return a unique name, such as `2026-11-21-2239-maple-3f9a1c`.
 
     Args:
-        now: Moment to name; the present, in local time, by default.
+        now: Time in the name; the current local time by default.
     """
     moment = now or datetime.now()
     return f"{moment:%Y-%m-%d-%H%M}-{secrets.choice(WORDS)}-{secrets.token_hex(3)}"
 
 
 def check_run_name(name: str) -> str:
-    """Return the name if a file and a key can be called so.
+    """Return the name if it is valid as a file name and a key.
 
     Raises:
-        ConfigError: it is empty, too long, begins with a dot, or holds other characters.
+        ConfigError: it is empty, too long, starts with a dot, or has invalid characters.
     """
     if RUN_NAME.fullmatch(name) is None:
         raise ConfigError(
@@ -81,7 +81,7 @@ def check_run_name(name: str) -> str:
 
 
 def check_store_url(url: str) -> str:
-    """Return the URL if it names a kind of store; ConfigError otherwise."""
+    """Return the URL if its kind of store exists; ConfigError otherwise."""
     if url in ("memory", "sqlite") or url.startswith(REDIS_SCHEMES):
         return url
     raise ConfigError(
@@ -90,11 +90,11 @@ def check_store_url(url: str) -> str:
 
 
 def similar_run(name: str, known: Iterable[str]) -> str | None:
-    """Return the run that a name without a run may have been meant for, None when it looks new.
+    """Return an existing run of which a new name may be a misspelling, None without one.
 
-    Names that differ in letters of either case or in `-_.+` only, or by one letter that is missing,
-    superfluous, changed or has traded places. Names of a series are new: `math-2` beside `math-1`,
-    `exp-b` beside `exp-a`, `sft-qwen` beside `rft-qwen`.
+    Misspellings differ only in case or in `-_.+`, or by one letter that is missing, added, changed
+    or swapped. Names of a series are new: `math-2` after `math-1`, `exp-b` after `exp-a`,
+    `sft-qwen` after `rft-qwen`.
     """
     for other in sorted(known):
         if _plain(name) == _plain(other):
@@ -113,7 +113,7 @@ def _plain(name: str) -> str:
 
 
 def _is_slip(word: str, other: str) -> bool:
-    """Whether one word of a name is another with a slip of the finger; digits are never one."""
+    """Whether one word of a name is a misspelling of another; digits never are."""
     short, long = sorted((word, other), key=len)
     if re.sub(r"\d", "", word) == re.sub(r"\d", "", other) or len(long) < MIN_SLIP_LETTERS:
         return False
@@ -129,12 +129,12 @@ def _is_slip(word: str, other: str) -> bool:
 
 
 def stored_runs(data_dir: Path) -> list[str]:
-    """Return the names of the runs that the sqlite store has in a folder."""
+    """Return the names of the runs that the sqlite store has in a directory."""
     return sorted(path.name.removesuffix(".sqlite3") for path in data_dir.glob("*.sqlite3"))
 
 
 async def known_runs(url: str, data_dir: Path) -> list[str]:
-    """Return the names of the runs that a store holds, in order; a store in memory holds none.
+    """Return the sorted names of the runs in a store; empty for a store in memory.
 
     Arguments and errors are those of `open_store`.
     """
@@ -160,9 +160,9 @@ def open_store(
     Args:
         url: `memory`, `sqlite` or the URL of a Redis.
         data_dir: Directory of files, for `sqlite`; created when missing.
-        run_name: Name of the run: a new one creates it, that of an earlier run resumes it.
-        fsync: `sqlite` only: every acknowledgement waits for the disk, so that a power cut loses
-            nothing either.
+        run_name: Name of the run: a new name creates a run, an existing one resumes it.
+        fsync: `sqlite` only: every write waits for the disk, so that a power failure loses nothing
+            either.
         replica: `redis` only: name of this process among those that serve the run.
 
     Raises:

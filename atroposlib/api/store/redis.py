@@ -1,46 +1,39 @@
 """A run in Redis, shared by several replicas of the service.
 
-    RedisRunStore ─┬─► RedisLog ───► RedisLink ─► Redis     records, in the order all replicas see
+    RedisRunStore ─┬─► RedisLog ───► RedisLink ─► Redis     records, in the same order everywhere
                    ├─ payloads, by id
                    ├─ ids, in blocks
-                   └─ a sign of life every second
+                   └─ a heartbeat at intervals
 
-`redis_scripts.py` says what is stored under which key.
+Connection: a call that fails because the server is unreachable is retried, with growing pauses,
+until its deadline. No password leaves this page, in logs or in errors.
 
-The client of a Redis server: made from a URL, shown by an address, its errors told apart.
-
-The connection to a Redis server: its address, what it must be able to do, and patience.
-
-A call that fails because the server is away is made again, with growing pauses, until its
-deadline. Nothing that leaves this module, to the log or in an error, holds a password.
-
-The log of a run in Redis: what this process writes, and what it reads of others.
+Log: one task sends one call at a time, so replies arrive in order. A call whose reply was lost is
+sent again under the same number. Every `poll_s` the task reads the records of other replicas.
 
     append ─► waiting ─► one script call ─► Redis      many records and payloads in one round trip
-    apply ◄── reply: every record from the position known here to the end
+    apply ◄── reply: every record from the last known position to the end
 
-One task sends one call at a time, so replies come in order, and a lost reply is asked for again
-under the same number. Every `poll_s` it looks for what others wrote. Several `append` calls made
-while one is under way go together in the next. Who does not know the log far enough back, because
-another has put a snapshot in its place, gets that: `restore` may be called at any time.
+Concurrent `append` calls share the next script call. If another replica has replaced records that
+are unknown here by a snapshot, the reply has the snapshot: `restore` may be called at any time.
 
-What a run is in Redis: its keys, and the scripts that change them in one step each.
+Keys, which scripts change atomically:
 
-    atropos:{RUN}:meta      hash    base, base_tag, guarded, next_id, format
-    atropos:{RUN}:log       list    the records from position `base` on, each behind its tag
-    atropos:{RUN}:snapshot  string  the state that the records before `base` led to
-    atropos:{RUN}:payloads  hash    group id -> bytes
-    atropos:{RUN}:alive     sorted set   replica -> when it last said so, in ms of Redis' clock
-    atropos:{RUN}:session:ID  hash  what one opened store did last: sequence, answer, ids
+    atropos:{RUN}:meta        hash        base, base_tag, guarded, next_id, format
+    atropos:{RUN}:log         list        the records from position `base` on, each after its tag
+    atropos:{RUN}:snapshot    string      the state before the record at `base`
+    atropos:{RUN}:payloads    hash        group id -> bytes
+    atropos:{RUN}:alive       sorted set  replica -> its last heartbeat, in ms of Redis' clock
+    atropos:{RUN}:session:ID  hash        the last call of one opened store, its answer, its ids
 
 The braces put all keys of a run on one node of a cluster.
 
-*Tags.* A record carries eight random bytes of the attempt that wrote it. Who knows the log up to a
-position also knows the tag there; every script compares it first, so a log that Redis lost in part,
-and that others have grown since, is never taken for the one that was read.
+*Tags.* A record starts with eight random bytes of the attempt that wrote it. A replica that knows
+the log up to a position also knows the tag there. Every script compares it first, so that a log
+that lost records and was extended since is not mistaken for the known one.
 
-*Sessions.* A store sends one call at a time and numbers them. A call whose answer got lost is sent
-again under its number and answered as before; one that arrives late changes nothing.
+*Sessions.* A store numbers its calls and sends one at a time. A call whose reply was lost is sent
+again under its number, and gets the same answer; one that arrives late changes nothing.
 """
 
 from __future__ import annotations
@@ -101,7 +94,7 @@ _MAX_CONNECTIONS = 32
 
 
 def connect(url: str) -> Redis:
-    """Return a client that connects when it is used, and never tries again by itself.
+    """Return a client that connects on first use and does not retry by itself.
 
     Raises:
         ConfigError: the URL is malformed.
@@ -116,7 +109,7 @@ def connect(url: str) -> Redis:
     try:
         pool = BlockingConnectionPool.from_url(url, max_connections=_MAX_CONNECTIONS)
     except ValueError:
-        # The reason may quote the URL with its password, so nothing of it is passed on.
+        # The reason may quote the URL with its password, so it is not shown.
         raise ConfigError(
             "the Redis URL is malformed; expected redis://[[user]:password@]host[:port][/database]"
             ", rediss://... or unix:///path; percent-encode special characters in the password"
@@ -141,7 +134,7 @@ def address_of(client: Redis) -> str:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether waiting may help: the server is away, starts, or hands over to another."""
+    """Whether a retry may help: the server is unreachable, starting, or failing over."""
     from redis import exceptions
 
     refusals = (exceptions.AuthenticationError, exceptions.AuthorizationError)
@@ -169,15 +162,15 @@ Argument = str | bytes | int
 
 
 class RunLostError(RunStoreError, ConfigError):
-    """Redis no longer holds what it had acknowledged; going on would lose groups in silence."""
+    """Redis has lost acknowledged data; continuing would silently lose groups."""
 
 
 class RedisFullError(StoreFullError):
-    """Redis is at its memory limit and takes no more payloads."""
+    """Redis is at its memory limit and accepts no more payloads."""
 
 
 class RedisLink:
-    """Calls to one Redis server, made again while it is away.
+    """Calls to one Redis server, retried while it is unreachable.
 
     Attributes:
         address: host, port and database, or the path of the socket; never a password.
@@ -191,7 +184,7 @@ class RedisLink:
         self.address = address_of(self._client)
 
     async def open(self) -> None:
-        """Check the server; waits for it a few seconds.
+        """Check the server; wait for it up to a few seconds.
 
         Raises:
             ConfigError: it cannot be reached, refuses the user, or is too old.
@@ -201,7 +194,7 @@ class RedisLink:
             info = await self.attempt(lambda: self._execute("INFO"), deadline)
         except RunStoreError as error:
             raise ConfigError(f"{error}; is --store right, and is Redis running?") from error
-        except TypeError as error:  # a query parameter that the client does not know
+        except TypeError as error:  # a query parameter unknown to the client
             raise ConfigError(f"{self.address}: the URL has an unknown parameter") from error
         if _version(info["redis_version"]) < _OLDEST_VERSION:
             raise ConfigError(
@@ -216,25 +209,25 @@ class RedisLink:
         arguments: Sequence[Argument],
         *,
         deadline: float | None = None,
-    ) -> Any:  # what the script returns
-        """Run a script, which Redis learns the first time.
+    ) -> Any:  # the result of the script
+        """Run a script, loading it into Redis on first use.
 
         Args:
-            script: its text.
-            keys: the keys it touches.
+            script: text of the script.
+            keys: the keys it uses.
             arguments: its other arguments.
-            deadline: `time.monotonic()` after which it is not tried again; None: `patience_s`.
+            deadline: `time.monotonic()` after which it is not retried; None: `patience_s` from now.
 
         Raises:
             RunLostError: the script found that Redis lost data of the run.
-            RunStoreError: no answer came before the deadline, or Redis refused.
+            RunStoreError: no reply before the deadline, or Redis rejected the call.
         """
         return await self.attempt(lambda: self.call_once(script, keys, arguments), deadline)
 
     async def call_once(
         self, script: str, keys: Sequence[str], arguments: Sequence[Argument]
-    ) -> Any:  # what the script returns
-        """Run a script without patience; errors are those of the client library."""
+    ) -> Any:  # the result of the script
+        """Run a script without retries; errors are those of the client library."""
         from redis.exceptions import NoScriptError
 
         digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
@@ -246,23 +239,23 @@ class RedisLink:
             reply = await self._execute(*command)
         if reply[:1] == [b"lost"]:
             raise RunLostError(
-                f"Redis at {self.address} lost data of this run: {reply[1].decode()}; bring its "
-                "append-only file back, or start another run with --run"
+                f"Redis at {self.address} lost data of this run: {reply[1].decode()}; restore its "
+                "append-only file, or start another run with --run"
             )
         return reply
 
-    async def command(self, name: str, *arguments: Argument) -> Any:  # what Redis answers
-        """Run a command that may run twice.
+    async def command(self, name: str, *arguments: Argument) -> Any:  # the reply of Redis
+        """Run an idempotent command.
 
         Raises:
-            RunStoreError: no answer came in time, or Redis refused.
+            RunStoreError: no reply in time, or Redis rejected the command.
         """
         return await self.attempt(lambda: self._execute(name, *arguments))
 
     async def attempt(
         self, make_call: Callable[[], Awaitable[Any]], deadline: float | None = None
     ) -> Any:
-        """Await a call, anew while the server is away, until the deadline.
+        """Await a call, and retry while the server is unreachable, until the deadline.
 
         Raises:
             RunStoreError: as for `call`.
@@ -286,7 +279,7 @@ class RedisLink:
             else:
                 if self._is_away:
                     self._is_away = False
-                    logger.info("Redis at %s answers again", self.address)
+                    logger.info("Redis at %s responds again", self.address)
                 return result
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -299,14 +292,14 @@ class RedisLink:
     def _note_away(self, error: Exception) -> None:
         if not self._is_away:
             self._is_away = True
-            logger.warning("Redis at %s does not answer, trying on: %s", self.address, error)
+            logger.warning("Redis at %s does not respond, retrying: %s", self.address, error)
 
     def _explain(self, error: Exception, attempts: int) -> RunStoreError:
         from redis.exceptions import OutOfMemoryError
 
         if isinstance(error, OutOfMemoryError):
             return RedisFullError(
-                f"Redis at {self.address} is at its maxmemory and takes no more groups; let the "
+                f"Redis at {self.address} is at its maxmemory and accepts no more groups; let the "
                 "trainer catch up, or give Redis more memory"
             )
         tries = f" after {attempts} attempts" if attempts > 1 else ""
@@ -314,25 +307,25 @@ class RedisLink:
         return RunStoreError(f"Redis at {self.address} failed{tries}: {reason}")
 
     async def _warn(self, info: Mapping[str, Any]) -> None:
-        """Say in the log what this server's settings put at risk."""
+        """Log warnings about server settings that risk data."""
         has_log = int(info.get("aof_enabled", 0))
         if not has_log:
             logger.warning(
-                "Redis at %s has appendonly off: what was acknowledged does not survive its crash",
+                "Redis at %s has appendonly off: acknowledged data is lost if it crashes",
                 self.address,
             )
         policy = info.get("maxmemory_policy", "noeviction")
         if int(info.get("maxmemory", 0)) and policy != "noeviction":
             logger.warning(
-                "Redis at %s has maxmemory-policy %s and may throw the run away when memory is "
+                "Redis at %s has maxmemory-policy %s and may evict the run when memory is "
                 "short; set it to noeviction",
                 self.address,
                 policy,
             )
         if has_log and (fsync := await self._fsync()) != "always":
             logger.info(
-                "Redis at %s has appendfsync %s: a crash of its machine may lose what it "
-                "acknowledged last, and this service then stops with an error",
+                "Redis at %s has appendfsync %s: if its machine crashes, the latest "
+                "acknowledged data may be lost, and this service then stops with an error",
                 self.address,
                 fsync,
             )
@@ -342,7 +335,7 @@ class RedisLink:
 
         try:
             settings: Mapping[str, str] = await self._execute("CONFIG GET", "appendfsync")
-        except ResponseError:  # not every user may ask
+        except ResponseError:  # some users lack the permission
             return "unknown"
         return settings.get("appendfsync", "unknown")
 
@@ -353,14 +346,14 @@ def _version(text: str) -> tuple[int, int]:
 
 
 FORMAT = "1"
-"""Version of the layout above; a store refuses a run of another one."""
+"""Version of the layout of keys; a store rejects a run of another version."""
 
 TAG_BYTES = 8
 _SESSION_DAYS = 7
 
 
 class RunKeys(NamedTuple):
-    """The names of a run's keys."""
+    """The keys of one run."""
 
     meta: str
     log: str
@@ -371,14 +364,14 @@ class RunKeys(NamedTuple):
 
     @classmethod
     def of(cls, run_name: str, session: str) -> RunKeys:
-        """Return the keys of a run, for one opened store of it."""
+        """Return the keys of a run, for one opened store."""
         prefix = f"atropos:{{{quote(run_name, safe='')}}}:"
         names = ("meta", "log", "snapshot", "payloads", "alive", f"session:{session}")
         return cls(*(prefix + name for name in names))
 
 
 ANY_RUN = "atropos:{*}:meta"
-"""Pattern of the keys that every run has one of."""
+"""Pattern that matches exactly one key of every run."""
 
 
 def run_of_key(key: bytes) -> str:
@@ -386,8 +379,8 @@ def run_of_key(key: bytes) -> str:
     return unquote(key.decode().partition("{")[2].rpartition("}")[0])
 
 
-# A memory limit refuses scripts unless they say otherwise: those that free memory, or that must
-# work for memory to be freed, do.
+# At its memory limit Redis rejects scripts without `allow-oom`. It is set for scripts that free
+# memory, or that must run before memory can be freed.
 _READS = "#!lua flags=no-writes,allow-oom\n"
 _FREES = "#!lua flags=allow-oom\n"
 _FILLS = "#!lua\n"
@@ -547,7 +540,7 @@ _FULL_COUNTS_S = 30.0
 
 
 class _Item:
-    """An append that waits to be sent; without a record it only waits for news."""
+    """An append that waits to be sent; without a record, a request to read new records."""
 
     def __init__(
         self, record: bytes | None, payloads: Sequence[Payload] = (), fence: int | None = None
@@ -579,7 +572,7 @@ class _Item:
 
 
 class _Page(NamedTuple):
-    """What a reading script answers."""
+    """The reply of a script that reads the log."""
 
     status: bytes
     answer: bytes
@@ -591,10 +584,10 @@ class _Page(NamedTuple):
 
 
 class RedisLog:
-    """Appends to the log of one run and follows it.
+    """Appends to the log of one run and applies the records of all replicas.
 
     Attributes:
-        ids_end: End of the group ids this session has reserved; Redis must know as many.
+        ids_end: End of the group ids this session has reserved; checked against Redis.
     """
 
     def __init__(self, link: RedisLink, keys: RunKeys, *, outage_s: float, poll_s: float) -> None:
@@ -613,36 +606,36 @@ class RedisLog:
         self._failure: RunStoreError | None = None
         self._task: asyncio.Task[None] | None = None
         self._refused: tuple[float, str] | None = None
-        """Time and text of the last rejection for lack of memory; None after a success."""
+        """Time and message of the last rejection for lack of memory; None after a success."""
 
     async def open(self, apply: Apply, restore: Restore) -> None:
-        """Read the log from its snapshot on, and follow it from then on."""
+        """Read the snapshot and the log, and start to follow the log."""
         self._apply, self._restore = apply, restore
         await self._read_on(await self._read(None), None)
         self._task = asyncio.create_task(self._work())
 
     @property
     def full_reason(self) -> str | None:
-        """Why Redis rejected payloads in the last 30 s; None if it has accepted some since."""
+        """Why Redis rejected payloads in the last 30 s; None if it has since accepted some."""
         if self._refused is None or time.monotonic() - self._refused[0] > _FULL_COUNTS_S:
             return None
         return self._refused[1]
 
     async def append(self, record: bytes, payloads: Sequence[Payload], fence: int | None) -> bool:
-        """Write a record with its payloads and apply the log up to it; False: the fence moved."""
+        """Write a record with its payloads and apply the log up to it; False if the fence moved."""
         return await self._enqueue(_Item(record, payloads, fence))
 
     async def sync(self) -> None:
-        """Apply what others appended before this call."""
+        """Apply records that other replicas appended before this call."""
         await self._enqueue(_Item(None))
 
     async def compact(self, snapshot: bytes, position: int) -> None:
-        """Replace the records before a position by a snapshot, unless another's is newer."""
+        """Replace the records before a position by a snapshot, unless a newer one is stored."""
         arguments = (self._position, self._tag, snapshot, position)
         await self._link.call(COMPACT, self._keys[:3], arguments)
 
     async def close(self) -> None:
-        """Send what waits, a few seconds at most, and stop following."""
+        """Send waiting records, for a few seconds at most, and stop following."""
         self._is_closing = True
         self._is_wanted.set()
         if self._task is not None:
@@ -661,7 +654,7 @@ class RedisLog:
         return await item.done
 
     async def _work(self) -> None:
-        """Send what waits, or look for news every `poll_s`, until the log closes or is lost."""
+        """Send waiting records, or poll every `poll_s`, until the log is closed or lost."""
         batch: list[_Item] = []
         try:
             while not (self._is_closing and not self._waiting):
@@ -676,7 +669,7 @@ class RedisLog:
         except asyncio.CancelledError:
             self._stop(RunStoreError("the store is closed"), batch)
             raise
-        except Exception as error:  # a task boundary: callers must not wait for ever
+        except Exception as error:  # task boundary: callers must not wait forever
             logger.exception("following the run in Redis failed")
             self._stop(RunStoreError(f"following the run in Redis failed: {error!r}"), batch)
 
@@ -689,7 +682,7 @@ class RedisLog:
         self._waiting.clear()
 
     def _take_batch(self) -> list[_Item]:
-        """Take what waits, up to the size of one call; what its caller gave up on is skipped."""
+        """Take waiting items up to the size of one call; cancelled ones are skipped."""
         batch: list[_Item] = []
         num_bytes = 0
         while self._waiting and len(batch) < _CALL_ITEMS and num_bytes < _CALL_BYTES:
@@ -700,9 +693,9 @@ class RedisLog:
         return batch
 
     async def _exchange(self, batch: list[_Item]) -> None:
-        """Send a batch, apply what comes back, and tell the callers."""
+        """Send a batch, apply the reply, and resolve the items."""
         writing = [item for item in batch if item.record is not None]
-        # A look that nobody waits for is made once; the next is due soon anyway.
+        # A poll without waiting callers is not retried; the next one is due soon.
         deadline = min(item.since for item in batch) + self._outage_s if batch else 0.0
         try:
             page = await (self._write(writing, deadline) if writing else self._read(deadline))
@@ -720,7 +713,7 @@ class RedisLog:
             item.resolve(True)
 
     async def _refuse(self, batch: Collection[_Item], error: RunStoreError) -> None:
-        """Fail a batch; when memory is short, only what brings payloads: the rest frees some."""
+        """Fail a batch; at the memory limit only items with payloads, since others free memory."""
         light = [item for item in batch if not item.payloads]
         is_full = isinstance(error, RedisFullError) and len(light) < len(batch)
         if is_full:
@@ -754,14 +747,14 @@ class RedisLog:
         return _Page(*reply)
 
     async def _read_on(self, page: _Page, deadline: float | None) -> None:
-        """Apply a page and those behind it, up to where the log ended at the first one."""
+        """Apply a page and the following ones, up to the end of the log at the first one."""
         self._take(page)
         stop = page.stop
         while self._position < stop:
             self._take(await self._read(deadline))
 
     def _take(self, page: _Page) -> None:
-        """Apply a page; it begins where the last one ended, or with a snapshot."""
+        """Apply a page; it starts where the last one ended, or with a snapshot."""
         if self._position < page.base:
             if page.snapshot is not None:
                 self._restore(page.snapshot)
@@ -781,20 +774,20 @@ _BEATS_PER_EXPIRY = 6
 
 
 async def runs_in_redis(url: str) -> list[str]:
-    """Return the names of the runs that a Redis holds, in order.
+    """Return the sorted names of the runs in a Redis.
 
-    Looks at every key of the database, in about a second per million. A Redis that does not answer,
-    or does not let this user look, gives none: opening the run says what is wrong.
+    Scans every key of the database, about a second per million. Returns an empty list if Redis does
+    not respond or denies permission: opening the run reports the error.
 
     Args:
-        url: as for `RedisRunStore`; raises as that does.
+        url: as for `RedisRunStore`, with the same errors.
     """
     client = connect(url)
     from redis.exceptions import RedisError
 
     try:
         keys = [key async for key in client.scan_iter(ANY_RUN, count=_SCANNED_KEYS)]
-    except (RedisError, TypeError):  # TypeError: a query parameter that the client does not know
+    except (RedisError, TypeError):  # TypeError: a query parameter unknown to the client
         return []
     finally:
         await client.aclose()
@@ -803,18 +796,18 @@ async def runs_in_redis(url: str) -> list[str]:
 
 
 class RedisRunStore:
-    """A `RunStore` in Redis 7 or later; any replica may die at any time.
+    """A `RunStore` in Redis 7 or later; any replica may fail at any time.
 
-    Calls wait for a Redis that is away up to `outage_s`. When `append` raises, its record was not
-    acknowledged; whether it was written shows in the log, as after a cancellation.
+    Calls wait up to `outage_s` for an unreachable Redis. If `append` raises, its record was not
+    acknowledged, but may have been written, as after a cancellation.
 
     Args:
         url: `redis://`, `rediss://` or `unix://`, with password and database where needed.
-        run_name: Names the run; replicas of one run give the same.
-        replica: Names this process among them; a random name when empty.
-        outage_s: Seconds that calls wait for a Redis that is away.
-        poll_s: Seconds between two looks at what others wrote.
-        expiry_s: Seconds of silence after which a replica is taken for dead.
+        run_name: Name of the run, the same for all its replicas.
+        replica: Name of this process among the replicas; empty: a random name.
+        outage_s: Seconds that calls wait for an unreachable Redis.
+        poll_s: Interval of polling for records of other replicas.
+        expiry_s: Seconds without a heartbeat after which a replica counts as failed.
 
     Raises:
         ConfigError: the URL is malformed, or the name empty.
@@ -839,20 +832,20 @@ class RedisRunStore:
         self._log = RedisLog(self._link, self._keys, outage_s=outage_s, poll_s=poll_s)
         self._expiry_s = expiry_s
         self._ids = range(0)
-        self._reserving = asyncio.Lock()  # callers that come together share a block
+        self._reserving = asyncio.Lock()  # concurrent callers share a block
         self._heart: asyncio.Task[None] | None = None
         self._last_beat = self._beats_since = float("-inf")
 
     @property
     def full_reason(self) -> str | None:
-        """Why Redis has no memory for new groups; None while it has."""
+        """Why Redis has no memory for new groups; None while it has some."""
         return self._log.full_reason
 
     async def open(self, apply: Apply, restore: Restore) -> None:
-        """Load the run, or begin it, and follow what other replicas write.
+        """Load or create the run, and follow the records of other replicas.
 
-        Records of others are applied as they are seen, between any two steps of this process; a
-        replica that was away for long is given a snapshot again.
+        Records of other replicas are applied as they are read, at any await of this process. A
+        replica that missed compacted records loads a snapshot.
 
         Raises:
             ConfigError: Redis cannot be reached, is older than 7.0, or holds another format.
@@ -875,20 +868,21 @@ class RedisRunStore:
         """Write a record with its payloads, all or nothing, and apply the log up to it.
 
         Returns:
-            True once Redis has it and it has been applied; False when the fence has moved.
+            True once Redis has stored it and it is applied; False if the fence has moved.
 
         Raises:
-            RunLostError: Redis lost data of the run; nothing works any more.
-            RunStoreError: Redis is away, out of memory, or refuses; the message names it.
+            RunLostError: Redis lost data of the run; all further calls fail.
+            RunStoreError: Redis is unreachable, out of memory, or rejects the call; the message has
+                the reason.
         """
         return await self._log.append(record, payloads, fence)
 
     async def sync(self) -> None:
-        """Apply what other replicas appended before this call; raises as `append`."""
+        """Apply records that other replicas appended before this call; raises like `append`."""
         await self._log.sync()
 
     async def new_group_ids(self, count: int) -> range:
-        """Reserve ids that no replica has used or will use; asks Redis once in 1,024."""
+        """Reserve unused ids, in blocks of 1,024 from Redis."""
         async with self._reserving:
             if len(self._ids) < count:
                 size = max(count, _ID_BLOCK)
@@ -902,7 +896,7 @@ class RedisRunStore:
     async def fetch(
         self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
     ) -> list[bytes]:
-        """Return payloads in the order asked for, a few per call; KeyError: one is not there."""
+        """Return payloads in the order of the ids, a few per call; KeyError if one is missing."""
         contents: list[bytes | None] = []
         for start in range(0, len(group_ids), _FETCH_GROUPS):
             asked = group_ids[start : start + _FETCH_GROUPS]
@@ -914,21 +908,21 @@ class RedisRunStore:
         return found
 
     async def discard(self, group_ids: Collection[int]) -> None:
-        """Forget payloads; ids that are not there are skipped."""
+        """Delete payloads; unknown ids are skipped."""
         ids = list(group_ids)
         for start in range(0, len(ids), _DISCARD_GROUPS):
             chosen = ids[start : start + _DISCARD_GROUPS]
             await self._link.command("HDEL", self._keys.payloads, *chosen)
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
-        """Replace the records before `position` by a snapshot, unless a newer one is there."""
+        """Replace the records before `position` by a snapshot, unless a newer one is stored."""
         await self._log.compact(snapshot, position)
 
     async def alive_replicas(self) -> frozenset[str] | None:
-        """Return the replicas that Redis heard of lately.
+        """Return the replicas with a recent heartbeat.
 
-        Silence counts only while this replica itself could be heard: for `expiry_s` after opening
-        and after an outage, every replica that was there in the last hour is taken for alive.
+        Silence counts only while this replica can reach Redis: for `expiry_s` after opening and
+        after an outage, every replica seen in the last hour counts as alive.
         """
         now = time.monotonic()
         is_sure = now - self._last_beat <= self._expiry_s < now - self._beats_since
@@ -936,7 +930,7 @@ class RedisRunStore:
         return frozenset(name.decode() for name in names)
 
     async def close(self) -> None:
-        """Send what waits, leave the run, and close the connections."""
+        """Send waiting records, remove this replica, and close the connections."""
         await self._log.close()
         if self._heart is not None:
             await end_task(self._heart)
@@ -952,7 +946,7 @@ class RedisRunStore:
                 await self._beat("-inf", deadline=0.0)
 
     async def _beat(self, max_age_ms: int | str, deadline: float | None = None) -> list[bytes]:
-        """Say that this replica lives; return the replicas that were heard within that age."""
+        """Send a heartbeat; return the replicas with a heartbeat within that age."""
         keys = (self._keys.alive, self._keys.session)
         _, names = await self._link.call(BEAT, keys, (self.replica, max_age_ms), deadline=deadline)
         now = time.monotonic()

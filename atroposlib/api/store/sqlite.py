@@ -1,20 +1,14 @@
-"""A run in one SQLite file: what was acknowledged survives the end of the process.
+"""A run in one SQLite file: acknowledged records survive the end of the process.
 
-    append ──► writer thread, which commits what waits together ──► apply, in log order ──► True
-    fetch  ──► reader thread, with a connection of its own
+    append ──► Writer thread: waiting appends ──► one commit ──► apply, in log order ──► True
+                              other commands ───► their own transaction
+                              idle or between commits: delete garbage, checkpoint
+    fetch  ──► reader thread, with its own connection
 
-Killing the process loses nothing that was acknowledged. A power cut may lose what was acknowledged
-in the moments before it, unless the store was opened with `fsync`, which waits for the disk at
-every commit; the file stays consistent either way. Memory holds requests in flight and two small
-page caches, never the queued payloads.
-
-The thread that writes the file of a run: what waits at the same moment shares one commit.
-
-submit ──► queue ──► appends that wait together ──► one transaction ──► deliver, in log order
-                └──► a command (discard, compact, ids) ──► a transaction of its own
-                idle or between two commits: delete garbage for some milliseconds, checkpoint
-
-What passes between the event loop and the thread that writes the file of a run.
+Killing the process loses nothing that was acknowledged. A power failure may lose the latest
+acknowledged records, unless the store was opened with `fsync`, which waits for the disk at every
+commit. The file stays consistent in both cases. Memory holds pending requests and two small page
+caches, not the queued payloads.
 """
 
 from __future__ import annotations
@@ -83,37 +77,37 @@ class Append:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it writes."""
+        """Bytes to write."""
         return len(self.record) + sum(len(payload.content) for payload in self.payloads)
 
 
 @dataclass(eq=False)
 class Command:
-    """Anything else that writes, in a transaction of its own."""
+    """Any other write, in its own transaction."""
 
     run: Callable[[], None]
     future: Future[None]
 
 
 class Done(NamedTuple):
-    """What became of a request."""
+    """The outcome of a request."""
 
     request: Append | Command
     position: int | None = None
-    """Place of an append in the log; None: the fence had moved, or the request is a command."""
+    """Position of an append in the log; None if the fence had moved, or for a command."""
     error: RunStoreError | None = None
 
 
 MAX_COMMIT_BYTES = 2 * 2**20
 MAX_COMMIT_RECORDS = 256
 CHECKPOINT_BYTES = 16 * 2**20
-"""The log file is copied into the main file about every so many bytes written."""
+"""Bytes written to the log file between two checkpoints, approximately."""
 
 MAX_WAL_BYTES = 128 * 2**20
-"""Beyond this the checkpoint waits for readers, so that the log file starts anew."""
+"""Size of the log file above which a checkpoint waits for readers, so that the log restarts."""
 
 SLICE_S = 0.003
-"""Longest time that deleting holds up what arrives meanwhile."""
+"""Longest time for which deleting delays new requests."""
 
 _ROOM_ABOVE_BYTES = 8 * PAGE_BYTES
 SLICE_PAYLOADS = 64
@@ -124,13 +118,13 @@ LOOK_FOR_ROOM_S = 0.5
 TELL_FULL_S = 60.0
 FORGET_TOO_LARGE_S = 30.0
 CLOSE_S = 2.0
-"""What is left to delete is deleted on closing for so long; the rest when the run is resumed."""
+"""Time to delete garbage on closing; the rest is deleted when the run is resumed."""
 
 logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """Owns the writing connection; every method but `submit` and `close` runs in its thread.
+    """Owns the writing connection; all methods except `submit` and `close` run in its thread.
 
     When the disk is full, records with payloads are rejected. All other records use the reserved
     space, one step at a time. Groups are accepted again once the reserve is complete, or once the
@@ -173,16 +167,16 @@ class Writer:
         self._thread.start()
 
     def submit(self, request: Append | Command) -> None:
-        """Queue a request; its outcome is delivered."""
+        """Queue a request; its outcome is delivered later."""
         self._queue.put(request)
 
     def close(self) -> None:
-        """Write what is queued, tidy up and close the file; blocks until done."""
+        """Write queued requests, delete garbage and close the file; blocks until done."""
         self._queue.put(None)
         self._thread.join()
 
     def discard(self, group_ids: Collection[int]) -> None:
-        """Note payloads as garbage; they can no longer be fetched."""
+        """Mark payloads as garbage; they can no longer be fetched."""
         with self._transaction():
             self._connection.execute(
                 "INSERT OR IGNORE INTO garbage SELECT value FROM json_each(?)",
@@ -203,7 +197,7 @@ class Writer:
                     raise
 
     def compact(self, snapshot: bytes, position: int) -> None:
-        """Let a snapshot stand for the log before a position; its records become garbage.
+        """Replace the log before a position by a snapshot; its records become garbage.
 
         Raises:
             StoreFullError: the disk is full and the snapshot does not fit the reserved space.
@@ -222,14 +216,14 @@ class Writer:
         self._has_garbage = True
 
     def reserve_ids(self, next_group_id: int) -> None:
-        """Note that ids below this one may have been given."""
+        """Record that ids below this one may be in use."""
         with self._transaction():
             self._connection.execute(
                 "UPDATE ids SET next_group_id = max(next_group_id, ?)", (next_group_id,)
             )
 
     def release_ids(self, next_group_id: int) -> None:
-        """Note that ids from here on were not given; for a store that closes."""
+        """Record on closing that ids from this one on are unused."""
         with self._transaction():
             self._connection.execute("UPDATE ids SET next_group_id = ?", (next_group_id,))
 
@@ -247,7 +241,7 @@ class Writer:
         self._finish()
 
     def _next_request(self, *, wait: bool) -> Append | Command | None:
-        """Return the next request; None when there is none, or when the store closes."""
+        """Return the next request; None if there is none, or when the store closes."""
         request, self._held = self._held, None
         if request is not None:
             return request
@@ -260,7 +254,7 @@ class Writer:
         return request
 
     def _gather(self, first: Append) -> list[Append]:
-        """Take the appends that wait behind the first one, as far as one commit should go."""
+        """Take the appends that wait after the first one, up to the limits of one commit."""
         appends = [first]
         num_bytes = first.num_bytes
         while num_bytes < MAX_COMMIT_BYTES and len(appends) < MAX_COMMIT_RECORDS:
@@ -276,8 +270,8 @@ class Writer:
     def _write_appends(self, appends: list[Append]) -> None:
         try:
             done = self._commit_in_room(appends)
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait are told
-            if len(appends) > 1:  # so that only those fail that do not fit
+        except Exception as error:  # noqa: BLE001 - callers receive any error
+            if len(appends) > 1:  # so that only those that do not fit fail
                 for append in appends:
                     self._write_appends([append])
                 return
@@ -333,7 +327,7 @@ class Writer:
         return f"the disk of {self._lock.path}"
 
     def _note_full(self, error: str) -> None:
-        """Reject groups from now on."""
+        """Start to reject groups."""
         if self.full_reason is None and time.monotonic() - self._told_at > TELL_FULL_S:
             self._told_at = time.monotonic()
             logger.error(
@@ -348,7 +342,7 @@ class Writer:
         )
 
     def _note_too_large(self, num_bytes: int) -> None:
-        """Reject commits of this size until there is space; smaller ones are still accepted."""
+        """Start to reject commits of this size; smaller ones are still accepted."""
         self._too_large_at = time.monotonic()
         self._too_large_bytes = max(num_bytes, self._too_large_bytes)
         self.full_reason = (
@@ -369,11 +363,11 @@ class Writer:
                 self._too_large_bytes = 0
                 self.full_reason = None
                 logger.info("%s has free space again: new groups are accepted", self._told_place())
-        except (sqlite3.Error, OSError) as error:  # the writing thread must not end
+        except (sqlite3.Error, OSError) as error:  # the writer thread must not end
             logger.debug("no free space yet: %s", error)
 
     def _has_inner_room(self) -> bool:
-        """Whether the file has enough free space inside, which no other program can take."""
+        """Whether the file has enough free space inside, which other programs cannot use."""
         whole, left = self._reserve.whole_bytes, self._reserve.num_bytes
         return left >= whole // 2 and left + free_bytes(self._connection) >= 2 * whole
 
@@ -416,14 +410,14 @@ class Writer:
         try:
             self._lock.require_in_place()
             command.run()
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait are told
+        except Exception as error:  # noqa: BLE001 - callers receive any error
             self._deliver([Done(command, error=_as_error(error))])
         else:
             self._deliver([Done(command)])
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Write all that happens inside, or nothing."""
+        """Commit everything inside the context, or nothing."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -435,18 +429,18 @@ class Writer:
         self._unsaved_bytes += 2 * PAGE_BYTES
 
     def _tidy(self) -> None:
-        """Delete a slice of the garbage and checkpoint when due; failures wait for next time."""
+        """Delete a slice of the garbage and checkpoint if due; failures are retried later."""
         try:
             if self._has_garbage:
                 self._has_garbage = self.make_room(self._delete_slice)
             if self._unsaved_bytes >= self._checkpoint_bytes or not self._reserve.is_whole:
                 self.make_room(self._checkpoint)
         except (sqlite3.Error, OSError, RunStoreError) as error:
-            self._has_garbage = False  # tried again with the next discard, not in a circle
-            logger.warning("the run's file could not be tidied up: %s", error)
+            self._has_garbage = False  # retried with the next discard, not in a loop
+            logger.warning("the garbage in the run's file could not be deleted: %s", error)
 
     def _delete_slice(self) -> bool:
-        """Delete some garbage for at most some milliseconds; tell whether there may be more."""
+        """Delete garbage for a few milliseconds at most; return whether there may be more."""
         execute = self._connection.execute
         deadline = time.monotonic() + SLICE_S
         with self._transaction():
@@ -472,7 +466,7 @@ class Writer:
         return deleted > 0 or bool(group_ids)
 
     def _checkpoint(self) -> None:
-        """Copy the log file into the main file, so that it can start anew."""
+        """Copy the log file into the main file, so that the log can restart."""
         self._unsaved_bytes = 0
         _, num_frames, num_saved = self._connection.execute(
             "PRAGMA wal_checkpoint(PASSIVE)"
@@ -483,16 +477,16 @@ class Writer:
             self._unsaved_bytes += (num_frames - num_saved) * PAGE_BYTES
 
     def _finish(self) -> None:
-        """Tidy up and close the file."""
+        """Delete garbage and close the file."""
         deadline = time.monotonic() + CLOSE_S
         try:
             while self._has_garbage and time.monotonic() < deadline:
                 self._has_garbage = self._delete_slice()
             shrink(self._connection)
         except (sqlite3.Error, OSError) as error:
-            logger.warning("the run's file could not be tidied up: %s", error)
+            logger.warning("the garbage in the run's file could not be deleted: %s", error)
         self._connection.close()
-        if self.full_reason is not None:  # so that the next start finds it
+        if self.full_reason is not None:  # for the next start
             self._reserve.restore()
         self._reserve.close(keep=self.full_reason is not None)
 
@@ -507,10 +501,10 @@ def _as_error(error: Exception) -> RunStoreError:
 
 RECORDS_PER_READ = 2000
 IDS_PER_RESERVATION = 4096
-"""Ids are reserved on disk in advance; those not given by then are skipped after a crash."""
+"""Ids are reserved on disk in advance; unused ones are skipped after a crash."""
 
 READ_AT_ONCE = 16
-"""Payloads read in one transaction; a long one would keep the log file from starting again."""
+"""Payloads per read transaction; a long one would prevent the log file from restarting."""
 
 MAX_GROUP_ID = 2**63 - 1
 
@@ -559,22 +553,22 @@ class SqliteRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Why the disk has no space for new groups; None while it has."""
+        """Why the disk has no space for new groups; None while it has some."""
         return None if self._writer is None else self._writer.full_reason
 
     async def append(
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
     ) -> bool:
-        """Write a record with its payloads and apply it; False when the fence has moved."""
+        """Write a record with its payloads and apply it; False if the fence has moved."""
         future: Future[bool] = self._loop.create_future()
         self._open_writer().submit(Append(record, payloads, fence, future))
         return await future
 
     async def sync(self) -> None:
-        """Do nothing: only this process writes."""
+        """Do nothing: there are no other replicas."""
 
     async def new_group_ids(self, count: int) -> range:
-        """Reserve ids that were not given before, in this process or an earlier one."""
+        """Reserve ids that neither this process nor an earlier one has used."""
         if self._open_writer().refuses_payloads:
             raise StoreFullError(self.full_reason)
         first = self._next_group_id
@@ -588,19 +582,19 @@ class SqliteRunStore:
     async def fetch(
         self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
     ) -> list[bytes]:
-        """Return payloads in the order asked for; KeyError when one is not there."""
+        """Return payloads in the order of the ids; KeyError if one is missing."""
         self._open_writer()
         wanted = list(group_ids)
         return await self._in_reader(lambda: self._read_payloads(wanted, checks))
 
     async def discard(self, group_ids: Collection[int]) -> None:
-        """Note payloads as garbage, to be deleted between other writes."""
+        """Mark payloads as garbage, to be deleted between other writes."""
         unwanted = list(group_ids)
         if unwanted:
             await self._command(lambda writer: writer.make_room(lambda: writer.discard(unwanted)))
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
-        """Let a snapshot stand for the records before a position."""
+        """Replace the records before a position by a snapshot."""
         await self._command(
             lambda writer: writer.make_room(lambda: writer.compact(snapshot, position))
         )
@@ -610,7 +604,7 @@ class SqliteRunStore:
         return None
 
     async def close(self) -> None:
-        """Write what is waiting, shrink the file if little is left in it, and unlock it."""
+        """Write waiting records, shrink the file if most of it is free, and unlock it."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -619,7 +613,7 @@ class SqliteRunStore:
         release = partial(writer.release_ids, used_until)
         writer.submit(Command(lambda: writer.make_room(release), future))
         await self._in_reader(lambda: self._close_file(writer))
-        with contextlib.suppress(RunStoreError):  # the ids reserved are then skipped
+        with contextlib.suppress(RunStoreError):  # reserved ids are then skipped
             await future
         self._reading.shutdown(wait=False)
 
@@ -644,7 +638,7 @@ class SqliteRunStore:
             raise
 
     def _connect(self, reserve: SpaceReserve) -> tuple[sqlite3.Connection, sqlite3.Connection]:
-        """Open the file for writing and for reading; on a full disk, with room of the reserve."""
+        """Open the file for writing and reading; on a full disk, use space of the reserve."""
         while True:
             try:
                 connection = open_writer(self._path, fsync=self._fsync)
@@ -665,7 +659,7 @@ class SqliteRunStore:
         self._lock.release()
 
     async def _replay(self, reader: sqlite3.Connection, restore: Restore) -> None:
-        """Restore the snapshot and apply the records behind it, a slice at a time."""
+        """Restore the snapshot and apply the records after it, a slice at a time."""
         (row,) = await self._select(
             reader, "SELECT position, content, next_group_id FROM snapshot, ids"
         )
@@ -687,7 +681,7 @@ class SqliteRunStore:
         return await self._in_reader(lambda: reader.execute(query, values).fetchall())
 
     def _deliver(self, done: list[Done]) -> None:
-        """Pass outcomes from the writer thread to the event loop, if it still runs."""
+        """Pass outcomes from the writer thread to the event loop, if it is still running."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._settle, done)
 
@@ -740,12 +734,12 @@ class SqliteRunStore:
 
 @contextlib.contextmanager
 def _transaction(reader: sqlite3.Connection) -> Iterator[None]:
-    """Read several rows of one state of the file, which takes its locks once."""
+    """Read several rows in one transaction, which takes the locks of the file once."""
     reader.execute("BEGIN")
     try:
         yield
     finally:
-        with contextlib.suppress(sqlite3.Error):  # nothing was written
+        with contextlib.suppress(sqlite3.Error):  # read-only
             reader.execute("ROLLBACK")
 
 

@@ -1,10 +1,10 @@
-"""The file of one run: its tables, its lock, and how it is opened and shrunk.
+"""The file of one run: tables, lock, reserve of disk space, opening and shrinking.
 
-log       position, is_guarded, record      what happened, in order
+log       position, is_guarded, record      the records, in order
 payload   group_id, content                 the bytes of groups
-garbage   group_id                          payloads that are discarded and not yet deleted
-snapshot  position, num_guarded, content    stands for the log before `position`
-ids       next_group_id                     no id from here on was ever given
+garbage   group_id                          discarded payloads that are not yet deleted
+snapshot  position, num_guarded, content    replaces the log before `position`
+ids       next_group_id                     ids from here on are unused
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ COMMIT;
 
 
 class FileLock:
-    """Keeps a run from being opened twice; the system drops it when this process dies.
+    """Prevents a run from being opened twice; released by the system when this process ends.
 
     There are two locks. The lock on `NAME.lock` also holds when the run's file is deleted and
-    created again. The lock on the run's file holds under every name that links give to it.
+    created again. The lock on the run's file also applies to links to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,26 +97,26 @@ class FileLock:
         self._file: int | None = None
         self._text = str(path)
         self._identity: tuple[int, int] | None = None
-        """Device and inode of the locked file; None while none is."""
+        """Device and inode of the locked file; None while unlocked."""
 
     def acquire(self) -> None:
-        """Take the locks at once; creates a file that is missing, for its owner alone.
+        """Take the locks without waiting; a missing file is created with access for its owner only.
 
         Raises:
-            ConfigError: another process has it, or this one has opened it before.
+            ConfigError: the run is open in another process, or in this one.
         """
         while self._name is None:
             descriptor = os.open(self._name_path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
             try:
                 self._lock(descriptor, _lock_file)
-                if _is_at(descriptor, self._name_path):  # its last owner may have removed it
+                if _is_at(descriptor, self._name_path):  # its previous owner may have removed it
                     self._name = descriptor
             finally:
                 if self._name is None:
                     os.close(descriptor)
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
-            # To close it would drop the locks of SQLite in this process: only `release` does.
+            # Closing it would drop the locks of SQLite in this process, so only `release` does.
             self._file = descriptor
             self._lock(descriptor, _lock_range)
             opened = os.fstat(descriptor)
@@ -172,7 +172,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _lock_file(descriptor: int) -> None:
-    if sys.platform == "win32":  # there the system itself refuses a second writer of the file
+    if sys.platform == "win32":  # there the system itself rejects a second writer of the file
         return
     import fcntl
 
@@ -180,7 +180,7 @@ def _lock_file(descriptor: int) -> None:
 
 
 def _lock_range(descriptor: int) -> None:
-    """Lock one byte, far after those that SQLite locks, for this descriptor alone.
+    """Lock one byte, far after those that SQLite locks, for this descriptor only.
 
     It is an open file description lock: an ordinary one belongs to the process, and closing any
     descriptor of the file would release SQLite's locks too. Without support for such locks (other
@@ -222,7 +222,7 @@ class SpaceReserve:
         """Full size, which it has when the disk is not full."""
 
     def _noted_size(self) -> int | None:
-        """Return the full size that an earlier process wrote down; None if there is none."""
+        """Return the full size that an earlier process recorded; None if there is none."""
         note = os.pread(self._descriptor, _NOTE_BYTES, 0)
         size = int.from_bytes(note, "little") if len(note) == _NOTE_BYTES else 0
         return size if MIN_RESERVE_BYTES <= size <= MAX_RESERVE_BYTES else None
@@ -243,21 +243,21 @@ class SpaceReserve:
         return self.num_bytes >= self.whole_bytes
 
     def give_up(self) -> bool:
-        """Free one step of the reserve; False when it is used up."""
+        """Free one step of the reserve; False if it is used up."""
         if self.num_bytes <= _NOTE_BLOCK:
             return False
         self._cut(max(_NOTE_BLOCK, self.num_bytes - self._step_bytes))
         return True
 
     def restore(self) -> bool:
-        """Extend it as far as there is space; return whether it has its full size."""
+        """Extend the reserve as far as there is space; return whether it has its full size."""
         while not self.is_whole:
             if not self._grow(min(self.whole_bytes, self.num_bytes + self._step_bytes)):
                 return False
         return True
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more fit on the disk; tried out by allocating them for a moment."""
+        """Whether `num_bytes` more fit on the disk, tested by allocating them briefly."""
         size = self.num_bytes
         if self._grow(size + num_bytes):
             self._cut(size)
@@ -265,10 +265,10 @@ class SpaceReserve:
         return self._hindrance not in (
             errno.ENOSPC,
             errno.EDQUOT,
-        )  # the cause is another one: let the write itself fail
+        )  # another cause: let the write itself fail
 
     def close(self, *, keep: bool) -> None:
-        """Close it, and remove it unless it is kept for the next start."""
+        """Close the reserve, and remove it unless it is kept for the next start."""
         os.close(self._descriptor)
         if not keep:
             self._path.unlink(missing_ok=True)
@@ -311,7 +311,7 @@ def open_writer(path: Path, *, fsync: bool) -> sqlite3.Connection:
     """Open the file of a run for writing; create it with its tables if it is new.
 
     Raises:
-        ConfigError: the file is not one of a run, or a later version wrote it.
+        ConfigError: the file does not contain a run, or a later version wrote it.
     """
     try:
         connection: sqlite3.Connection = sqlite3.connect(path, **CONNECTION_OPTIONS)
@@ -326,7 +326,7 @@ def open_writer(path: Path, *, fsync: bool) -> sqlite3.Connection:
 
 
 def damaged_file(path: Path, error: sqlite3.DatabaseError) -> ConfigError:
-    """Return the error for a run file that is damaged, or that a full disk keeps from opening."""
+    """Return the error for a run file that is damaged, or cannot be opened on a full disk."""
     if "disk is full" in str(error):
         return ConfigError(
             f"{path} cannot be opened ({error}); free some space, or choose another disk with "
@@ -347,7 +347,7 @@ def open_reader(path: Path) -> sqlite3.Connection:
 
 def is_damage(error: sqlite3.Error) -> bool:
     """Whether an error means that the file is damaged, not that it is busy, full or missing."""
-    return type(error) is sqlite3.DatabaseError  # the others have classes of their own
+    return type(error) is sqlite3.DatabaseError  # the others have their own classes
 
 
 def is_full(error: BaseException | None, reserve: SpaceReserve) -> bool:
@@ -390,7 +390,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, *, fsync: bool) -> None
     connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
-    # The writer checkpoints between commits, so that no append waits for it unannounced.
+    # The writer checkpoints between commits, so that no append waits for a checkpoint.
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     connection.execute(f"PRAGMA journal_size_limit = {WAL_KEPT_BYTES}")
     # Some builds overwrite deleted bytes with zeros, which doubles what is written.

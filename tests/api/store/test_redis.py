@@ -188,7 +188,7 @@ async def test_many_callers_at_once_share_ids_and_connections(
 
         assert sorted(ids) == list(range(300))
         assert fetched == [[b"%d" % number] for number in range(300)]
-        assert "does not answer" not in caplog.text
+        assert "does not respond" not in caplog.text
 
 
 async def test_compaction_gives_a_replica_that_fell_behind_the_snapshot(
