@@ -179,7 +179,7 @@ FIGURES = (
     ),
     _gauge(
         "atropos_queue_oldest_staleness_steps",
-        "Current policy version minus that of the oldest queued group whose version is known.",
+        "Current policy version minus the lowest known version of a queued group.",
         lambda run: run.state.oldest_staleness,
     ),
     _gauge(

@@ -215,7 +215,7 @@ class DeliveryDesk:
         if limit and len(self._state.delivery.in_flight) >= limit:
             raise BusyError(
                 f"{limit} batches are with trainers and not acknowledged (--max-batches-in-flight);"
-                f" acknowledge some, or ask again in {_RETRY_AFTER_S:g} s",
+                f" acknowledge some, or retry in {_RETRY_AFTER_S:g} s",
                 status=429,
                 retry_after_s=_RETRY_AFTER_S,
             )

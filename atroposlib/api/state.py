@@ -425,7 +425,7 @@ class RunState:
 
     @property
     def oldest_staleness(self) -> int:
-        """The staleness of the oldest queued group with a known version, 0 without any."""
+        """The highest staleness among queued groups with a known version, 0 without any."""
         versions = [version for version in self.queue.groups_by_version if version >= 0]
         return max(0, self.current_version - min(versions, default=self.current_version))
 
