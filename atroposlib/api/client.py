@@ -458,7 +458,9 @@ class BatchIterator:
         except TrajectoryApiError as error:
             if error.status not in _MOVED_ON:
                 raise
-            logger.warning("batch %s is done, its lease was over: %s", batch.batch_id, error)
+            logger.warning(
+                "batch %s was not acknowledged, its lease had expired: %s", batch.batch_id, error
+            )
         else:
             self.num_acknowledged += is_trained
 
@@ -491,7 +493,7 @@ class BatchIterator:
             for batch in self.held:
                 self.nack(batch)
         except TrajectoryApiError as error:
-            logger.warning("a batch comes back when its lease runs out: %s", error)
+            logger.warning("a batch will be redelivered when its lease expires: %s", error)
         self._client.close()
 
     def __enter__(self) -> BatchIterator:

@@ -194,12 +194,12 @@ _MAX_QUOTED_CHARS = 500
 _BUSY_STATUSES = (429, 503)
 _STATUS_ENV_DEFAULTS = {"self_queue_size": 0, "max_group_size": 1, "unallocated_fraction": 1.0}
 _REMEDIES = {
-    401: "the service asks for a token: set ATROPOS_API_TOKEN, or give the client its `token`",
-    403: "the token is not for this: take one of the right role (environment, trainer or admin)",
+    401: "the service requires a token: set ATROPOS_API_TOKEN, or give the client its `token`",
+    403: "the token has the wrong role: use one for an environment, trainer or admin as required",
     404: "the service was reset or replaced: register again, or check the address",
     413: "post fewer groups at a time",
-    422: "the request is malformed; repeating it will not help",
-    503: "the service is busy; wait and repeat",
+    422: "the request is malformed; a retry will not help",
+    503: "the service is busy; retry later",
 }
 _COMMON_ROUTES = ("/register", "/register-env", "/batch", "/info", "/status", "/wandb_info")
 """Routes that every version of the service has."""
@@ -348,8 +348,8 @@ def read_answer(
     shown_url = without_secrets(url)
     if _lacks_common_route(status, url):  # the body, possibly an HTML page, adds nothing
         raise NoServiceError(
-            f"{method} {shown_url} answered {status} (attempt {attempt}): what answers there is "
-            "no trajectory service; check the address, `run-api` starts a service",
+            f"{method} {shown_url} answered {status} (attempt {attempt}): the server at this "
+            "address is not a trajectory service; check the address, `run-api` starts a service",
             status=status,
         )
     detail = answer.get("detail", answer) if isinstance(answer, dict) else None

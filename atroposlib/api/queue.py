@@ -158,7 +158,7 @@ class GroupQueue:
         return removed
 
     def clear(self) -> None:
-        """Forget every queued group."""
+        """Remove every queued group."""
         self.__init__()  # type: ignore[misc]
 
     def plan_batch(

@@ -233,7 +233,7 @@ class Presence:
         return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
 
     def notes_due(self, now: float) -> EnvsSeen | None:
-        """Return the record of heartbeats to write now; None if there are none or not due."""
+        """Return the record of heartbeats to write now; None if empty or not due."""
         if now - self._noted_at < self._interval_s:
             return None
         self._noted_at = now

@@ -133,7 +133,7 @@ def check_column(name: str, column: Column, tokens: list[int] | None) -> list[in
     field = _FIELDS[name]
     types = _TYPES[field.dtype] + ((BITS,) if name == "masks" else ())
     if column.dtype not in types:
-        raise GroupError(f"{name}: type {column.dtype!r} is none of {', '.join(types)}")
+        raise GroupError(f"{name}: type {column.dtype!r} is not one of {', '.join(types)}")
     if (field.shape == "G" and column.lengths is not None) or (
         field.shape != "GLK" and column.counts is not None
     ):

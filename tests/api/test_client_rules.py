@@ -106,8 +106,8 @@ def test_read_answer_returns_decoded_json():
     ("status", "content", "says"),
     [
         (422, b'{"detail": [{"msg": "masks[0]: short"}, {"msg": "b"}]}', "masks[0]: short; b; the"),
-        (401, b'{"detail": "no token"}', "no token; the service asks for a token: set ATROPOS_API"),
-        (403, b'{"detail": "admins only"}', "admins only; the token is not for this: take one"),
+        (401, b'{"detail": "no token"}', "no token; the service requires a token: set ATROPOS_API"),
+        (403, b'{"detail": "admins only"}', "admins only; the token has the wrong role: use one"),
         (413, b"too large", "413 (attempt 1): too large; post fewer groups"),
         (500, b"Internal Server Error", "500 (attempt 1): Internal Server Error"),
         (200, b"<html>", "200 (attempt 1): <html>"),
@@ -170,12 +170,12 @@ def test_read_answer_repeats_no_secret_of_the_request():
 @pytest.mark.parametrize("status", [404, 405, 501])
 @pytest.mark.parametrize("path", ["/register", "/register-env", "/batch?lease=600&wait=5"])
 def test_read_answer_tells_another_server_from_a_service_in_one_line(path, status):
-    with pytest.raises(NoServiceError, match="what answers there is no trajectory service") as e:
+    with pytest.raises(NoServiceError, match="is not a trajectory service") as e:
         read_answer("POST", f"http://h{path}", status=status, headers={}, content=b"<html>\n<p>")
 
     rule = RetryRule(attempts=None)
     place = f"http://h{path.partition('?')[0]}"
-    assert str(e.value).startswith(f"POST {place} answered {status} (attempt 1): what")
+    assert str(e.value).startswith(f"POST {place} answered {status} (attempt 1): the server")
     assert "<" not in str(e.value)
     assert isinstance(e.value, ConfigError)
     assert rule.delay_s(e.value, attempt=1, is_repeatable=True) is None

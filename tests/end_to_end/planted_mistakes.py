@@ -121,7 +121,7 @@ DEAD = "http://127.0.0.1:9"
 MODEL_LINE = "serves no model 'X'; it serves: tiny. Use --openai.model_name tiny"
 TOKENIZER_LINE = "the tokenizer ./othertok is not the engine's: "
 START_ENGINE = "start it (vllm serve tiny --port 9), or set base_url (--openai.base_url)"
-NO_SERVICE = "what answers there is no trajectory service; check the address, `run-api` starts"
+NO_SERVICE = "is not a trajectory service; check the address, `run-api` starts"
 UNWRITABLE = "cannot be written: "
 
 

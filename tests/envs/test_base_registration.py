@@ -206,7 +206,7 @@ async def test_register_at_another_server_says_that_it_is_no_service(
         env = make_env(rollout_server_url=url)
         # A setting that cannot be used: the command line ends with this one line.
         with pytest.raises(
-            ConfigError, match=r"no trajectory service; check the address"
+            ConfigError, match=r"not a trajectory service; check the address"
         ) as caught:
             await asyncio.wait_for(env.env_manager(), 5)
 

@@ -256,7 +256,7 @@ class WatchedStore:
             return await self.store.fetch(group_ids, checks)
 
     async def discard(self, group_ids: Collection[int]) -> None:
-        """Forget payloads."""
+        """Delete payloads."""
         await self.store.discard(group_ids)
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
