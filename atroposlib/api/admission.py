@@ -71,7 +71,7 @@ class OversizedGroupError(GroupError):
 
 
 class Placement(NamedTuple):
-    """Where a posted group went."""
+    """Placement of a posted group: queued or buffered."""
 
     buffered_sequences: int | None
     """Sequences left in the sender's buffer; None when the group went straight to the queue."""

@@ -220,7 +220,7 @@ class LeasedBatch(NamedTuple):
 
 
 class RetryRule(NamedTuple):
-    """How often, when and for how long a failed request is retried."""
+    """Number, delays and deadline of the retries of a failed request."""
 
     attempts: int | None = 3
     """Total number of attempts; None is limited by `deadline_s` only."""

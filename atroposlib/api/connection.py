@@ -1,4 +1,4 @@
-"""How many bytes of a response have reached the client, down to the kernel's send queue.
+"""Tracks the bytes of a response on their way to the client, down to the kernel's send queue.
 
     response ── write ──► transport buffer ──► kernel's send queue ──► client's kernel ──► client
                           └────────── unconfirmed_bytes ─────────┘     └── not visible ──┘

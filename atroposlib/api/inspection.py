@@ -146,7 +146,7 @@ class GroupState(str, Enum):
 
 
 class GroupFilter(NamedTuple):
-    """Which groups to list; None matches all."""
+    """Filter of the groups to list; None matches all."""
 
     env_id: int | None = None
     min_score: float | None = None

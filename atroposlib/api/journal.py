@@ -273,7 +273,7 @@ class RunLog:
         self, store: RunStore, state: RunState, *, on_applied: Callable[[Record], None]
     ) -> None:
         self.failure: ConfigError | None = None
-        """Why the run cannot continue; None while it can."""
+        """Reason for which the run cannot continue; None while it can."""
         self._store = store
         self._state = state
         self._on_applied = on_applied

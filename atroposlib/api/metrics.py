@@ -60,7 +60,7 @@ class MeteredRun(Protocol):
 
     @property
     def full_reason(self) -> str | None:
-        """Why the store rejects new groups; None while it accepts them."""
+        """Reason for which the store rejects new groups; None while it accepts them."""
 
     def stalls(self) -> list[Stall]:
         """Return the reasons why queued groups do not form a batch."""

@@ -497,12 +497,12 @@ class Run:
 
     @property
     def failure(self) -> ConfigError | None:
-        """Why the run cannot continue; None while it can."""
+        """Reason for which the run cannot continue; None while it can."""
         return self._log.failure
 
     @property
     def full_reason(self) -> str | None:
-        """Why the store rejects new groups; None while it accepts them."""
+        """Reason for which the store rejects new groups; None while it accepts them."""
         return self.store.full_reason
 
     async def register_trainer(self, registration: Registration) -> int:

@@ -107,7 +107,7 @@ class RunStore(Protocol):
 
     @property
     def full_reason(self) -> str | None:
-        """Why new groups are rejected; None while they are accepted."""
+        """Reason for which new groups are rejected; None while they are accepted."""
 
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Load the run: `restore` the snapshot if there is one, then `apply` the records after it.
@@ -224,7 +224,7 @@ class WatchedStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Why the store rejects new groups; None while it accepts them."""
+        """Reason for which the store rejects new groups; None while it accepts them."""
         return self.store.full_reason
 
     async def open(self, apply: Apply, restore: Restore) -> None:

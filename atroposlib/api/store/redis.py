@@ -838,7 +838,7 @@ class RedisRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Why Redis has no memory for new groups; None while it has some."""
+        """Reason for which Redis accepts no new groups; None while it does."""
         return self._log.full_reason
 
     async def open(self, apply: Apply, restore: Restore) -> None:

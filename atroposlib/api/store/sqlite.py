@@ -553,7 +553,7 @@ class SqliteRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Why the disk has no space for new groups; None while it has some."""
+        """Reason for which the disk accepts no new groups; None while it has space."""
         return None if self._writer is None else self._writer.full_reason
 
     async def append(
