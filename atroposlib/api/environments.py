@@ -6,19 +6,26 @@ environment's group size stays in the buffer until buffered groups add up to tha
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from atroposlib.api.allocation import minimum_shares, total_weight, unallocated_fraction
-from atroposlib.api.packing import oldest_combination
-from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.queue import QueuedGroup, oldest_combination
 from atroposlib.api.schemas import MAX_GROUP_SIZE, RegisterEnv
 
 __all__ = [
+    "MIN_ENV_WEIGHT",
     "EnvRecord",
     "EnvRegistry",
+    "minimum_shares",
+    "total_weight",
+    "unallocated_fraction",
+    "weight_share",
 ]
+
+MIN_ENV_WEIGHT = 0.01
+"""The smallest weight an environment is given, so that none is starved completely."""
 
 _UNREADABLE_NAME = "unreadable"
 
@@ -245,3 +252,37 @@ class EnvRegistry:
     def clear(self) -> None:
         """Remove every environment and its buffer."""
         self.__init__()  # type: ignore[misc]
+
+
+def total_weight(envs: Iterable[EnvRecord]) -> float:
+    """Return context length times weight, summed over connected environments."""
+    return sum(e.max_token_length * max(0.0, e.weight) for e in envs if e.is_connected)
+
+
+def weight_share(env: EnvRecord, total: float) -> float:
+    """Return the share of inference capacity of one environment, at least `MIN_ENV_WEIGHT`.
+
+    A disconnected environment adds nothing to the total but still gets an answer.
+
+    Args:
+        env: the asking environment.
+        total: from `total_weight`; without a positive total the share is `MIN_ENV_WEIGHT`.
+    """
+    if total <= 0:
+        return MIN_ENV_WEIGHT
+    share = env.max_token_length * env.weight / total
+    return max(MIN_ENV_WEIGHT, share) if math.isfinite(share) else MIN_ENV_WEIGHT
+
+
+def minimum_shares(envs: Iterable[EnvRecord]) -> dict[int, float]:
+    """Return the guaranteed shares of connected environments, in order of registration."""
+    return {
+        env.env_id: env.min_batch_allocation
+        for env in envs
+        if env.is_connected and env.min_batch_allocation is not None
+    }
+
+
+def unallocated_fraction(minimums: Mapping[int, float]) -> float:
+    """Return the part of a batch that no environment has reserved, 0 to 1."""
+    return 1.0 - min(1.0, sum(minimums.values()))

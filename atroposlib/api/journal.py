@@ -101,7 +101,7 @@ class FrozenRun:
 
     def __init__(self, state: RunState) -> None:
         self._head = _head_of(state)
-        self._entries = state.queue.entries()
+        self._queued = list(state.queue)
         self._lists: list[tuple[bytes, list[Any]]] = [
             (_DISCARDABLE, state.payloads.discardable),
             (_KEYS, list(state.keys.items())),
@@ -112,8 +112,8 @@ class FrozenRun:
         """Encode one part, about a millisecond of work, per iteration."""
         self._add(_HEAD, self._head)
         yield
-        for chunk in _chunked(self._entries):
-            self._add(_QUEUE, [group for _, group in chunk])
+        for chunk in _chunked(self._queued):
+            self._add(_QUEUE, chunk)
             yield
         for kind, entries in self._lists:
             for chunk in _chunked(entries):

@@ -1,178 +1,223 @@
-"""The queue of groups: first in, first out, with running counters; pure.
+"""The queue of groups that wait for a batch, and the rules that choose a batch; pure.
 
-It holds descriptions, not payloads, so its size does not depend on the length of trajectories.
+    append ──► oldest … newest ──► plan_batch ──► remove
+    restore_front ──► (before the oldest)
 
-    append ──► front │ oldest … newest  ──► plan_batch, remove
-               ▲     └─ the same entries in rows by size, and by sender and size
-    restore_front
+The queue holds descriptions of groups, never payloads, so its size does not depend on the length
+of trajectories. A batch is chosen in one of two ways, and groups are never split:
 
-Invariants: a group is queued at most once; every counter and every row equals the result of a full
-scan. The cost of a request does not grow with the queue: adding and removing are O(1) per group,
-counters O(1), planning as `batch_plan` states.
+    without guaranteed shares   `pack_exact`: whole packs of equally sized groups in the order in
+                                which they complete; else `oldest_combination`: the oldest groups
+                                whose sizes add up to the batch
+    with guaranteed shares      `pack_with_minimums`: each environment's share first, then the
+                                rest, oldest first
+
+The rules work on sizes alone and return positions in the order given.
+
+Invariants: a group is queued at most once; every counter equals what a walk over the queue gives.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Literal, NamedTuple, TypeVar
 
-from atroposlib.api.allocation import QueueView
-from atroposlib.api.batch_plan import plan_combination, plan_packs, plan_with_minimums
-from atroposlib.api.queued_group import QueuedGroup
-from atroposlib.api.sender_rows import SenderRows
-from atroposlib.api.sender_totals import SenderTotals
-from atroposlib.api.size_rows import Entry, Row, SizeRows
+import msgspec
+from xxhash import xxh3_64_intdigest
 
-__all__ = ["GroupQueue", "QueuedGroup"]
+__all__ = [
+    "SEARCH_BITS",
+    "UNKNOWN_VERSION",
+    "GroupQueue",
+    "QueueView",
+    "QueuedGroup",
+    "checksum_of",
+    "is_reachable",
+    "oldest_combination",
+    "pack_exact",
+    "pack_with_minimums",
+    "queue_view",
+]
+
+_Key = TypeVar("_Key")
+
+UNKNOWN_VERSION = -1
+"""The version of groups that came without one while no trainer was registered."""
+
+
+class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What batching and inspection know of a group, without its tokens.
+
+    Holds no references that could form a cycle, so the garbage collector skips it: 100,000 of
+    them would make every full collection tens of milliseconds longer.
+    """
+
+    group_id: int
+    env_id: int | None
+    """Registered sender; None when no registration has the id that was sent."""
+    num_sequences: int
+    num_tokens: int
+    num_bytes: int = 0
+    """Bytes of the stored payload."""
+    lane: Literal["json", "msgpack"] = "json"
+    """Encoding of the stored payload."""
+    version: int = 0
+    """Policy version the sender stamped, else the trainer's at admission; `UNKNOWN_VERSION` where
+    there was none, or where that trainer's steps are not those of the present one."""
+    received_at: float = 0.0
+    """Unix time of admission, in seconds."""
+    min_score: float = 0.0
+    max_score: float = 0.0
+    checksum: int | None = None
+    """Checksum of the stored payload (`checksum_of`); None for groups of earlier versions."""
+
+    @property
+    def known_version(self) -> int | None:
+        """The policy version that the group was sampled under, None when it is not known."""
+        return None if self.version == UNKNOWN_VERSION else self.version
+
+    def is_payload(self, content: bytes) -> bool:
+        """Whether `content` is the payload that was posted.
+
+        Without a checksum, only a wrong length or invalid JSON is detected.
+        """
+        if self.checksum is not None:
+            return checksum_of(content) == self.checksum
+        if self.num_bytes and len(content) != self.num_bytes:
+            return False
+        if self.lane == "msgpack":
+            return True
+        try:
+            msgspec.json.decode(content, type=msgspec.Raw)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        return True
+
+
+def checksum_of(payload: bytes) -> int:
+    """Return the 64-bit checksum of a payload."""
+    return xxh3_64_intdigest(payload)
 
 
 class GroupQueue:
-    """First in, first out queue of groups; each change costs O(1) per group."""
+    """First in, first out queue of groups with running counters.
+
+    Adding and removing cost O(1) per group, counters O(1). Planning a batch reads the queue from
+    its oldest group until the batch is full; a plan that fails reads it once.
+    """
 
     def __init__(self) -> None:
-        self._entries = Row()
-        self._first_place = 0
-        self._next_place = 0
-        self._rows = SizeRows()
-        self._senders = SenderRows()
-        self._totals = SenderTotals()
+        self._groups: dict[int, QueuedGroup] = {}
+        """By id, oldest first."""
+        self._num_by_size: Counter[int] = Counter()
+        self._num_by_row: Counter[tuple[int | None, int]] = Counter()
+        """Groups of each sender and size."""
         self._refused: tuple[int, Mapping[int, float]] | None = None
-        """The last failed plan with minimums, until a change may make it succeed."""
+        """The last plan with minimums that failed, until a change that could let it succeed."""
+        self.largest_group = 0
+        """Sequences in the largest queued group, 0 when the queue is empty."""
         self.num_sequences = 0
         """Sequences in all queued groups."""
         self.num_tokens = 0
         """Tokens in all queued groups."""
         self.num_bytes = 0
         """Payload bytes of all queued groups."""
+        self.sequences_by_env: Counter[int | None] = Counter()
+        """Queued sequences of every sender that has some."""
         self.groups_by_version: Counter[int] = Counter()
         """Queued groups per policy version."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._groups)
 
     def __iter__(self) -> Iterator[QueuedGroup]:
-        for _, group in self._entries:
-            yield group
-
-    def entries(self) -> list[Entry]:
-        """Copy the queue, oldest first, about a millisecond per 100,000 groups."""
-        return list(self._entries)
-
-    @property
-    def largest_group(self) -> int:
-        """Sequences in the largest queued group, 0 if the queue is empty."""
-        return self._rows.largest
-
-    @property
-    def sequences_by_env(self) -> Mapping[int | None, int]:
-        """Queued sequences per sender; senders without any are left out."""
-        return self._totals.sequences
+        return iter(self._groups.values())
 
     def largest_group_of(self, env_id: int) -> int:
         """Sequences in the largest queued group of one environment, 0 when it has none."""
-        rows = self._senders.get(env_id)
-        return rows.largest if rows else 0
+        return max((size for env, size in self._num_by_row if env == env_id), default=0)
 
     def groups_by_size(self) -> dict[int, int]:
-        """Return the number of queued groups per size."""
-        return {size: len(row) for size, row in self._rows.rows()}
+        """Return how many groups are queued of every size."""
+        return dict(self._num_by_size)
 
     def has_packable(self, env_id: int) -> bool:
-        """Whether one environment has a pack for its guaranteed share."""
-        rows = self._senders.get(env_id)
-        return rows is not None and bool(rows.packable_rows(self.largest_group))
+        """Whether one environment could fill any of a guaranteed share."""
+        return any(
+            self.largest_group % size == 0 and count * size >= self.largest_group
+            for (env, size), count in self._num_by_row.items()
+            if env == env_id
+        )
 
     @property
     def unpackable_sequences(self) -> int:
         """Sequences in groups whose size never adds up to the largest queued size."""
-        return self._rows.unpackable_sequences()
-
-    def view_of(
-        self, env_id: int, *, group_size: int, batch_size: int, minimums: Mapping[int, float]
-    ) -> QueueView:
-        """Return the size of the queue in units of one environment, as `queue_view` does.
-
-        O(1), except after the largest size, `batch_size` or `minimums` changed: then O(senders).
-
-        Args:
-            env_id: the asking environment.
-            group_size: sequences per group of the asking environment, at least 1.
-            batch_size: sequences per batch.
-            minimums: guaranteed shares; the mapping must not be mutated between calls.
-        """
-        others = self._totals.others_packed(
-            env_id,
-            pack_size=max(1, self.largest_group),
-            batch_size=batch_size,
-            minimums=minimums,
+        return sum(
+            size * count for size, count in self._num_by_size.items() if self.largest_group % size
         )
-        own = self._totals.sequences.get(env_id, 0)
-        return QueueView(queue_groups=(own + others) // group_size, own_groups=own // group_size)
 
     def get(self, group_id: int) -> QueuedGroup | None:
-        """Return a queued group by its id, None if it is not queued."""
-        entry = self._entries.get(group_id)
-        return entry and entry[1]
+        """Return a queued group by its id, None when it is not queued."""
+        return self._groups.get(group_id)
 
     def window(self, offset: int, limit: int) -> list[QueuedGroup]:
         """Return up to `limit` groups from position `offset`, oldest first; O(offset)."""
-        return [group for _, group in islice(self._entries, offset, offset + limit)]
+        return list(islice(self._groups.values(), offset, offset + limit))
 
     def append(self, group: QueuedGroup) -> None:
-        """Append a group to the queue.
+        """Queue a group after all others.
 
         Raises:
             ValueError: the group is queued already.
         """
         self._require_new(group)
-        entry = (self._next_place, group)
-        self._next_place += 1
-        self._index(entry, at_front=False)
+        self._groups[group.group_id] = group
+        former_largest = self.largest_group
+        self._count(group, 1)
+        in_row = self._num_by_row[group.env_id, group.num_sequences]
+        completes_pack = in_row * group.num_sequences % self.largest_group == 0
+        if completes_pack or former_largest != self.largest_group:
+            self._refused = None
 
     def restore_front(self, groups: Sequence[QueuedGroup]) -> None:
-        """Put groups back at the front, in the given order.
+        """Put groups back before all others, in the order given; O(queue).
 
         Raises:
             ValueError: one of the groups is queued already; nothing has changed.
         """
         for group in groups:
             self._require_new(group)
-        for group in reversed(groups):
-            self._first_place -= 1
-            entry = (self._first_place, group)
-            self._index(entry, at_front=True)
+        self._refused = None
+        self._groups = {group.group_id: group for group in groups} | self._groups
+        for group in groups:
+            self._count(group, 1)
 
     def remove(self, group_ids: Iterable[int]) -> list[QueuedGroup]:
-        """Remove groups from any position; ids that are not queued are skipped.
+        """Take groups out of the queue, wherever they are; ids that are not queued are skipped.
 
         Returns:
-            The removed groups, in the order of the ids.
+            The removed groups, in the order asked for.
         """
         removed = []
         for group_id in group_ids:
-            entry = self._entries.pop(group_id)
-            if entry is not None:
-                self._unindex(entry[1])
-                removed.append(entry[1])
+            group = self._groups.pop(group_id, None)
+            if group is not None:
+                self._refused = None
+                self._count(group, -1)
+                removed.append(group)
         return removed
-
-    def clear(self) -> None:
-        """Remove every queued group."""
-        self.__init__()  # type: ignore[misc]
 
     def plan_batch(
         self, batch_size: int, minimums: Mapping[int, float] | None = None
     ) -> list[QueuedGroup] | None:
-        """Choose the next batch without changing the queue.
-
-        Without minimums: whole packs in order of completion; when packs do not add up, the oldest
-        exact combination. With minimums: see `packing.pack_with_minimums`.
+        """Choose the next batch; the queue stays as it is.
 
         Args:
             batch_size: sequences wanted, at least 1.
-            minimums: environment → guaranteed share of the batch; the mapping must not be mutated
-                between calls.
+            minimums: environment → guaranteed share of the batch; a mapping that is passed again
+                must be unchanged.
 
         Returns:
             Groups in order of delivery that hold exactly `batch_size` sequences; None when the
@@ -181,19 +226,24 @@ class GroupQueue:
         if self.num_sequences < batch_size:
             return None
         if not minimums:
-            return plan_packs(self._rows, batch_size) or plan_combination(self._rows, batch_size)
+            positions = self._plan_packs(batch_size) or self._plan_combination(batch_size)
+            return self._at(positions) if positions else None
         if self._refused == (batch_size, minimums):
             return None
-        planned = plan_with_minimums(self._senders, self.largest_group, batch_size, minimums)
-        self._refused = None if planned else (batch_size, minimums)
-        return planned
+        positions = pack_with_minimums(
+            [(group.num_sequences, group.env_id) for group in self],
+            largest=self.largest_group,
+            batch_size=batch_size,
+            minimums=minimums,
+        )
+        self._refused = None if positions else (batch_size, minimums)
+        return self._at(positions) if positions else None
 
     def plan_oldest(self, batch_size: int) -> list[QueuedGroup] | None:
         """Choose the oldest groups that together hold at most `batch_size` sequences.
 
         Returns:
-            Groups in queue order, at least one; None while fewer than `batch_size` sequences are
-            queued.
+            Groups in queue order, one at least; None while fewer than `batch_size` sequences wait.
         """
         if self.num_sequences < batch_size:
             return None
@@ -215,32 +265,306 @@ class GroupQueue:
             self.remove(group.group_id for group in planned)
         return planned
 
+    def _plan_packs(self, batch_size: int) -> list[int] | None:
+        largest = self.largest_group
+        in_packs = sum(
+            count * size // largest * largest
+            for size, count in self._num_by_size.items()
+            if largest % size == 0
+        )
+        if in_packs < batch_size:
+            return None
+        return pack_exact(self._sizes(), largest=largest, batch_size=batch_size)
+
+    def _plan_combination(self, batch_size: int) -> list[int] | None:
+        if not is_reachable(self._num_by_size, batch_size):
+            return None
+        return oldest_combination(list(self._sizes()), batch_size)
+
+    def _sizes(self) -> Iterator[int]:
+        return (group.num_sequences for group in self)
+
+    def _at(self, positions: Sequence[int]) -> list[QueuedGroup]:
+        groups = list(islice(self, max(positions) + 1))
+        return [groups[position] for position in positions]
+
     def _require_new(self, group: QueuedGroup) -> None:
-        if self._entries.get(group.group_id) is not None:
+        if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} is already queued")
 
-    def _index(self, entry: Entry, *, at_front: bool) -> None:
-        group = entry[1]
-        former_largest = self._rows.largest
-        self._entries.add(entry, at_front=at_front)
-        self._rows.add(entry, at_front=at_front)
-        in_row = self._senders.add(entry, at_front=at_front)
-        completes_pack = in_row * group.num_sequences % self._rows.largest == 0
-        if at_front or completes_pack or former_largest != self._rows.largest:
-            self._refused = None
-        self._count(group, 1)
-
-    def _unindex(self, group: QueuedGroup) -> None:
-        self._refused = None
-        self._rows.remove(group)
-        self._senders.remove(group)
-        self._count(group, -1)
-
     def _count(self, group: QueuedGroup, sign: int) -> None:
-        self.num_sequences += sign * group.num_sequences
+        size = group.num_sequences
+        self.num_sequences += sign * size
         self.num_tokens += sign * group.num_tokens
         self.num_bytes += sign * group.num_bytes
-        self._totals.add(group.env_id, sign * group.num_sequences)
-        self.groups_by_version[group.version] += sign
-        if not self.groups_by_version[group.version]:
-            del self.groups_by_version[group.version]
+        _add(self.sequences_by_env, group.env_id, sign * size)
+        _add(self.groups_by_version, group.version, sign)
+        _add(self._num_by_row, (group.env_id, size), sign)
+        _add(self._num_by_size, size, sign)
+        if sign > 0:
+            self.largest_group = max(self.largest_group, size)
+        elif size == self.largest_group and size not in self._num_by_size:
+            self.largest_group = max(self._num_by_size, default=0)
+
+
+def _add(counter: Counter[_Key], key: _Key, number: int) -> None:
+    """Add to a counter that holds no zeros."""
+    counter[key] += number
+    if not counter[key]:
+        del counter[key]
+
+
+class QueueView(NamedTuple):
+    """Queue figures in units of one environment's own groups."""
+
+    queue_groups: int
+    own_groups: int
+
+
+def queue_view(
+    env_id: int,
+    sequences_by_env: Mapping[int | None, int],
+    *,
+    group_size: int,
+    pack_size: int,
+    batch_size: int,
+    minimums: Mapping[int, float],
+) -> QueueView:
+    """Return how full the queue is for one environment, in units of its own groups.
+
+    The sequences of every other sender count in whole packs, less what the batch reserves for
+    that sender: its guaranteed share takes those.
+
+    Args:
+        env_id: the asking environment.
+        sequences_by_env: queued sequences per sender.
+        group_size: sequences per group of the asking environment, at least 1.
+        pack_size: sequences in the largest queued group, at least 1.
+        batch_size: sequences per batch.
+        minimums: guaranteed shares of connected environments.
+    """
+    available = 0
+    for other, num_sequences in sequences_by_env.items():
+        if other == env_id:
+            continue
+        packed = -(-num_sequences // pack_size) * pack_size
+        reserved = int(batch_size * minimums.get(other, 0.0)) if other is not None else 0
+        available += max(0, packed - reserved)
+    own = sequences_by_env.get(env_id, 0)
+    return QueueView(queue_groups=(own + available) // group_size, own_groups=own // group_size)
+
+
+SEARCH_BITS = 1 << 28
+"""Bits the exact search may use (32 MiB): it looks at the oldest groups that fit."""
+
+_REACHABLE_BITS = 1 << 31
+"""Bits that may be examined to find that no combination exists, some tenths of a second."""
+
+
+def pack_exact(sizes: Iterable[int], *, largest: int, batch_size: int) -> list[int] | None:
+    """Choose whole packs until they hold exactly `batch_size` sequences.
+
+    A pack is a run of equally sized groups that together hold `largest` sequences. Packs are taken
+    in the order in which they complete; the last one may be taken in part.
+
+    Args:
+        sizes: sequences per group, oldest first; read only as far as needed.
+        largest: the largest size there is.
+        batch_size: sequences wanted.
+
+    Returns:
+        Positions in order of delivery, or None when packs do not add up to `batch_size`.
+    """
+    open_packs: dict[int, list[int]] = defaultdict(list)
+    taken: list[int] = []
+    num_sequences = 0
+    for position, size in enumerate(sizes):
+        pack = open_packs[size]
+        pack.append(position)
+        if len(pack) * size != largest:
+            continue
+        del open_packs[size]
+        for member in pack:
+            taken.append(member)
+            num_sequences += size
+            if num_sequences >= batch_size:
+                return taken if num_sequences == batch_size else None
+    return None
+
+
+def pack_with_minimums(
+    groups: Sequence[tuple[int, int | None]],
+    *,
+    largest: int,
+    batch_size: int,
+    minimums: Mapping[int, float],
+    ownerless_last: bool = False,
+) -> list[int] | None:
+    """Choose a batch in which some owners have a guaranteed share.
+
+    First every owner with a minimum takes its share, in the order of `minimums`; then the rest is
+    filled oldest first. All or nothing: an owner that cannot fill its share refuses the batch.
+
+    Args:
+        groups: (size, owner) oldest first; groups without an owner have no guaranteed share.
+        largest: the largest size there is.
+        batch_size: sequences wanted.
+        minimums: owner → share of the batch; shares that exceed the batch are scaled down.
+        ownerless_last: let groups without an owner only fill what owned groups leave.
+
+    Returns:
+        Positions in order of delivery, minimums first, or None.
+    """
+    packable = _packable_by_owner(groups, largest)
+    needs = _minimum_needs(groups, packable, batch_size, minimums)
+    if needs is None:
+        return None
+    taken: dict[int, None] = {}  # an ordered set
+    room = batch_size
+    for owner, need in needs.items():
+        held = 0
+        for position in packable[owner]:
+            size = groups[position][0]
+            if held >= need:
+                break
+            if size <= room:
+                taken[position] = None
+                held += size
+                room -= size
+    rest = sorted(
+        (position for positions in packable.values() for position in positions),
+        key=lambda position: (ownerless_last and groups[position][1] is None, position),
+    )
+    for position in rest:
+        size = groups[position][0]
+        if position not in taken and size <= room:
+            taken[position] = None
+            room -= size
+    return list(taken) if room == 0 else None
+
+
+def _packable_by_owner(
+    groups: Sequence[tuple[int, int | None]], largest: int
+) -> dict[int | None, list[int]]:
+    open_packs: dict[tuple[int | None, int], list[int]] = defaultdict(list)
+    packable: dict[int | None, list[int]] = defaultdict(list)
+    for position, (size, owner) in enumerate(groups):
+        pack = open_packs[owner, size]
+        pack.append(position)
+        if len(pack) * size == largest:
+            packable[owner].extend(open_packs.pop((owner, size)))
+    return packable
+
+
+def _minimum_needs(
+    groups: Sequence[tuple[int, int | None]],
+    packable: Mapping[int | None, Sequence[int]],
+    batch_size: int,
+    minimums: Mapping[int, float],
+) -> dict[int, int] | None:
+    """Return the sequences owed to each owner, None when one of them has nothing to give."""
+    owing = [owner for owner, share in minimums.items() if int(batch_size * share) > 0]
+    if any(not packable.get(owner) for owner in owing):
+        return None
+    smallest = {owner: min(groups[i][0] for i in packable[owner]) for owner in owing}
+    return scaled_needs(minimums, smallest, batch_size)
+
+
+def scaled_needs(
+    minimums: Mapping[int, float], smallest: Mapping[int, int], batch_size: int
+) -> dict[int, int]:
+    """Return the sequences owed to each owner of a share, scaled down to what a batch holds.
+
+    Args:
+        minimums: owner → share of the batch; shares below one sequence are left out.
+        smallest: owner → the smallest size it can provide, the least it is owed.
+        batch_size: sequences in the batch.
+    """
+    needs = {owner: int(batch_size * share) for owner, share in minimums.items()}
+    needs = {owner: need for owner, need in needs.items() if need > 0}
+    total = sum(needs.values())
+    if total <= batch_size:
+        return needs
+    scale = batch_size / total
+    return {owner: max(smallest[owner], int(need * scale)) for owner, need in needs.items()}
+
+
+def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
+    """Find groups that hold exactly `target` sequences, preferring older ones.
+
+    Subset sum over bit sets: bit `n` of a set says that `n` sequences can be reached. Exact as long
+    as the candidates fit into the search: always up to targets of 4,096 sequences; beyond, the
+    oldest candidates are searched, so that time and memory are bounded.
+
+    Args:
+        sizes: sequences per group, at least 1 each, oldest first.
+        target: sequences wanted.
+
+    Returns:
+        Ascending positions; empty when no combination exists.
+    """
+    if not 0 < target <= sum(sizes):
+        return []
+    candidates = _oldest_of_each_size(sizes, target)[: SEARCH_BITS // target]
+    within_target = (1 << (target + 1)) - 1
+    reachable_from = [1]  # by the candidates behind each one, built from the back
+    for position in reversed(candidates):
+        later = reachable_from[-1]
+        reachable_from.append((later | later << sizes[position]) & within_target)
+    reachable_from.reverse()
+    if not reachable_from[0] >> target & 1:
+        return []
+    taken: list[int] = []
+    remainder = target
+    for index, position in enumerate(candidates):
+        size = sizes[position]
+        if size <= remainder and reachable_from[index + 1] >> (remainder - size) & 1:
+            taken.append(position)
+            remainder -= size
+            if remainder == 0:
+                break
+    return taken
+
+
+def _oldest_of_each_size(sizes: Sequence[int], target: int) -> list[int]:
+    """Return the positions that can be part of the oldest combination.
+
+    Of equally sized groups the older ones are preferred, so that of size `s` only the first
+    `target // s` can be chosen.
+    """
+    counts: dict[int, int] = {}
+    positions = []
+    for position, size in enumerate(sizes):
+        count = counts.get(size, 0)
+        if (count + 1) * size <= target:
+            counts[size] = count + 1
+            positions.append(position)
+    return positions
+
+
+def is_reachable(num_by_size: Mapping[int, int], target: int) -> bool:
+    """Whether some combination of groups holds exactly `target` sequences.
+
+    False also when that takes more than `_REACHABLE_BITS` to find out.
+
+    Args:
+        num_by_size: groups of each size.
+        target: sequences wanted.
+    """
+    if not 0 < target <= SEARCH_BITS:
+        return False
+    steps_left = _REACHABLE_BITS // target
+    within_target = (1 << (target + 1)) - 1
+    reachable = 1
+    for size, count in num_by_size.items():
+        left = min(count, target // size)
+        step = 1
+        while left > 0:  # powers of two make every count up to `left`
+            if not steps_left:
+                return False
+            steps_left -= 1
+            step = min(step, left)
+            reachable |= reachable << step * size & within_target
+            left -= step
+            step *= 2
+    return bool(reachable >> target & 1)

@@ -34,12 +34,10 @@ from atroposlib.api.admission import (
     check_sizes,
     room_for,
 )
-from atroposlib.api.allocation import weight_share
-from atroposlib.api.environments import EnvRecord
+from atroposlib.api.environments import EnvRecord, weight_share
 from atroposlib.api.journal import RunLog
 from atroposlib.api.leases import AckResult, Handout
-from atroposlib.api.queue import QueuedGroup
-from atroposlib.api.queued_group import UNKNOWN_VERSION, checksum_of
+from atroposlib.api.queue import UNKNOWN_VERSION, QueuedGroup, checksum_of, queue_view
 from atroposlib.api.records import (
     BatchFormed,
     EnvDisconnected,
@@ -92,8 +90,13 @@ def env_view(state: RunState, env: EnvRecord, limits: RunLimits) -> EnvView:
     minimums = state.envs.minimums
     pack_size = max(1, state.queue.largest_group)
     group_size = max(env.largest_group, state.queue.largest_group_of(env.env_id))
-    view = state.queue.view_of(
-        env.env_id, group_size=group_size, batch_size=state.batch_size, minimums=minimums
+    view = queue_view(
+        env.env_id,
+        state.queue.sequences_by_env,
+        group_size=group_size,
+        pack_size=pack_size,
+        batch_size=state.batch_size,
+        minimums=minimums,
     )
     weight = weight_share(env, state.envs.total_weight)
     return EnvView(

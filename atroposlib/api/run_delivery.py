@@ -21,7 +21,7 @@ from atroposlib.api import records
 from atroposlib.api.admission import BusyError, RunLimits
 from atroposlib.api.journal import RunLog
 from atroposlib.api.leases import AckResult, BatchToken, Handout, parse_token
-from atroposlib.api.queued_group import QueuedGroup
+from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.records import PayloadFlaw, Record, ReturnReason
 from atroposlib.api.state import RunState
 from atroposlib.api.store.base import DamagedPayloadError, RunStore

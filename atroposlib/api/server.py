@@ -30,8 +30,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from atroposlib.api.admission import BusyError, KeyReusedError, QueueFullError, RunLimits
-from atroposlib.api.allocation import MIN_ENV_WEIGHT
 from atroposlib.api.auth import BearerAuthMiddleware, changes_on_get, read_token_file
+from atroposlib.api.environments import MIN_ENV_WEIGHT
 from atroposlib.api.inspection import (
     get_latest_example,
     get_status,

@@ -31,8 +31,7 @@ from atroposlib.api import records
 from atroposlib.api.admission import Admission, Placement, RunLimits, Waiting
 from atroposlib.api.environments import EnvRegistry
 from atroposlib.api.leases import BatchToken, Delivery
-from atroposlib.api.queue import GroupQueue, QueuedGroup
-from atroposlib.api.queued_group import UNKNOWN_VERSION
+from atroposlib.api.queue import UNKNOWN_VERSION, GroupQueue, QueuedGroup
 from atroposlib.api.records import PayloadFlaw, RecordType, kind_of
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.errors import GroupError
@@ -564,7 +563,7 @@ class RunState:
 
         if any(version > self.step for version in self.queue.groups_by_version):
             queued = known(self.queue)
-            self.queue.clear()
+            self.queue = GroupQueue()
             for group in queued:
                 self.queue.append(group)
         for env in self.envs:
@@ -709,7 +708,7 @@ class RunState:
         self.taken_over_run_id = None
         self.started_at = None
         self.envs.clear()
-        self.queue.clear()
+        self.queue = GroupQueue()
         self.delivery.clear()
         self.keys.clear()
         self.step = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.api.packing import oldest_combination, pack_exact, pack_with_minimums
+from atroposlib.api.queue import oldest_combination, pack_exact, pack_with_minimums
 from atroposlib.scored_data import num_sequences
 
 __all__ = [

@@ -41,7 +41,7 @@ from typing import Any, Protocol
 from atroposlib.api.client_consumer import GROUP_STATES, Consumer, InspectionClient
 from atroposlib.api.client_protocol import RetryRule
 from atroposlib.api.journal import restore
-from atroposlib.api.queued_group import QueuedGroup
+from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.records import GroupsAdmitted, decode_record
 from atroposlib.api.state import RunState
 from atroposlib.api.store.sqlite_file import open_reader

@@ -14,8 +14,7 @@ import pytest
 
 from atroposlib.api import records
 from atroposlib.api.journal import restore, snapshot
-from atroposlib.api.packing import oldest_combination
-from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.queue import QueuedGroup, oldest_combination
 from atroposlib.api.records import encode_record
 from atroposlib.api.run import Run
 from atroposlib.api.schemas import MAX_BATCH_SIZE, MAX_GROUP_SIZE

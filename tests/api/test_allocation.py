@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from atroposlib.api.allocation import (
+from atroposlib.api.environments import (
     MIN_ENV_WEIGHT,
-    env_weight,
     minimum_shares,
-    queue_view,
+    total_weight,
     unallocated_fraction,
+    weight_share,
 )
+from atroposlib.api.queue import queue_view
 
 
 @dataclass
@@ -28,7 +29,7 @@ def test_env_weight_is_the_share_of_context_times_weight():
     # 1000*1 + 1000*3 + 500*1 + 0 = 4500
     envs = [Env(0), Env(1, weight=3), Env(2, 500), Env(3, weight=-1)]
 
-    weights = [env_weight(env, envs) for env in envs]
+    weights = [weight_share(env, total_weight(envs)) for env in envs]
 
     assert weights == pytest.approx([1000 / 4500, 3000 / 4500, 500 / 4500, MIN_ENV_WEIGHT])
 
@@ -37,20 +38,20 @@ def test_env_weight_is_the_share_of_context_times_weight():
 def test_env_weight_without_a_positive_total_is_the_minimum(weight):
     env = Env(0, weight=weight)
 
-    assert env_weight(env, [env]) == MIN_ENV_WEIGHT
+    assert weight_share(env, total_weight([env])) == MIN_ENV_WEIGHT
 
 
 def test_env_weight_of_a_disconnected_environment_does_not_count_itself():
     gone, there = Env(0, is_connected=False), Env(1)
 
-    assert env_weight(gone, [gone, there]) == 1.0
-    assert env_weight(there, [gone, there]) == 1.0
+    assert weight_share(gone, total_weight([gone, there])) == 1.0
+    assert weight_share(there, total_weight([gone, there])) == 1.0
 
 
 def test_env_weight_that_overflows_is_the_minimum():
     env = Env(0, max_token_length=2**62, weight=1e300)
 
-    assert env_weight(env, [env, env]) == MIN_ENV_WEIGHT
+    assert weight_share(env, total_weight([env, env])) == MIN_ENV_WEIGHT
 
 
 def test_minimum_shares_leave_out_the_disconnected_and_the_unreserved():

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api.packing import oldest_combination, pack_exact
-from atroposlib.api.queue import GroupQueue, QueuedGroup
+from atroposlib.api.queue import GroupQueue, QueuedGroup, oldest_combination, pack_exact
 
 SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=40)
 ENVS = st.sampled_from([None, 0, 1, 2])
@@ -129,12 +128,3 @@ def test_append_the_same_group_twice_is_refused():
 
     with pytest.raises(ValueError, match="group 0 is already queued"):
         queue.append(entry(0, 1))
-
-
-def test_clear_forgets_groups_and_counters():
-    queue = queue_of(4, 2, env_id=1)
-
-    queue.clear()
-
-    assert len(queue) == 0
-    assert_counters_match(queue)

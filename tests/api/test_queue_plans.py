@@ -1,4 +1,4 @@
-"""Plans from rows of equal size against the packing rules on the whole queue, move by move."""
+"""The queue against a plain list of groups and the packing rules, move by move."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api.allocation import queue_view
-from atroposlib.api.packing import oldest_combination, pack_exact, pack_with_minimums
-from atroposlib.api.queue import GroupQueue, QueuedGroup
+from atroposlib.api.queue import (
+    GroupQueue,
+    QueuedGroup,
+    oldest_combination,
+    pack_exact,
+    pack_with_minimums,
+)
 
 ENVS = st.sampled_from([None, 0, 1, 2])
 SIZES = st.sampled_from([1, 1, 2, 2, 3, 4, 4, 6, 8, 12])
@@ -22,7 +26,6 @@ MOVES = st.one_of(
     st.tuples(st.just("take"), st.tuples(BATCH_SIZES, MINIMUMS)),
     st.tuples(st.just("remove"), st.lists(st.integers(0, 60), max_size=6)),
     st.tuples(st.just("restore"), st.integers(1, 8)),
-    st.tuples(st.just("view"), st.tuples(st.integers(0, 3), BATCH_SIZES, MINIMUMS)),
 )
 
 
@@ -95,18 +98,6 @@ class Model:
         self.queue.restore_front(restored)
         self.groups = restored + self.groups
 
-    def _view(self, details) -> None:
-        env_id, batch_size, minimums = details
-        view = self.queue.view_of(env_id, group_size=2, batch_size=batch_size, minimums=minimums)
-        assert view == queue_view(
-            env_id,
-            self.sequences_by_env(),
-            group_size=2,
-            pack_size=max(1, self.queue.largest_group),
-            batch_size=batch_size,
-            minimums=minimums,
-        )
-
     def _forget(self, group_ids) -> None:
         self.gone += [group for group in self.groups if group.group_id in group_ids]
         self.groups = [group for group in self.groups if group.group_id not in group_ids]
@@ -135,7 +126,7 @@ class Model:
 
 @settings(deadline=None, max_examples=300)
 @given(moves=st.lists(MOVES, max_size=40))
-def test_every_plan_and_view_equals_the_rules_on_the_whole_queue(moves):
+def test_every_plan_equals_the_rules_on_the_whole_queue(moves):
     model = Model()
 
     for move, details in moves:
@@ -158,21 +149,6 @@ def test_a_plan_that_failed_is_found_as_soon_as_a_group_makes_it_possible(
     for spec in later:
         model.play("append", [spec])
         model.play("take", (batch_size, minimums))
-
-
-@settings(deadline=None)
-@given(
-    specs=st.lists(st.tuples(SIZES, ENVS), max_size=40),
-    questions=st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    minimums=MINIMUMS,
-)
-def test_views_between_changes_equal_the_formula_on_all_senders(specs, questions, minimums):
-    model = Model()
-
-    for spec in specs:
-        model.play("append", [spec])
-        for env_id in questions:
-            model.play("view", (env_id, 16, minimums))
 
 
 def test_restore_front_puts_groups_before_all_others_in_the_order_given():

@@ -30,7 +30,6 @@ FORBIDDEN = [
 # pure rules: no network, disk, clock, environment variables or randomness
 PURE_RULES = [
     "atroposlib.api.queue",
-    "atroposlib.api.allocation",
     "atroposlib.envs.capacity",
     "atroposlib.envs.settings",
     "atroposlib.envs.server_handling.turn_matching",
