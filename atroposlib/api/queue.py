@@ -20,7 +20,7 @@ Invariants: a group is queued at most once; every counter equals what a walk ove
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple, TypeVar
 
@@ -105,7 +105,7 @@ class GroupQueue:
     """First in, first out queue of groups with running counters.
 
     Adding and removing cost O(1) per group, counters O(1). Planning a batch reads the queue from
-    its oldest group until the batch is full; a plan that fails reads it once.
+    its oldest group until the batch is full.
     """
 
     def __init__(self) -> None:
@@ -231,10 +231,11 @@ class GroupQueue:
         if self._refused == (batch_size, minimums):
             return None
         positions = pack_with_minimums(
-            [(group.num_sequences, group.env_id) for group in self],
+            _SizesAndOwners(self._groups.values()),
             largest=self.largest_group,
             batch_size=batch_size,
             minimums=minimums,
+            num_by_row=self._num_by_row,
         )
         self._refused = None if positions else (batch_size, minimums)
         return self._at(positions) if positions else None
@@ -305,6 +306,16 @@ class GroupQueue:
             self.largest_group = max(self.largest_group, size)
         elif size == self.largest_group and size not in self._num_by_size:
             self.largest_group = max(self._num_by_size, default=0)
+
+
+class _SizesAndOwners:
+    """Groups as the packing rule reads them; may be iterated again."""
+
+    def __init__(self, groups: Collection[QueuedGroup]) -> None:
+        self._groups = groups
+
+    def __iter__(self) -> Iterator[tuple[int, int | None]]:
+        return ((group.num_sequences, group.env_id) for group in self._groups)
 
 
 def _add(counter: Counter[_Key], key: _Key, number: int) -> None:
@@ -393,11 +404,12 @@ def pack_exact(sizes: Iterable[int], *, largest: int, batch_size: int) -> list[i
 
 
 def pack_with_minimums(
-    groups: Sequence[tuple[int, int | None]],
+    groups: Iterable[tuple[int, int | None]],
     *,
     largest: int,
     batch_size: int,
     minimums: Mapping[int, float],
+    num_by_row: Mapping[tuple[int | None, int], int] | None = None,
     ownerless_last: bool = False,
 ) -> list[int] | None:
     """Choose a batch in which some owners have a guaranteed share.
@@ -406,72 +418,105 @@ def pack_with_minimums(
     filled oldest first. All or nothing: an owner that cannot fill its share refuses the batch.
 
     Args:
-        groups: (size, owner) oldest first; groups without an owner have no guaranteed share.
+        groups: (size, owner) oldest first, read twice and only as far as needed; groups without an
+            owner have no guaranteed share.
         largest: the largest size there is.
         batch_size: sequences wanted.
         minimums: owner → share of the batch; shares that exceed the batch are scaled down.
+        num_by_row: (owner, size) → groups of both; counted when it is not given.
         ownerless_last: let groups without an owner only fill what owned groups leave.
 
     Returns:
         Positions in order of delivery, minimums first, or None.
     """
-    packable = _packable_by_owner(groups, largest)
-    needs = _minimum_needs(groups, packable, batch_size, minimums)
-    if needs is None:
+    if num_by_row is None:
+        num_by_row = Counter((owner, size) for size, owner in groups)
+    packable = _num_packable(num_by_row, largest)
+    smallest: dict[int | None, int] = {}
+    for owner, size in packable:
+        smallest[owner] = min(size, smallest.get(owner, size))
+    owing = [owner for owner, share in minimums.items() if int(batch_size * share) > 0]
+    if any(owner not in smallest for owner in owing):
         return None
     taken: dict[int, None] = {}  # an ordered set
     room = batch_size
-    for owner, need in needs.items():
+    packs = _PackReader(groups, largest, packable)
+    for owner, need in scaled_needs(minimums, smallest, batch_size).items():
         held = 0
-        for position in packable[owner]:
-            size = groups[position][0]
-            if held >= need:
-                break
+        for position, size in packs.of(owner):
             if size <= room:
                 taken[position] = None
                 held += size
                 room -= size
-    rest = sorted(
-        (position for positions in packable.values() for position in positions),
-        key=lambda position: (ownerless_last and groups[position][1] is None, position),
-    )
-    for position in rest:
-        size = groups[position][0]
-        if position not in taken and size <= room:
-            taken[position] = None
-            room -= size
+            if held >= need or not room:
+                break
+    passes = (False, True) if ownerless_last else (None,)
+    for ownerless in passes:
+        seen: Counter[tuple[int | None, int]] = Counter()
+        for position, (size, sender) in enumerate(groups):
+            if not room or room < min(smallest.values(), default=0):
+                break
+            row = sender, size
+            if ownerless not in (None, sender is None) or seen[row] >= packable.get(row, 0):
+                continue
+            seen[row] += 1
+            if position not in taken and size <= room:
+                taken[position] = None
+                room -= size
     return list(taken) if room == 0 else None
 
 
-def _packable_by_owner(
-    groups: Sequence[tuple[int, int | None]], largest: int
-) -> dict[int | None, list[int]]:
-    open_packs: dict[tuple[int | None, int], list[int]] = defaultdict(list)
-    packable: dict[int | None, list[int]] = defaultdict(list)
-    for position, (size, owner) in enumerate(groups):
-        pack = open_packs[owner, size]
+def _num_packable(
+    num_by_row: Mapping[tuple[int | None, int], int], largest: int
+) -> dict[tuple[int | None, int], int]:
+    """Return how many groups of each owner and size, the oldest, are part of a whole pack."""
+    packable = {
+        (owner, size): count - count % (largest // size)
+        for (owner, size), count in num_by_row.items()
+        if largest % size == 0
+    }
+    return {row: count for row, count in packable.items() if count}
+
+
+class _PackReader:
+    """Yields the groups of an owner in the order in which their packs complete.
+
+    Reads the queue once for all owners, as far as the owners asked for.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[tuple[int, int | None]],
+        largest: int,
+        packable: Mapping[tuple[int | None, int], int],
+    ) -> None:
+        self._groups = enumerate(groups)
+        self._largest = largest
+        self._num_left: Counter[int | None] = Counter()
+        for (owner, _), count in packable.items():
+            self._num_left[owner] += count
+        self._open: dict[tuple[int | None, int], list[int]] = defaultdict(list)
+        self._complete: dict[int | None, list[tuple[int, int]]] = defaultdict(list)
+
+    def of(self, owner: int | None) -> Iterator[tuple[int, int]]:
+        """Yield (position, size) of every packable group of an owner; once per owner."""
+        complete = self._complete[owner]
+        for index in range(self._num_left[owner]):
+            while index >= len(complete):
+                self._read_one()
+            yield complete[index]
+
+    def _read_one(self) -> None:
+        position, (size, owner) = next(self._groups)
+        pack = self._open[owner, size]
         pack.append(position)
-        if len(pack) * size == largest:
-            packable[owner].extend(open_packs.pop((owner, size)))
-    return packable
-
-
-def _minimum_needs(
-    groups: Sequence[tuple[int, int | None]],
-    packable: Mapping[int | None, Sequence[int]],
-    batch_size: int,
-    minimums: Mapping[int, float],
-) -> dict[int, int] | None:
-    """Return the sequences owed to each owner, None when one of them has nothing to give."""
-    owing = [owner for owner, share in minimums.items() if int(batch_size * share) > 0]
-    if any(not packable.get(owner) for owner in owing):
-        return None
-    smallest = {owner: min(groups[i][0] for i in packable[owner]) for owner in owing}
-    return scaled_needs(minimums, smallest, batch_size)
+        if len(pack) * size == self._largest:
+            self._complete[owner].extend((member, size) for member in pack)
+            pack.clear()
 
 
 def scaled_needs(
-    minimums: Mapping[int, float], smallest: Mapping[int, int], batch_size: int
+    minimums: Mapping[int, float], smallest: Mapping[int | None, int], batch_size: int
 ) -> dict[int, int]:
     """Return the sequences owed to each owner of a share, scaled down to what a batch holds.
 
