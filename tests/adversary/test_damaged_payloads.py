@@ -249,7 +249,7 @@ async def test_binary_group_of_an_earlier_version_that_cannot_be_converted_is_se
     run: Run = service.app.state.run
     store = run.store.store  # type: ignore[attr-defined]
     groups = list(run.state.queue)
-    run.state.queue.clear()
+    run.state.queue.remove([group.group_id for group in groups])
     broken = b"\x81" * len(store._payloads[0])
     store._payloads[0] = broken
     changed = msgspec.structs.replace(groups[0], lane="msgpack", checksum=None)
@@ -270,7 +270,7 @@ def test_conversion_that_fails_for_want_of_memory_costs_no_group(has_checksums, 
     run: Run = service.app.state.run
     if not has_checksums:
         groups = [msgspec.structs.replace(group, checksum=None) for group in run.state.queue]
-        run.state.queue.clear()
+        run.state.queue.remove([group.group_id for group in groups])
         for group in groups:
             run.state.queue.append(group)
 
