@@ -1,4 +1,4 @@
-"""Checkpoints: a model directory anything can load, plus what a killed run needs to go on.
+"""Checkpoints: a standard model directory plus the state a killed run resumes from.
 
     step_<n>/ config.json, model.safetensors, tokenizer ...    loadable by transformers and vLLM
               trainer/ trainer_state.safetensors, .json        optimizer, random state, step,
@@ -9,7 +9,7 @@ The trainer's state has a folder of its own because engines load every `*.safete
 find next to the weights. Earlier versions wrote it there: such checkpoints can be resumed from, and
 `move_training_state` brings them to the present layout.
 
-A directory appears complete or not at all: it is written beside its place and renamed.
+A directory appears complete or not at all: it is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def load_step_metrics(directory: Path) -> dict[str, float]:
 
 
 def find_latest_checkpoint(*places: str | Path, run_id: str | None = None) -> Path | None:
-    """Return the resumable `step_<n>` directory with the largest n, None when there is none.
+    """Return the resumable `step_<n>` directory with the largest n, or None.
 
     Args:
         places: Directories that hold checkpoints.
@@ -465,7 +465,7 @@ def _resumable_checkpoints(
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Put a file in place whole, on disk when this returns: written beside it and renamed."""
+    """Put a file in place atomically and durably: write a temporary file, sync, rename."""
     fresh = path.with_name(f"{path.name}.new")
     with fresh.open("wb") as file:
         file.write(content)

@@ -235,7 +235,7 @@ def config_from_args(args: argparse.Namespace, **overrides: Any) -> TrainingConf
 
 
 def describe_errors(error: ValidationError) -> str:
-    """Put a validation error into one line per flag, for the door to print."""
+    """Put a validation error into one line per flag, for the entry point to print."""
     lines = []
     for problem in error.errors():
         name = str(problem["loc"][0]) if problem["loc"] else ""

@@ -179,7 +179,7 @@ class GrpoFields(BaseModel):
 
 
 class ExtraLossFields(BaseModel):
-    """What is added to the policy loss."""
+    """Loss terms added to the policy loss."""
 
     kl_coef: float = Field(
         default=0.0,
@@ -531,7 +531,7 @@ class TrainingConfig(
     DebugFields, DistributedFields, LoraFields, ModeFields, WandbFields, AtroposFields,
     VllmFields, ExtraLossFields, GrpoFields, TrainingFields, ModelFields,
 ):  # fmt: skip
-    """Everything one run of the trainer can be told; frozen once made.
+    """All settings of one trainer run; frozen after construction.
 
     Example:
         `TrainingConfig(model_name="Qwen/Qwen2.5-1.5B-Instruct", training_steps=20)`
@@ -541,7 +541,7 @@ class TrainingConfig(
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one optimiser step, the batch size told to the service."""
+        """Sequences per optimizer step; the batch size registered with the service."""
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
@@ -676,13 +676,13 @@ def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigErr
 
 
 def require_model_folder(name: str) -> None:
-    """Refuse a path where there is no folder, before anything is imported that takes its time.
+    """Reject a path without a folder before slow imports start.
 
     Args:
-        name: of a model; names on the hub are left to whoever loads it.
+        name: of a model; names on the hub are checked when the model is loaded.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     reason = missing_folder(name)
     if reason is not None:

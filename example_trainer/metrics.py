@@ -100,7 +100,7 @@ def length_through(lines: Iterable[bytes], steps_done: int) -> int:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line, None for one that is no whole record."""
+    """Return the step of a line, or None if the record is incomplete."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -197,7 +197,7 @@ def open_run_log(
 
 
 def write_run_report(config: TrainingConfig) -> None:
-    """Write the report of a run beside its metrics; a run does not fail because of it."""
+    """Write the report of a run to the folder of its metrics; failures do not end the run."""
     path = metrics_path_of(config)
     if not path.is_file():
         return
@@ -234,7 +234,7 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
 
 
 def part_counts(totals: BatchTotals) -> dict[str, float]:
-    """Return how many tokens the parts beside the policy loss train, less the unused ones."""
+    """Return the tokens trained by each loss term except the policy loss; zeros are omitted."""
     counts = {
         "sft/token_count": totals.num_sft_tokens,
         "distill/token_count": totals.num_distill_tokens,

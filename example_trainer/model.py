@@ -333,7 +333,7 @@ def flash_attention_obstacle(
     """Return why flash attention cannot be used, None where it can.
 
     Args:
-        capability: CUDA compute capability of the device; None: it is no GPU.
+        capability: CUDA compute capability of the device; None if it is not a GPU.
         is_installed: Whether there is a package flash_attn.
         is_taken: Whether transformers takes the one there is.
     """
@@ -406,7 +406,7 @@ def create_optimizer_for_params(params: Iterable[Any], config: TrainingConfig) -
 
         return Adafactor(
             trainable,
-            # Adafactor refuses a learning rate beside relative_step.
+            # Adafactor rejects a learning rate combined with relative_step.
             lr=None if config.adafactor_relative_step else config.lr,
             scale_parameter=config.adafactor_scale_parameter,
             relative_step=config.adafactor_relative_step,

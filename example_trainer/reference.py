@@ -1,6 +1,6 @@
 """The frozen policy that the KL penalty compares with, scored in the trainer.
 
-    --reference-model NAME_OR_PATH    a model of its own, loaded beside the trained one
+    --reference-model NAME_OR_PATH    a separate model, loaded in addition to the trained one
     a LoRA mode                       the trained model with its adapters switched off
     --reference-model groups          nothing here: environments send `ref_logprobs`
 

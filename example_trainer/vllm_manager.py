@@ -278,7 +278,7 @@ class VllmServer:
         )
 
     def check_alive(self) -> None:
-        """Raise when the server has ended although nobody stopped it.
+        """Raise if the server exited without being stopped.
 
         Raises:
             ProcessFailedError: shows how it ended, and why where its log says so.

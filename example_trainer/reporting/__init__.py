@@ -1,4 +1,4 @@
-"""The report of a run: metrics in, one HTML file out that can be sent to somebody.
+"""The report of a run: metrics in, one self-contained HTML file out.
 
     metrics.jsonl, settings ─► records ─► findings, charts ─► page
 

@@ -112,7 +112,7 @@ def stacked_chart(title: str, series: Sequence[Series]) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Return the names of a chart's series beside their colours; as HTML."""
+    """Return the legend of a chart as HTML: each series with its color."""
     return "".join(
         f'<span class="key"><i class="c{i % NUM_COLOURS}"></i>{inert_markup(name)}</span>'
         for i, name in enumerate(names)

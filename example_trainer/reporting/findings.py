@@ -1,4 +1,4 @@
-"""What somebody should look at in a run: rules over the records of its steps; pure."""
+"""Rules that derive the findings of a run from the records of its steps; pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Limit(NamedTuple):
     key: str
     most: float
     what: str
-    """What is high, with what to do about it."""
+    """The value that is too high, and the remedy."""
 
 
 LIMITS = (

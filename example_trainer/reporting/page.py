@@ -93,7 +93,7 @@ class HeldOut(NamedTuple):
     """What was measured on problems that were not trained on."""
 
     name: str
-    """What is measured, e.g. `share of right answers`."""
+    """The measured quantity, e.g. `share of right answers`."""
     before: float | None
     """Before the training; None where it was not measured."""
     after: float
@@ -269,7 +269,7 @@ def _meanings(
     reward_parts: Sequence[Series],
     held_out: Sequence[HeldOut],
 ) -> str:
-    """Say in a sentence each what the rewards on the page are."""
+    """Describe each reward on the page in one sentence."""
     meanings = {}
     if held_out:
         meanings["held-out result"] = (

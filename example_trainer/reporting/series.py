@@ -44,7 +44,7 @@ def rolling_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thin_out(series: Series, *, max_points: int) -> Series:
-    """Return a series of at most so many points, each the mean of as many neighbours."""
+    """Return a series shortened to a maximum length by averaging consecutive points."""
     size = -(-len(series.xs) // max_points)
     if size <= 1:
         return series
@@ -98,7 +98,7 @@ STEP_SIGN = "train/loss"
 
 
 class RunRecords(NamedTuple):
-    """What a metrics file says of its newest run."""
+    """The newest run recorded in a metrics file."""
 
     steps: Sequence[Mapping[str, Any]]
     """One record per optimiser step, in order; each has `step`."""

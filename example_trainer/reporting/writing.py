@@ -1,4 +1,4 @@
-"""Reading what a run left and writing its report."""
+"""Read the metrics and settings of a run and write its report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _END_SHARE = 10
 
 
 def settings_path(metrics_path: Path) -> Path:
-    """Return where the settings of a run are kept, beside its metrics."""
+    """Return the path of a run's settings, in the folder of its metrics."""
     return metrics_path.with_name(f"{metrics_path.stem}_settings.json")
 
 
@@ -71,7 +71,7 @@ def write_report(
     """Write the report of the newest run in a metrics file.
 
     Args:
-        metrics_path: JSON Lines of the trainer; its settings lie beside it, if anywhere.
+        metrics_path: JSON Lines of the trainer; its settings are read from the same folder.
         report_path: the HTML file.
         environment_path: JSON Lines of an environment, for its accuracy and parts of its reward.
         held_out: results on problems that were not trained on.
@@ -118,7 +118,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def read_settings(metrics_path: Path) -> dict[str, Any]:
-    """Return what `write_settings` kept beside a metrics file; empty where nothing can be read."""
+    """Return the settings stored with a metrics file; empty if they cannot be read."""
     try:
         kept = json.loads(settings_path(metrics_path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
