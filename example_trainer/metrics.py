@@ -1,15 +1,14 @@
-"""What the trainer logs per step, under which names, and how it looks in the terminal.
+"""Metrics of the trainer: their names, diagnostics of a step, the metrics file, terminal lines.
 
-The metrics file of a run: one line for every step that stands, whatever the run died of.
+The metrics file holds one line for every step that is kept, however the run ended:
 
 metrics.jsonl             the run that writes now; a resumed one cuts it back to its checkpoint
 metrics_settings.json     its settings, and which run it is
 metrics.<n>.jsonl ...     earlier runs that were given the same path
 
-Diagnostics of one optimiser step: sums over trained tokens, turned into metrics at the end.
-
-Every figure is a mean over the tokens the policy loss trains, of the whole batch, so it depends
-neither on padding nor on how the batch was split into micro-batches.
+Diagnostics of an optimizer step are sums over trained tokens, turned into metrics at the end.
+Each is a mean over the tokens of the whole batch that the policy loss trains. It therefore depends
+neither on padding nor on how the batch was split into microbatches.
 """
 
 from __future__ import annotations

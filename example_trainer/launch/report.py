@@ -1,9 +1,7 @@
-"""What is left after a run: the reward curve, a page of rollouts, results of evaluations.
+"""Progress display of a run, and its results: reward curve, rollouts page, evaluations.
 
-What the person who started a run sees while it runs.
-
-On a terminal: one live line with a bar and the time left. Elsewhere (a log, CI): plain lines, one
-per phase and one every few seconds. Both say what is happening before it happens.
+On a terminal, progress is one live line with a bar and the time left. Elsewhere (a log, CI) it is
+plain lines: one per phase and one every few seconds. Each phase is announced before it starts.
 """
 
 from __future__ import annotations

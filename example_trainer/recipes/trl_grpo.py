@@ -195,7 +195,7 @@ def publish_weights(
     """Return a callback of transformers that lets a running vLLM have the weights.
 
     Args:
-        stream: told which version the engine serves.
+        stream: receives the version the engine serves.
         engine_url: of a vLLM with its development routes, without `/v1`.
         directory: where the engine's host can read the weights.
         interval: optimiser steps between two updates.

@@ -1,8 +1,7 @@
-"""The report as one HTML file that needs nothing else: no script, no request; pure.
+"""Render the report of a run as one self-contained HTML file; pure.
 
-Whatever comes from a run (settings, names, metrics) is escaped.
-
-How the report looks: light and dark as the reader's system asks for, and on paper; pure.
+The page runs no script and makes no request. Its style follows the system's light or dark mode and
+covers printing. All text that comes from a run (settings, names, metrics) is escaped.
 """
 
 from __future__ import annotations

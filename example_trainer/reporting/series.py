@@ -1,6 +1,6 @@
-"""Rows of numbers made ready to draw: smoothed, thinned out, with round ticks; pure.
+"""Parse the JSONL metrics of a run and prepare its series for drawing; pure.
 
-The metrics of a run as they lie in its JSONL file, one record per step; pure.
+JSONL lines -> records, one per step -> series -> smoothed and thinned out, with round ticks
 """
 
 from __future__ import annotations
