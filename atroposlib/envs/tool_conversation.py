@@ -1,0 +1,7 @@
+"""Former path of `ToolConversation`, which is defined in `atroposlib.envs.tools`."""
+
+from __future__ import annotations
+
+from atroposlib.envs.tools import ToolConversation
+
+__all__ = ["ToolConversation"]
