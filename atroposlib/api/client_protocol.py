@@ -195,7 +195,7 @@ _BUSY_STATUSES = (429, 503)
 _STATUS_ENV_DEFAULTS = {"self_queue_size": 0, "max_group_size": 1, "unallocated_fraction": 1.0}
 _REMEDIES = {
     401: "the service requires a token: set ATROPOS_API_TOKEN, or give the client its `token`",
-    403: "the token has the wrong role: use one for an environment, trainer or admin as required",
+    403: "use a token of the right role (environment, trainer or admin)",
     404: "the service was reset or replaced: register again, or check the address",
     413: "post fewer groups at a time",
     422: "the request is malformed; a retry will not help",

@@ -144,7 +144,7 @@ async def test_tokens_open_what_their_role_may_do(free_port, tmp_path: Path):
             assert client.batch() is None
         async with TrajectoryApiClient(url, token=ENV_TOKEN) as environment:
             await environment.post_group(make_group(1))
-            with pytest.raises(TrajectoryApiError, match="one of the right role") as caught:
+            with pytest.raises(TrajectoryApiError, match="a token of the right role") as caught:
                 await environment.batch()
     assert ENV_TOKEN not in str(caught.value)
 

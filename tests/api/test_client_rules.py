@@ -107,7 +107,7 @@ def test_read_answer_returns_decoded_json():
     [
         (422, b'{"detail": [{"msg": "masks[0]: short"}, {"msg": "b"}]}', "masks[0]: short; b; the"),
         (401, b'{"detail": "no token"}', "no token; the service requires a token: set ATROPOS_API"),
-        (403, b'{"detail": "admins only"}', "admins only; the token has the wrong role: use one"),
+        (403, b'{"detail": "admins only"}', "admins only; use a token of the right role"),
         (413, b"too large", "413 (attempt 1): too large; post fewer groups"),
         (500, b"Internal Server Error", "500 (attempt 1): Internal Server Error"),
         (200, b"<html>", "200 (attempt 1): <html>"),

@@ -161,7 +161,7 @@ def test_policy_version_is_nothing_to_an_older_service(service, client, status):
 def test_policy_version_refused_is_an_error(service, client):
     service.answers = [(403, {"detail": "for trainers only"})]
 
-    with pytest.raises(TrajectoryApiError, match="take one of the right role"):
+    with pytest.raises(TrajectoryApiError, match="use a token of the right role"):
         client.set_policy_version(12)
 
 
