@@ -1,38 +1,49 @@
 """`BaseEnv`: what every environment subclasses, and the names environments import from here.
 
-    EnvHooks          what authors write                         env_hooks
-    ScoringEnv        workers for scoring functions              env_scoring
-    ReportingEnv      metrics, tables, evaluations, checkpoints  env_metrics
-    DeliveringEnv     admitting, saving and sending groups       env_delivery
-    RegisteredEnv     standing with the trajectory service       env_registration
-    ServingEnv        rollouts for a trainer                     env_serving
-    OfflineEnv        `process` and `evaluate`                   env_offline
-    BaseEnv           construction and command line
+An author writes the hooks of `EnvHooks` and may override any method below. Each method says when
+it is called and delegates to one member; members call all hooks on the environment, so overrides
+and replaced methods take part everywhere. An attribute of the contract is declared here and held
+by the member named in its `held_by`.
+
+    member               holds and does                                      module
+    reporter             metrics, tables, evaluation results                 reporting
+    registration         registration, step, limits, status of the queue     service_session
+    delivery             admitting, saving and sending groups                delivery
+    rollout_scheduler    rollout tasks, backlog, time limits                 scheduler
+    evaluation_runner    the evaluation task                                 scheduler
+    serving_loop         `serve`: rollouts for a trainer                     serving
+    (none)               `process` and `evaluate`                            offline
 
 Names that need heavy packages are imported when first asked for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel, Field
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
-from atroposlib.envs.delivery import GroupWriter
-from atroposlib.envs.hooks import settle
-from atroposlib.envs.offline import OfflineEnv
-from atroposlib.envs.reporting import RunFigures
+from atroposlib.envs.delivery import Delivery, GroupWriter
+from atroposlib.envs.hooks import EnvHooks, settle
+from atroposlib.envs.offline import ProcessRun, evaluate_once
+from atroposlib.envs.reporting import (
+    Reporter,
+    RunFigures,
+    load_env_checkpoint,
+    save_env_checkpoint,
+)
 from atroposlib.envs.reward_parts import PartSums
-from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
@@ -43,7 +54,8 @@ from atroposlib.envs.server_handling.config import (
 )
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.service_session import EngineWatch
+from atroposlib.envs.service_session import EnvSession, Registration
+from atroposlib.envs.serving import ServingLoop
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
@@ -51,6 +63,7 @@ from atroposlib.utils.aio import SideThread
 from atroposlib.utils.gymnasium_names import keep_removed_games
 from atroposlib.utils.model_paths import missing_folder
 from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
 
 if TYPE_CHECKING:
@@ -156,7 +169,46 @@ def _load_tokenizer(name: str) -> Any:
         ) from error
 
 
-class BaseEnv(OfflineEnv):
+def _service_token() -> str | None:
+    # Not kept: what holds no secret cannot show one.
+    return os.environ.get("ATROPOS_API_TOKEN")
+
+
+class _HeldBy:
+    """An attribute of the environment that one of its members holds."""
+
+    def __init__(self, member: str, name: str | None) -> None:
+        self._member = member
+        self._name = name or ""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._own_name = name
+        self._name = self._name or name
+
+    def __get__(self, env: Any, owner: type[Any]) -> Any:
+        if env is None:
+            return self
+        if self._member in vars(env):
+            return getattr(vars(env)[self._member], self._name)
+        try:
+            return vars(env)[self._own_name]
+        except KeyError:
+            message = f"{owner.__name__!r} object has no attribute {self._own_name!r} yet"
+            raise AttributeError(message) from None
+
+    def __set__(self, env: Any, value: Any) -> None:
+        if self._member in vars(env):
+            setattr(vars(env)[self._member], self._name, value)
+        else:  # before the constructor of the base class, where authors may set anything
+            vars(env)[self._own_name] = value
+
+
+def held_by(member: str, name: str | None = None) -> Any:
+    """Declare an attribute that `member` holds, under `name` if that differs."""
+    return _HeldBy(member, name)
+
+
+class BaseEnv(EnvHooks):
     """An environment: items in, scored groups of token sequences out.
 
     Write `get_next_item`, `evaluate`, and `collect_trajectory` or `collect_trajectories`; call
@@ -173,10 +225,63 @@ class BaseEnv(OfflineEnv):
         server_configs: the configs of the inference servers, as a list.
         eval_metrics: for environments that gather metrics here; the library leaves it alone.
         max_token_length: `config.max_token_length`.
+        process_mode: True under `process`, absent otherwise.
+        n_groups_to_process: groups that `process` makes; set by its command.
+        group_size_to_process: trajectories per group under `process`; set by its command.
     """
 
     server_cls: type[Any] = APIServer
     """Server class for all configs; the abstract default chooses by `server_type`."""
+    retry_interval_s: float = 1.0
+    """Seconds between two attempts while the service or the trainer is missing."""
+    status_interval_s: float = 0.2
+    """Seconds between two looks at the service's queue."""
+    shutdown_grace_s: float = 10.0
+    """Seconds a finished group may take to be sent when the run ends."""
+    empty_rollout_s: float = 0.1
+    """Minimum number of seconds for which a rollout without data keeps its slot."""
+    final_engine_timeout_s: float = 60.0
+    """Seconds for which the final evaluation waits while no inference server is up."""
+
+    process_mode: bool
+    n_groups_to_process: int
+    group_size_to_process: int
+
+    run_log: RunLog = held_by("reporter")
+    run_figures: RunFigures = held_by("reporter")
+    settings_yaml: str | None = held_by("reporter")
+    drop_counts: Counter[str] = held_by("reporter")
+    failure_counts: Counter[str] = held_by("reporter")
+    straggler_counts: Counter[str] = held_by("reporter")
+    note_counts: Counter[str] = held_by("reporter")
+    reward_parts_since_log: PartSums = held_by("reporter")
+    completion_lengths: list[int] = held_by("reporter")
+    rollouts_for_wandb: list[Any] = held_by("reporter")
+    task_duration: list[float] = held_by("reporter")
+    succeeded_task_duration: list[float] = held_by("reporter")
+    failed_task_duration: list[float] = held_by("reporter")
+    task_successful: list[int] = held_by("reporter")
+    mainloop_timings: list[float] = held_by("reporter")
+    workers_added_list: list[int] = held_by("reporter")
+    service_session: EnvSession | None = held_by("registration")
+    env_id: int | None = held_by("registration")
+    status_dict: dict[str, Any] | None = held_by("registration")
+    curr_step: int = held_by("registration")
+    max_token_len: int = held_by("registration")
+    max_num_workers: int = held_by("registration")
+    wandb_project: str | None = held_by("registration")
+    wandb_group: str | None = held_by("registration")
+    wandb_prepend: str | None = held_by("registration")
+    checkpoint_dir: str = held_by("registration")
+    checkpoint_interval: int = held_by("registration")
+    jsonl_writer: GroupWriter | None = held_by("delivery")
+    items_sent_this_step: int = held_by("delivery")
+    workers: set[asyncio.Task[Any]] = held_by("rollout_scheduler")
+    backlog: list[Any] = held_by("rollout_scheduler")
+    running_items: dict[str, dict[str, Any]] = held_by("rollout_scheduler")
+    last_completed_item: Any = held_by("rollout_scheduler")
+    eval_runner: asyncio.Task[Any] | None = held_by("evaluation_runner", "task")
+    last_loop_time: float | None = held_by("serving_loop")
 
     def __init__(
         self, config: BaseEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
@@ -186,8 +291,7 @@ class BaseEnv(OfflineEnv):
         self.testing = testing
         self.max_token_length = config.max_token_length
         self.eval_metrics: list[Any] = []
-        self._init_reporting()
-        self._init_serving()
+        self.eval_workers: set[Any] = set()
         if isinstance(server_configs, tuple):
             server_configs = list(server_configs)
         elif not isinstance(server_configs, list | ServerBaseline):
@@ -209,43 +313,10 @@ class BaseEnv(OfflineEnv):
             if self.tokenizer is None
             else keep_earlier_calls(self.tokenizer)
         )
-        self.max_num_workers = self._most_workers()
-        self.jsonl_writer = None
-        if config.data_path_to_save_groups is not None:
-            self.jsonl_writer = GroupWriter(config.data_path_to_save_groups)
-            config.data_path_to_save_groups = str(self.jsonl_writer.path)
-
-    def _init_reporting(self) -> None:
-        path = self.config.metrics_path
-        self.run_log = RunLog(
-            use_wandb=self.config.use_wandb,
-            metrics_path=None if path is None else Path(path),
-            use_tensorboard=self.config.use_tensorboard,
-        )
-        self.run_figures = RunFigures()
         self._side_thread = SideThread()
-        self.drop_counts = Counter()
-        self.failure_counts = Counter()
-        self.straggler_counts = Counter()
-        self.note_counts = Counter()
-        self.completion_lengths = []
-        self.reward_parts_since_log = PartSums()
-        self.rollouts_for_wandb = []
-        self.task_duration = []
-        self.succeeded_task_duration = []
-        self.failed_task_duration = []
-        self.task_successful = []
-        self.mainloop_timings = []
-        self.workers_added_list = []
-        self.curr_step = 0
-        self.max_token_len = -1
-        self.wandb_project = None
-        self.wandb_group = None
-        self.wandb_prepend = None
-        self.checkpoint_dir = ""
-        self.checkpoint_interval = -1
-
-    def _init_serving(self) -> None:
+        self.reporter = Reporter(self)
+        self.registration = Registration(self, self.reporter, token=_service_token)
+        self.delivery = Delivery(self, self.reporter, self._side_thread)
         self.rollout_scheduler = RolloutScheduler(
             # Looked up at each call, so that instances may replace their hooks.
             run_rollout=lambda item_uuid: self.handle_env(item_uuid),
@@ -256,25 +327,300 @@ class BaseEnv(OfflineEnv):
         self.evaluation_runner = EvaluationRunner(
             on_end=self.rollout_scheduler.wake, count_failure=self.count_failure
         )
-        self.eval_workers: set[Any] = set()
-        self.service_session = None
-        self.env_id = None
-        self.status_dict = None
-        self.items_sent_this_step = 0
-        self.last_loop_time = None
-        self._asked_steps = self.config.total_steps
-        self._groups_in_status = 0
-        self._failures_in_a_row = 0
-        self._failures_told = 0
-        self._repeated_errors = RepeatedErrors(logger)
-        self._trainer_steps = -1
-        self._num_evaluations_logged = 0
-        self._step_logged = 0
-        self._engine_watch = EngineWatch([])
+        self.serving_loop = ServingLoop(
+            self,
+            reporter=self.reporter,
+            registration=self.registration,
+            delivery=self.delivery,
+            scheduler=self.rollout_scheduler,
+            evaluations=self.evaluation_runner,
+        )
 
-    def _service_token(self) -> str | None:
-        # Not kept: what holds no secret cannot show one.
-        return os.environ.get("ATROPOS_API_TOKEN")
+    async def env_manager(self) -> None:
+        """Serve until the trainer has done its steps.
+
+        Waits for the service and the trainer. Cancelling is safe and the way to stop early:
+        rollouts may go on for `rollout_grace_s`, what is finished is delivered, `close` is called,
+        the service is told, logs are closed. Cancelling again cuts the grace short.
+
+        Raises:
+            InferenceError: no inference server was up for `engine_timeout`, before the last step.
+        """
+        await self.serving_loop.run()
+
+    async def process_manager(self) -> None:
+        """Make `n_groups_to_process` groups without a service, write them and a page of them.
+
+        An exception of a hook ends the run; what was made until then is on disk, with its page.
+
+        Raises:
+            NoDataError: `collect_trajectories` keeps giving nothing.
+            InferenceError: no inference server was up for `engine_timeout`, once one had answered.
+        """
+        await ProcessRun(self, self.reporter, self.delivery).run()
+
+    async def _run_evaluate(self) -> None:
+        """Set up and evaluate once, without a service.
+
+        Raises:
+            NoDataError: no request to a model had an answer.
+            InferenceError: no inference server was up for `engine_timeout`, once one had answered.
+        """
+        await evaluate_once(self, self.reporter)
+
+    async def setup_wandb(self) -> None:
+        """Open the Weights & Biases run under the trainer's project, once the trainer named it.
+
+        Does nothing when the environment has set `wandb_project` and opened a run by itself.
+        """
+        await self.registration.open_wandb()
+
+    async def register_env(self) -> None:
+        """Register with the service, waiting for it and for the trainer to start.
+
+        Raises:
+            ConfigError: neither the config nor the trainer gives a number of steps.
+        """
+        await self.registration.register()
+
+    async def _register_env(self) -> dict[str, Any]:
+        """Ask once to be registered; return the reply."""
+        return await self.registration.ask_to_register()
+
+    async def get_server_info(self) -> None:
+        """Take batch size and length limit from the trainer.
+
+        Raises:
+            ConfigError: no batch size is known, or a group does not fit a batch.
+        """
+        await self.registration.fetch_settings()
+
+    async def get_status(self) -> None:
+        """Fetch the queue's status into `status_dict`, registering again when we were forgotten."""
+        await self.registration.fetch_status()
+
+    async def env_step_checks(self) -> None:
+        """Act on a new trainer step: evaluation, checkpoint, metrics; called after each status."""
+        await self.serving_loop.act_on_step()
+
+    async def add_train_workers(self) -> None:
+        """Start rollouts up to the limit; called when there is room, never to cancel any."""
+        await self.serving_loop.add_workers()
+
+    async def handle_env(self, item_uuid: str) -> Any:
+        """Roll out, score and send one item; the body of every worker.
+
+        Args:
+            item_uuid: key in `running_items`; an unknown one gives None.
+
+        Returns:
+            What was collected; None when the rollout failed or gave nothing.
+        """
+        return await self.serving_loop.roll_out(item_uuid)
+
+    async def handle_send_to_api(
+        self,
+        scored_data: ScoredDataGroup | list[ScoredDataGroup | None],
+        item: Item | None = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        """Admit, record and send groups; called for everything a rollout returned.
+
+        A group that is not admitted is logged and counted under its reason. Admitted groups are
+        changed in place: missing optional fields become None, NumPy arrays become lists, and
+        `messages` is filled under `include_messages`.
+
+        Args:
+            scored_data: one group, or a list of groups and Nones (sent in one request).
+            item: what the groups were made from; passed on to `add_rollouts_for_wandb`.
+            do_send_to_api: False only records, as `process` does.
+            abort_on_any_max_length_exceeded: drop groups with a trajectory that is too long for
+                the trainer.
+        """
+        await self.delivery.deliver(
+            scored_data,
+            item,
+            is_sent=do_send_to_api,
+            limits_length=abort_on_any_max_length_exceeded,
+        )
+
+    async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
+        """Add to admitted groups what costs too much for dropped ones; the default adds nothing."""
+        return groups
+
+    async def _send_scored_data_to_api(
+        self, scored_data: ScoredDataGroup | list[ScoredDataGroup]
+    ) -> None:
+        """Send one group, or several in one request; a refusal is logged and counted."""
+        await self.delivery.send(scored_data)
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Log the metrics since the last call.
+
+        Called when the trainer's step changes and enough groups were sent. Override it to add
+        keys, then await this one. Keys get the registered name as a prefix, except those of the
+        inference servers.
+
+        Args:
+            wandb_metrics: metrics to log along; changed in place.
+        """
+        await self.reporter.log({} if wandb_metrics is None else wandb_metrics)
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the kept rollouts as table `train/rollouts`; called by `wandb_log`."""
+        return self.reporter.add_rollout_table(wandb_metrics)
+
+    async def add_rollouts_for_wandb(
+        self, scored_data: ScoredDataGroup, item: Item | None = None
+    ) -> None:
+        """Keep the first trajectories of a group for the table; called for each admitted group.
+
+        Keeps `(decoded text, score)` of `num_rollouts_per_group_for_logging` trajectories, and
+        the latest `num_rollouts_to_keep` groups.
+        """
+        await self.reporter.add_rollouts(scored_data)
+
+    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
+        """Add durations of rollouts and of the loop; a buffer counts with two or more values."""
+        return self.reporter.add_durations(metrics_dict)
+
+    async def evaluate_log(
+        self,
+        metrics: Mapping[str, Any],
+        task_name: str | None = None,
+        model_name: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        generation_parameters: Mapping[str, Any] | None = None,
+        samples: Sequence[Mapping[str, Any]] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Write an evaluation's result to `data_dir_to_save_evals`; without one, only warn.
+
+        Args:
+            metrics: name to value.
+            task_name: defaults to `<name>_eval`.
+            model_name: defaults to the config's, then to the first inference server's.
+            start_time: seconds since the epoch, now when None.
+            end_time: seconds since the epoch, now when None.
+            generation_parameters: laid over `{"max_new_tokens": max_token_length}`.
+            samples: one record per question.
+            verbose: print a table.
+
+        Raises:
+            NoDataError: no request had an answer since the evaluation began, and every metric is 0:
+                that says nothing about the model.
+        """
+        self.reporter.write_evaluation(
+            metrics,
+            task_name=task_name,
+            model_name=model_name,
+            generation_parameters=generation_parameters,
+            start_time=start_time,
+            end_time=end_time,
+            samples=samples,
+            verbose=verbose,
+        )
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Save state; called at each multiple of the trainer's checkpoint interval.
+
+        The default writes nothing. Override it and pass what to keep to this one.
+
+        Args:
+            step: the multiple that was reached.
+            data: attribute name to JSON value, restored by `load_checkpoint`.
+        """
+        if data is not None:
+            save_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, step, data)
+
+    def load_checkpoint(self) -> None:
+        """Restore state; called after registering with a run that is past its first step.
+
+        Sets only attributes the environment has already; others in the file are named in the log.
+        """
+        data = load_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, self.curr_step)
+        for key, value in (data or {}).items():
+            # The file names attributes of the author's class, which only the instance knows.
+            if hasattr(self, key) and not callable(getattr(self, key)):
+                setattr(self, key, value)
+            else:
+                logger.warning("checkpoint key %r is no attribute of the environment", key)
+
+    def count_failure(self, name: str) -> None:
+        """Count a failed rollout, evaluation or hook under a name."""
+        self.reporter.count_failure(name)
+
+    def count_straggler(self, name: str) -> None:
+        """Count a straggling rollout under its outcome."""
+        self.reporter.count_straggler(name)
+
+    @property
+    def desired_name(self) -> str:
+        """The name to register under: `wandb_name`, the class's `name`, or the class name."""
+        return self.config.wandb_name or self.name or type(self).__name__
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of each batch this environment may fill, -1 when unknown."""
+        return self.registration.derived_batch_size
+
+    @property
+    def wandb_run(self) -> Any:
+        """The open Weights & Biases run, or None; assign a run to log to it."""
+        return self.run_log.wandb_run
+
+    @wandb_run.setter
+    def wandb_run(self, run: Any) -> None:
+        self.run_log.wandb_run = run
+
+    @cached_property
+    def score_pool(self) -> ScorePool:
+        """Workers for scoring functions, as the config asks for; may be assigned.
+
+        `await self.score_pool.run(function, *args, timeout=5, default=0.0)` neither stalls other
+        rollouts nor runs for ever; see `ScorePool`.
+        """
+        return ScorePool(
+            num_workers=self.config.num_score_workers,
+            timeout_s=self.config.score_timeout_s,
+            backend=self.config.score_backend.value,
+        )
+
+    def _opened_score_pool(self) -> ScorePool | None:
+        pool = vars(self).get("score_pool")  # asking for the attribute would make one
+        return pool if isinstance(pool, ScorePool) else None
+
+    async def _close_score_pool(self) -> None:
+        pool = self._opened_score_pool()
+        if pool is not None:
+            await asyncio.to_thread(pool.close)
+
+    async def _run_close_hook(self) -> None:
+        self.run_figures.end()
+        await self.reporter.tolerate(self.close(), "close")
+        await self.reporter.tolerate(self._close_score_pool(), "closing the score pool")
+        await self.reporter.tolerate(self.server.close(), "closing the inference connections")
+
+    def _close_records(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        if isinstance(error, Exception) and not self.failure_counts:
+            self.count_failure(type(error).__name__)  # what ends the run has failed, too
+        self.run_log.finish()
+        if self.jsonl_writer is not None:
+            self.jsonl_writer.close()
+        self._side_thread.close()
+        logger.info(
+            "environment closed at step %d; groups dropped: %s; failures: %s",
+            self.curr_step,
+            dict(self.drop_counts) or "none",
+            dict(self.failure_counts) or "none",
+        )
 
     @cached_property
     def client(self) -> Any:

@@ -72,7 +72,7 @@ from atroposlib.utils.text import without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:
-    from atroposlib.envs.offline import OfflineEnv
+    from atroposlib.envs.base import BaseEnv
 
 __all__ = [
     "DATASET_PATH_FLAG",
@@ -98,7 +98,7 @@ __all__ = [
 
 
 def run_viewed(
-    env: OfflineEnv, main: Callable[[], Coroutine[Any, Any, None]], *, quiet: bool
+    env: BaseEnv, main: Callable[[], Coroutine[Any, Any, None]], *, quiet: bool
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Return `main` with the live view around it, or as it is where no view can be shown.
 
@@ -115,7 +115,7 @@ def run_viewed(
     return (lambda: _with_view(env, main)) if can_show(sys.stdout) else main
 
 
-async def _with_view(env: OfflineEnv, main: Callable[[], Awaitable[None]]) -> None:
+async def _with_view(env: BaseEnv, main: Callable[[], Awaitable[None]]) -> None:
     from atroposlib.envs.live_view import TerminalDisplay
 
     errors = RecentErrors()
@@ -136,7 +136,7 @@ async def _with_view(env: OfflineEnv, main: Callable[[], Awaitable[None]]) -> No
         logging.getLogger().removeHandler(errors)
 
 
-def snapshot_of(env: OfflineEnv, errors: tuple[ErrorLine, ...] = ()) -> RunSnapshot | None:
+def snapshot_of(env: BaseEnv, errors: tuple[ErrorLine, ...] = ()) -> RunSnapshot | None:
     """Return what an environment looks like now; None before its rollouts have begun.
 
     Args:
@@ -168,7 +168,7 @@ def snapshot_of(env: OfflineEnv, errors: tuple[ErrorLine, ...] = ()) -> RunSnaps
     )
 
 
-def _offline_part(env: OfflineEnv) -> dict[str, Any]:
+def _offline_part(env: BaseEnv) -> dict[str, Any]:
     is_over = env.run_figures.is_over
     return {
         "activity": "closing" if is_over else "rolling out",
@@ -180,9 +180,9 @@ def _offline_part(env: OfflineEnv) -> dict[str, Any]:
     }
 
 
-def _serving_part(env: OfflineEnv) -> dict[str, Any]:
+def _serving_part(env: BaseEnv) -> dict[str, Any]:
     now = time.time()
-    queue_groups = env._queue_status().queue_groups
+    queue_groups = env.registration.queue_status().queue_groups
     started = [record["start_time"] for record in env.running_items.values()]
     is_batch_known = env.config.batch_size > 0
     return {
@@ -199,14 +199,14 @@ def _serving_part(env: OfflineEnv) -> dict[str, Any]:
     }
 
 
-def _activity(env: OfflineEnv) -> str:
+def _activity(env: BaseEnv) -> str:
     if env.run_figures.is_over:
         return "closing"
-    if not env._joined_session().is_registered:
+    if not env.registration.session().is_registered:
         return "waiting for the service"
     if env.evaluation_runner.is_running:
         return "evaluating"
-    if env._are_starts_held_back():
+    if env.registration.are_starts_held_back:
         return "held back: queue is full"
     return "rolling out" if env.workers else "waiting for items or room"
 

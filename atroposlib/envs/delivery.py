@@ -1,8 +1,10 @@
-"""The way of a group out of an environment: admitted, recorded, sent, or dropped and counted.
+"""Admission, recording and sending of finished groups.
 
-groups -> signal and size -> lengths -> messages -> table of rollouts -> JSONL -> service
+`Delivery` is a member of every environment. It holds the JSON Lines writer and the number of
+groups sent, and calls `complete_groups`, `add_rollouts_for_wandb` and `_send_scored_data_to_api`
+on its environment, so that overrides take part. Every dropped group is counted under a reason.
 
-Writing groups to a JSON Lines file.
+    groups -> signal and size -> lengths -> vocabulary -> messages -> table -> JSONL -> service
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import logging
 import threading
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from atroposlib.envs.admission import (
     Admission,
@@ -20,9 +22,9 @@ from atroposlib.envs.admission import (
     check_signal,
     completion_lengths,
 )
-from atroposlib.envs.config import StragglerPolicyEnum
+from atroposlib.envs.config import BaseEnvConfig, StragglerPolicyEnum
 from atroposlib.envs.hooks import settle
-from atroposlib.envs.reporting import ReportingEnv
+from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.server_handling.weight_versions import SampledVersions
 from atroposlib.envs.service_session import EnvSession
 from atroposlib.errors import GroupError, TrajectoryApiError
@@ -33,7 +35,7 @@ from atroposlib.utils.json_text import encode_mapping, to_plain
 from atroposlib.utils.text import is_milestone
 
 __all__ = [
-    "DeliveringEnv",
+    "Delivery",
     "GroupWriter",
     "mark_tokenized_from_text",
     "stamp_finish_reasons",
@@ -109,59 +111,71 @@ DEFAULTED_FIELDS = (
 """Set to None when an environment leaves them out."""
 
 
-class DeliveringEnv(ReportingEnv):
-    """The delivering half of an environment.
+class DeliveringEnv(Protocol):
+    """What delivery reads and calls on its environment."""
+
+    config: BaseEnvConfig
+    tokenizer: Any
+    max_token_len: int
+    service_session: EnvSession | None
+
+    async def complete_groups(self, groups: list[ScoredDataGroup], /) -> list[ScoredDataGroup]: ...
+
+    async def add_rollouts_for_wandb(
+        self, scored_data: ScoredDataGroup, item: Item | None, /
+    ) -> None: ...
+
+    async def _send_scored_data_to_api(
+        self, scored_data: ScoredDataGroup | list[ScoredDataGroup], /
+    ) -> None: ...
+
+
+class Delivery:
+    """Admits, records and sends the groups of one environment.
+
+    Args:
+        env: The environment whose groups these are.
+        reporter: Counts groups and what happened to them.
+        side_thread: Reads long groups without holding up other rollouts.
 
     Attributes:
-        service_session: connection to the service while serving, otherwise None.
-        jsonl_writer: where admitted groups are saved, or None.
-        items_sent_this_step: groups sent since metrics were last logged.
+        jsonl_writer: Where admitted groups are saved, or None.
+        items_sent_this_step: Groups sent since metrics were last logged.
     """
 
-    service_session: EnvSession | None
-    jsonl_writer: GroupWriter | None
-    items_sent_this_step: int
-    _side_thread: SideThread
-    _vocabulary: Vocabulary | None = None
+    def __init__(self, env: DeliveringEnv, reporter: Reporter, side_thread: SideThread) -> None:
+        self.items_sent_this_step = 0
+        self.jsonl_writer: GroupWriter | None = None
+        self._env = env
+        self._reporter = reporter
+        self._side_thread = side_thread
+        self._vocabulary: Vocabulary | None = None
+        if env.config.data_path_to_save_groups is not None:
+            self.jsonl_writer = GroupWriter(env.config.data_path_to_save_groups)
+            env.config.data_path_to_save_groups = str(self.jsonl_writer.path)
 
-    async def handle_send_to_api(
+    async def deliver(
         self,
         scored_data: ScoredDataGroup | list[ScoredDataGroup | None],
-        item: Item | None = None,
-        do_send_to_api: bool = True,
-        abort_on_any_max_length_exceeded: bool = True,
+        item: Item | None,
+        *,
+        is_sent: bool,
+        limits_length: bool,
     ) -> None:
-        """Admit, record and send groups; called for everything a rollout returned.
-
-        A group that is not admitted is logged and counted under its reason. Admitted groups are
-        changed in place: missing optional fields become None, NumPy arrays become lists, and
-        `messages` is filled under `include_messages`.
-
-        Args:
-            scored_data: one group, or a list of groups and Nones (sent in one request).
-            item: what the groups were made from; passed on to `add_rollouts_for_wandb`.
-            do_send_to_api: False only records, as `process` does.
-            abort_on_any_max_length_exceeded: drop groups with a trajectory that is too long for
-                the trainer.
-        """
+        """Admit, record and send groups; see `BaseEnv.handle_send_to_api`."""
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
         admitted = [
             group
             for group in groups
-            if group is not None
-            and await self._admit_group(group, limit_length=abort_on_any_max_length_exceeded)
+            if group is not None and await self._admit_group(group, limit_length=limits_length)
         ]
-        admitted = await self.complete_groups(admitted)
+        admitted = await self._env.complete_groups(admitted)
         admitted = [group for group in admitted if await self._record_group(group, item)]
-        if do_send_to_api and admitted:
+        if is_sent and admitted:
             self.items_sent_this_step += len(admitted)
-            await self._send_scored_data_to_api(
+            await self._env._send_scored_data_to_api(
                 admitted if isinstance(scored_data, list) else admitted[0]
             )
-
-    async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
-        """Add to admitted groups what costs too much for dropped ones; the default adds nothing."""
-        return groups
 
     async def _admit_group(self, group: Any, *, limit_length: bool) -> bool:
         """Check one group; tell whether it goes on."""
@@ -170,8 +184,8 @@ class DeliveringEnv(ReportingEnv):
         admission = await self._side_thread.run(
             check_signal,
             group,
-            group_size=self.config.group_size,
-            scores_must_differ=self.config.ensure_scores_are_not_same,
+            group_size=self._env.config.group_size,
+            scores_must_differ=self._env.config.ensure_scores_are_not_same,
             smallest_size=self._smallest_group(),
         )
         is_well_formed = admission.reason in (None, "scores_equal")
@@ -180,15 +194,15 @@ class DeliveringEnv(ReportingEnv):
             if is_well_formed
             else []
         )
-        self.run_figures.add_group(group, num_tokens=sum(lengths))
+        self._reporter.run_figures.add_group(group, num_tokens=sum(lengths))
         if is_well_formed:
-            self.reward_parts_since_log.add(group.get("reward_parts"))
+            self._reporter.reward_parts_since_log.add(group.get("reward_parts"))
         if admission.is_accepted:
             for name in DEFAULTED_FIELDS:
                 group.setdefault(name, None)
-            self.completion_lengths.extend(lengths)
+            self._reporter.completion_lengths.extend(lengths)
             if limit_length:
-                admission = check_lengths(group["tokens"], max_token_len=self.max_token_len)
+                admission = check_lengths(group["tokens"], max_token_len=self._env.max_token_len)
         if admission.is_accepted:
             vocabulary = self._vocabulary_now()
             admission = await self._side_thread.run(vocabulary.check, group["tokens"])
@@ -199,24 +213,24 @@ class DeliveringEnv(ReportingEnv):
 
     async def _record_group(self, group: ScoredDataGroup, item: Item | None) -> bool:
         """Keep an admitted group for the table and the file; tell whether it goes on."""
-        if self.config.include_messages and not group.get("messages"):
+        if self._env.config.include_messages and not group.get("messages"):
             group["messages"] = [
-                [{"role": "user", "content": await decode_long(self.tokenizer, tokens)}]
+                [{"role": "user", "content": await decode_long(self._env.tokenizer, tokens)}]
                 for tokens in group["tokens"]
             ]
         if group.get("tokenized_from_text"):
-            self.note_counts["tokenized_from_text"] += 1
-        await settle(self.add_rollouts_for_wandb(group, item))
+            self._reporter.note_counts["tokenized_from_text"] += 1
+        await settle(self._env.add_rollouts_for_wandb(group, item))
         return await self._save_group(group)
 
     def _vocabulary_now(self) -> Vocabulary:
-        if self._vocabulary is None or self._vocabulary.tokenizer is not self.tokenizer:
-            self._vocabulary = Vocabulary(self.tokenizer)
+        if self._vocabulary is None or self._vocabulary.tokenizer is not self._env.tokenizer:
+            self._vocabulary = Vocabulary(self._env.tokenizer)
         return self._vocabulary
 
     def _smallest_group(self) -> int | None:
-        is_shrinking = self.config.straggler_policy == StragglerPolicyEnum.SHRINK
-        return self.config.min_group_size if is_shrinking else None
+        is_shrinking = self._env.config.straggler_policy == StragglerPolicyEnum.SHRINK
+        return self._env.config.min_group_size if is_shrinking else None
 
     async def _save_group(self, group: ScoredDataGroup) -> bool:
         if self.jsonl_writer is None:
@@ -228,24 +242,24 @@ class DeliveringEnv(ReportingEnv):
             return False
         return True
 
-    def _num_unusable_groups(self) -> int:
+    def num_unusable_groups(self) -> int:
         """Return how many groups were dropped so far because nobody could use them."""
-        return sum(self.drop_counts[reason] for reason in UNUSABLE)
+        return sum(self._reporter.drop_counts[reason] for reason in UNUSABLE)
 
-    def _is_unusable(self, collected: Any, *, before: int) -> bool:
+    def is_unusable(self, collected: Any, *, before: int) -> bool:
         """Whether of what a rollout gave every group was dropped as unusable.
 
         Args:
             collected: a group, or a list of groups and Nones; it has been handled.
-            before: `_num_unusable_groups` before that.
+            before: `num_unusable_groups` before that.
         """
         groups = collected if isinstance(collected, list) else [collected]
         num_groups = sum(group is not None for group in groups)
-        return 0 < num_groups <= self._num_unusable_groups() - before
+        return 0 < num_groups <= self.num_unusable_groups() - before
 
     def _drop_group(self, admission: Admission, *, num_groups: int = 1) -> None:
-        self.drop_counts[str(admission.reason)] += num_groups
-        count = self.drop_counts[str(admission.reason)]
+        self._reporter.drop_counts[str(admission.reason)] += num_groups
+        count = self._reporter.drop_counts[str(admission.reason)]
         is_told = count < NUM_DROPS_TOLD or is_milestone(count, added=num_groups)
         logger.log(
             logging.WARNING if is_told else logging.DEBUG,
@@ -255,15 +269,13 @@ class DeliveringEnv(ReportingEnv):
             f"; {count} so far" if count >= NUM_DROPS_TOLD else "",
         )
 
-    async def _send_scored_data_to_api(
-        self, scored_data: ScoredDataGroup | list[ScoredDataGroup]
-    ) -> None:
+    async def send(self, scored_data: ScoredDataGroup | list[ScoredDataGroup]) -> None:
         """Send one group, or several in one request; a refusal is logged and counted."""
-        if self.service_session is None:
+        if self._env.service_session is None:
             raise RuntimeError("groups can only be sent while serving; there is no registration")
         num_groups = len(scored_data) if isinstance(scored_data, list) else 1
         try:
-            await self.service_session.send(scored_data)
+            await self._env.service_session.send(scored_data)
         except TrajectoryApiError as error:
             self._drop_group(Admission("refused_by_service", str(error)), num_groups=num_groups)
         except (GroupError, TypeError) as error:

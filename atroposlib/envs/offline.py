@@ -1,7 +1,9 @@
 """Running an environment without a trajectory service: `process` and `evaluate`.
 
-process: items -> rollouts, several at once -> groups with gold answers, in the order of the items
-         -> JSONL, until enough; then a page of them
+Both drive an environment from outside and call every hook on it, so that overrides take part.
+
+    process: items -> concurrent rollouts -> groups with gold answers, in the order of the items
+             -> JSONL, until enough; then a page of them
 """
 
 from __future__ import annotations
@@ -14,20 +16,26 @@ from collections.abc import Coroutine, MutableMapping
 from contextlib import AsyncExitStack
 from numbers import Real
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from atroposlib.envs.delivery import mark_tokenized_from_text, stamp_finish_reasons
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.delivery import (
+    Delivery,
+    GroupWriter,
+    mark_tokenized_from_text,
+    stamp_finish_reasons,
+)
 from atroposlib.envs.hooks import settle
+from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
 from atroposlib.envs.server_handling.weight_versions import sampled_versions
-from atroposlib.envs.serving import ServingEnv, cancelled
+from atroposlib.envs.service_session import EngineWatch
+from atroposlib.envs.serving import cancelled, expect_engine_tokenizer, setup_error_of
 from atroposlib.errors import InferenceError, NoDataError
 from atroposlib.utils.text import short_score
 
-__all__ = [
-    "OfflineEnv",
-]
+__all__ = ["ProcessRun", "evaluate_once"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,67 +54,90 @@ class _Rollout(NamedTuple):
     duration_s: float
 
 
-class OfflineEnv(ServingEnv):
-    """The offline half of an environment; the `process` command sets its attributes.
+class OfflineEnv(Protocol):
+    """What `process` and `evaluate` read and call on an environment."""
 
-    Attributes:
-        process_mode: True under `process`, absent otherwise.
-        n_groups_to_process: groups to make.
-        group_size_to_process: trajectories per group.
-    """
-
-    process_mode: bool
+    config: BaseEnvConfig
+    server: Any
+    tokenizer: Any
+    jsonl_writer: GroupWriter | None
+    curr_step: int
+    max_num_workers: int
     n_groups_to_process: int
     group_size_to_process: int
 
-    async def process_manager(self) -> None:
-        """Make `n_groups_to_process` groups without a service, write them and a page of them.
+    async def setup(self) -> None: ...
 
-        An exception of a hook ends the run; what was made until then is on disk, with its page.
+    async def get_next_item(self) -> Any: ...
 
-        Raises:
-            NoDataError: `collect_trajectories` keeps giving nothing.
-            InferenceError: no inference server was up for `engine_timeout`, once one had answered.
-        """
-        reasons = RecentErrors()
+    async def evaluate(self) -> Any: ...
+
+    async def collect_trajectories(self, item: Any, /) -> Any: ...
+
+    async def postprocess_histories(self, trajectories: Any, /) -> Any: ...
+
+    def check_gold_answer(self, item: Any, /) -> Any: ...
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Any,
+        /,
+        *,
+        do_send_to_api: bool,
+        abort_on_any_max_length_exceeded: bool,
+    ) -> None: ...
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any], /) -> None: ...
+
+    async def _run_close_hook(self) -> None: ...
+
+    def _close_records(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class ProcessRun:
+    """One run of `process`.
+
+    Args:
+        env: The environment; its `process` command has set how many groups to make.
+        reporter: Counts groups and opens the metrics.
+        delivery: Knows which groups were dropped as unusable.
+    """
+
+    def __init__(self, env: OfflineEnv, reporter: Reporter, delivery: Delivery) -> None:
+        self._env = env
+        self._reporter = reporter
+        self._delivery = delivery
+        self._errors = RecentErrors()
+        self._scores: list[list[Any]] = []
+
+    async def run(self) -> None:
+        """Make the groups, write them and a page of them; see `BaseEnv.process_manager`."""
+        env, reasons = self._env, self._errors
         async with AsyncExitStack() as ending:  # runs from the last line to the first
             logging.getLogger().addHandler(reasons)
             ending.callback(logging.getLogger().removeHandler, reasons)
             ending.push(self._write_group_page)
-            ending.push(self._close_records)
-            ending.push_async_callback(self._run_close_hook)
-            await settle(self.setup())
-            self._start_local_run()
-            self.curr_step = 0
-            self._processed_scores: list[list[Any]] = []
-            self._expect_engine_tokenizer()
-            self.run_figures.begin()
-            await self._while_engines_stay(self._process_all_groups(reasons))
+            ending.push(env._close_records)
+            ending.push_async_callback(env._run_close_hook)
+            await settle(env.setup())
+            self._reporter.start_local_run()
+            self._env.curr_step = 0
+            expect_engine_tokenizer(env.server, env.tokenizer, name=env.config.tokenizer_name)
+            self._reporter.run_figures.begin()
+            await while_engines_stay(env, self._process_all_groups())
             self._report_scores()
 
-    async def _while_engines_stay(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await what needs an inference server; end it when all have left for `engine_timeout`."""
-        self._begin_engine_watch()
-        limit_s = self.config.engine_timeout
-        working = asyncio.create_task(work)
-        watching = asyncio.create_task(self._wait_until_engines_left(limit_s))
-        try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise InferenceError(
-                f"no inference server was up for {limit_s:g} s ({self._engine_watch.names}); start "
-                "it, then this command again. --env.engine_timeout sets how long is waited, 0 "
-                "without limit"
-            )
-        finally:
-            await cancelled(watching)
-            await cancelled(working)
-
-    async def _process_all_groups(self, reasons: RecentErrors) -> None:
+    async def _process_all_groups(self) -> None:
         started: deque[asyncio.Task[_Rollout]] = deque()
         try:
-            await self._deliver_in_order(started, reasons)
+            await self._deliver_in_order(started)
         except BaseException:
             await self._deliver_finished(started)
             raise
@@ -114,9 +145,9 @@ class OfflineEnv(ServingEnv):
             for task in started:
                 task.cancel()
             await asyncio.gather(*started, return_exceptions=True)
-        if not self._processed_scores and self._num_unusable_groups():
+        if not self._scores and self._delivery.num_unusable_groups():
             raise NoDataError(
-                f"all {self.curr_step} groups were dropped; {self._why_no_data(reasons)}"
+                f"all {self._env.curr_step} groups were dropped; {self._why_no_data()}"
             )
 
     async def _deliver_finished(self, started: deque[asyncio.Task[_Rollout]]) -> None:
@@ -127,20 +158,17 @@ class OfflineEnv(ServingEnv):
             if task.result().collected:
                 await self._write_rollout(task.result())
 
-    async def _deliver_in_order(
-        self, started: deque[asyncio.Task[_Rollout]], reasons: RecentErrors
-    ) -> None:
+    async def _deliver_in_order(self, started: deque[asyncio.Task[_Rollout]]) -> None:
         """Roll out as many items at once as `max_num_workers` allows; write groups in item order.
 
         Args:
             started: rollouts whose groups are not written yet, in item order; changed in place.
-            reasons: the latest warnings, for when nothing comes of the items.
         """
         num_empty, has_items = 0, True
-        while self.curr_step < self.n_groups_to_process:
+        while self._env.curr_step < self._env.n_groups_to_process:
             has_items = has_items and await self._start_rollouts(started)
             if not started:
-                logger.info("no items left after %d groups", self.curr_step)
+                logger.info("no items left after %d groups", self._env.curr_step)
                 return
             if not started[0].done():
                 running = {task for task in started if not task.done()}
@@ -152,12 +180,12 @@ class OfflineEnv(ServingEnv):
                 logger.info(
                     "an item gave no group, %.1f s; %d in a row", rollout.duration_s, num_empty
                 )
-                setup_error = self._setup_error()
+                setup_error = setup_error_of(self._env.server)
                 if setup_error is not None:
                     raise setup_error
                 if num_empty >= MAX_EMPTY_GROUPS_IN_A_ROW:
                     raise NoDataError(
-                        f"{num_empty} items in a row gave no data; {self._why_no_data(reasons)}"
+                        f"{num_empty} items in a row gave no data; {self._why_no_data()}"
                     )
                 continue
             num_empty = 0
@@ -166,44 +194,44 @@ class OfflineEnv(ServingEnv):
     async def _write_rollout(self, rollout: _Rollout) -> None:
         item, collected, duration_s = rollout
         await self._add_gold_answer(collected, item)
-        num_unusable = self._num_unusable_groups()
+        num_unusable = self._delivery.num_unusable_groups()
         await settle(
-            self.handle_send_to_api(
+            self._env.handle_send_to_api(
                 collected, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
             )
         )
-        await settle(self.wandb_log({}))
-        self.curr_step += 1
-        if not self._is_unusable(collected, before=num_unusable):
+        await settle(self._env.wandb_log({}))
+        self._env.curr_step += 1
+        if not self._delivery.is_unusable(collected, before=num_unusable):
             self._report_processed_groups(collected, duration_s=duration_s)
 
     async def _start_rollouts(self, started: deque[asyncio.Task[_Rollout]]) -> bool:
         """Start what may start; tell whether there may be more items."""
-        most = max(1, self.max_num_workers)
+        most = max(1, self._env.max_num_workers)
         while True:
             num_running = sum(not task.done() for task in started)
             is_failed = any(task.done() and task.exception() is not None for task in started)
-            num_wanted = self.n_groups_to_process - self.curr_step - len(started)
+            num_wanted = self._env.n_groups_to_process - self._env.curr_step - len(started)
             if num_wanted <= 0 or num_running >= most or len(started) >= MAX_UNWRITTEN * most:
                 return True
             if is_failed:
                 return True  # what it raised ends the run once the groups before it are written
-            item = await settle(self.get_next_item())
+            item = await settle(self._env.get_next_item())
             if item is None:
                 return False
-            self.config.group_size = self.group_size_to_process
+            self._env.config.group_size = self._env.group_size_to_process
             started.append(asyncio.create_task(self._roll_out(item)))
 
     async def _roll_out(self, item: Any) -> _Rollout:
-        number = self.run_figures.begin_item()
+        number = self._reporter.run_figures.begin_item()
         started_at = time.monotonic()
         try:
             with sampled_versions() as sampled:
-                collected, _ = as_pair(await settle(self.collect_trajectories(item)))
+                collected, _ = as_pair(await settle(self._env.collect_trajectories(item)))
                 if collected:
-                    collected = await settle(self.postprocess_histories(collected))
+                    collected = await settle(self._env.postprocess_histories(collected))
         finally:
-            self.run_figures.end_item(number)
+            self._reporter.run_figures.end_item(number)
         stamp_finish_reasons(collected, sampled)
         mark_tokenized_from_text(collected, has_text=sampled.has_text)
         return _Rollout(item, collected, time.monotonic() - started_at)
@@ -211,7 +239,7 @@ class OfflineEnv(ServingEnv):
     async def _add_gold_answer(self, collected: Any, item: Any) -> None:
         """Write the gold answer of an item into its groups: whoever looks at scores needs it."""
         try:
-            gold = await settle(self.check_gold_answer(item))
+            gold = await settle(self._env.check_gold_answer(item))
         except Exception:  # a hook of the author's; the groups are worth having without it
             logger.warning("check_gold_answer failed; the group has no gold answer", exc_info=True)
             return
@@ -222,20 +250,20 @@ class OfflineEnv(ServingEnv):
             if isinstance(group, MutableMapping):
                 group.setdefault("gold_answer", answer)
 
-    def _why_no_data(self, reasons: RecentErrors) -> str:
-        if not reasons.lines:
-            return f"look at what {type(self).__name__}.collect_trajectories returns"
-        commonest = max(reasons.lines, key=lambda line: line.count)
+    def _why_no_data(self) -> str:
+        if not self._errors.lines:
+            return f"look at what {type(self._env).__name__}.collect_trajectories returns"
+        commonest = max(self._errors.lines, key=lambda line: line.count)
         return f"most of them with: {commonest.text}"
 
     def _report_processed_groups(self, collected: Any, *, duration_s: float) -> None:
         groups = collected if isinstance(collected, list) else [collected]
         scores = [s for group in groups if group is not None for s in group.get("scores") or []]
-        self._processed_scores.append(scores)
+        self._scores.append(scores)
         logger.info(
             "group %d of %d: %d trajectories, scores %s, %.1f s",
-            self.curr_step,
-            self.n_groups_to_process,
+            self._env.curr_step,
+            self._env.n_groups_to_process,
             len(scores),
             [short_score(score) for score in scores],
             duration_s,
@@ -243,16 +271,16 @@ class OfflineEnv(ServingEnv):
 
     def _report_scores(self) -> None:
         """Log the mean score, and how many groups give a trainer nothing to compare."""
-        numbers = [s for scores in self._processed_scores for s in scores if isinstance(s, Real)]
+        numbers = [s for scores in self._scores for s in scores if isinstance(s, Real)]
         if not numbers:
             return
-        num_equal = sum(all(s == scores[0] for s in scores) for scores in self._processed_scores)
+        num_equal = sum(all(s == scores[0] for s in scores) for scores in self._scores)
         logger.info(
             "mean score %.3g of %d trajectories; all scores are equal in %d of %d groups",
             sum(map(float, numbers)) / len(numbers),
             len(numbers),
             num_equal,
-            len(self._processed_scores),
+            len(self._scores),
         )
 
     def _write_group_page(
@@ -262,9 +290,9 @@ class OfflineEnv(ServingEnv):
         traceback: TracebackType | None,
     ) -> None:
         """Write the page; a run that failed before its first group leaves neither page nor file."""
-        if self.jsonl_writer is None:
+        if self._env.jsonl_writer is None:
             return
-        path = self.jsonl_writer.path
+        path = self._env.jsonl_writer.path
         if error is not None and path.stat().st_size == 0:
             path.unlink()  # or the next run would have to take another name
             return
@@ -273,22 +301,42 @@ class OfflineEnv(ServingEnv):
         logger.info("the groups are in %s", path)
         generate_html(path)
 
-    async def _run_evaluate(self) -> None:
-        """Set up and evaluate once, without a service.
 
-        Raises:
-            NoDataError: no request to a model had an answer.
-            InferenceError: no inference server was up for `engine_timeout`, once one had answered.
-        """
-        async with AsyncExitStack() as ending:  # runs from the last line to the first
-            ending.push(self._close_records)
-            ending.push_async_callback(self._run_close_hook)
-            await settle(self.setup())
-            self._start_local_run()
-            self._expect_engine_tokenizer()
-            self._begin_evaluation()
-            await self._while_engines_stay(settle(self.evaluate()))
-            self._require_answers(None)
-            for name, value in self.run_log.latest.items():
-                if "eval/" in name and isinstance(value, Real):
-                    logger.info("%s: %.4g", name, value)
+async def evaluate_once(env: OfflineEnv, reporter: Reporter) -> None:
+    """Set up and evaluate once, without a service; see `BaseEnv._run_evaluate`."""
+    async with AsyncExitStack() as ending:  # runs from the last line to the first
+        ending.push(env._close_records)
+        ending.push_async_callback(env._run_close_hook)
+        await settle(env.setup())
+        reporter.start_local_run()
+        expect_engine_tokenizer(env.server, env.tokenizer, name=env.config.tokenizer_name)
+        reporter.begin_evaluation()
+        await while_engines_stay(env, settle(env.evaluate()))
+        reporter.require_answers(None)
+        for name, value in reporter.run_log.latest.items():
+            if "eval/" in name and isinstance(value, Real):
+                logger.info("%s: %.4g", name, value)
+
+
+async def while_engines_stay(env: OfflineEnv, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, which needs an inference server.
+
+    Raises:
+        InferenceError: No server was up for `engine_timeout`, once one had answered.
+    """
+    watch = EngineWatch.of(env.server)
+    limit_s = env.config.engine_timeout
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(watch.wait_until_away(limit_s))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise InferenceError(
+            f"no inference server was up for {limit_s:g} s ({watch.names}); start "
+            "it, then this command again. --env.engine_timeout sets how long is waited, 0 "
+            "without limit"
+        )
+    finally:
+        await cancelled(watching)
+        await cancelled(working)

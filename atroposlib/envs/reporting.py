@@ -1,24 +1,25 @@
-"""What an environment reports: metrics, a table of rollouts, evaluations and checkpoints.
+"""Metrics, rollout tables, evaluation results and checkpoints of an environment.
 
-The scoring workers of an environment: made when first used, ended with the run.
+`Reporter` is a member of every environment: it holds the metric buffers and counters of the
+contract (`completion_lengths`, `task_duration`, ...), the metrics log and the recent figures that
+the live view shows. It calls `create_rollout_table` and `perf_stats` on its environment, so that
+overrides take part.
 
-Summarise an environment's buffers under their metric names; pure.
+    rollouts, drops, failures -> buffers -> wandb_log -> W&B, metrics.jsonl, TensorBoard
 
-What a running environment has made lately: groups, tokens, scores and staleness.
+`RunFigures` holds recent groups, tokens, scores and staleness; memory is bounded whatever the
+length of the run, and adding costs O(1).
 
-Invariants: memory is bounded, whatever the length of the run; adding costs O(1).
-
-Checkpoints of an environment: one JSON object per trainer step.
+A checkpoint is one JSON object per trainer step:
 
     <checkpoint_dir>/env_checkpoints/<prepend>/step-<step>.json
 
-`prepend` is the name the service gave the environment, its own name and a number. A restarted
+`prepend` is the name the service gave the environment: its own name and a number. A restarted
 environment gets the next number, so loading also looks at the other numbers of the same name.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -30,17 +31,17 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from atroposlib.envs import eval as eval_log
-from atroposlib.envs.hooks import EnvHooks, settle
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.hooks import settle
 from atroposlib.envs.reward_parts import PartSums
+from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import NoDataError
 from atroposlib.scored_data import ScoredDataGroup
-from atroposlib.type_definitions import Item
 from atroposlib.utils.aio import decode_long
 from atroposlib.utils.json_text import encode_mapping
 from atroposlib.utils.metrics import get_std_min_max_avg
@@ -49,49 +50,14 @@ from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.writable import unwritable
 
 __all__ = [
-    "ReportingEnv",
+    "Reporter",
     "RunFigures",
-    "ScoringEnv",
     "completion_length_metrics",
     "dated_run_name",
     "duration_metrics",
     "load_env_checkpoint",
     "save_env_checkpoint",
 ]
-
-
-class ScoringEnv(EnvHooks):
-    """The scoring half of an environment."""
-
-    @cached_property
-    def score_pool(self) -> ScorePool:
-        """Workers for scoring functions, as the config asks for; may be assigned.
-
-        `await self.score_pool.run(function, *args, timeout=5, default=0.0)` neither stalls other
-        rollouts nor runs for ever; see `ScorePool`.
-        """
-        return ScorePool(
-            num_workers=self.config.num_score_workers,
-            timeout_s=self.config.score_timeout_s,
-            backend=self.config.score_backend.value,
-        )
-
-    def _opened_score_pool(self) -> ScorePool | None:
-        pool = vars(self).get("score_pool")  # asking for the attribute would make one
-        return pool if isinstance(pool, ScorePool) else None
-
-    def _score_metrics(self) -> dict[str, int]:
-        """What became of the calls so far, `score_pool/<count>`; nothing before the first."""
-        pool = self._opened_score_pool()
-        if pool is None or not pool.counts:
-            return {}
-        names = ("calls", "timeouts", "crashes", "errors")
-        return {f"score_pool/{name}": pool.counts[name] for name in names}
-
-    async def _close_score_pool(self) -> None:
-        pool = self._opened_score_pool()
-        if pool is not None:
-            await asyncio.to_thread(pool.close)
 
 
 COUNT_NAMES = {
@@ -356,73 +322,104 @@ def _is_measured(value: Any) -> bool:
     return isinstance(value, int | float) and value != 0 and not math.isnan(value)
 
 
-class ReportingEnv(ScoringEnv):
-    """The reporting half of an environment.
+class ReportedEnv(Protocol):
+    """What the reporter reads and calls on its environment."""
 
-    Buffers are emptied when they are logged; the counters run for the whole life of the
-    environment. Authors may replace a buffer by a fresh list at any time.
-
-    Attributes:
-        drop_counts: groups not sent, by reason; `drops/<reason>` in the metrics.
-        failure_counts: failed rollouts and hooks, by exception name; `failures/<name>`.
-        note_counts: admitted groups with a note, by its name; `groups/tokenized_from_text`.
-        straggler_counts: rollouts that took too long, by what became of them;
-            `stragglers/retried`, `stragglers/left_out`, `stragglers/given_up`.
-        reward_parts_since_log: means of the `reward_parts` of groups; `train/reward/<part>`.
-        run_log: where the metrics go.
-        settings_yaml: effective settings of the command, to be saved; None when they are, or there
-            is no command.
-        run_figures: what was made lately, for the view in the terminal.
-    """
-
-    run_log: RunLog
-    settings_yaml: str | None = None
-    run_figures: RunFigures
-    drop_counts: Counter[str]
-    failure_counts: Counter[str]
-    note_counts: Counter[str]
-    straggler_counts: Counter[str]
-    completion_lengths: list[int]
-    reward_parts_since_log: PartSums
-    rollouts_for_wandb: list[Any]
-    task_duration: list[float]
-    succeeded_task_duration: list[float]
-    failed_task_duration: list[float]
-    task_successful: list[int]
-    mainloop_timings: list[float]
-    workers_added_list: list[int]
+    name: str | None
+    config: BaseEnvConfig
+    server: Any
+    tokenizer: Any
+    testing: bool
     curr_step: int
     max_token_len: int
     wandb_project: str | None
     wandb_group: str | None
     wandb_prepend: str | None
-    checkpoint_dir: str
-    testing: bool
-    _num_answered_before: int | None = None
 
     @property
-    def desired_name(self) -> str:
-        """The name to register under: `wandb_name`, the class's `name`, or the class name."""
-        return self.config.wandb_name or self.name or type(self).__name__
+    def desired_name(self) -> str: ...
 
-    @property
-    def wandb_run(self) -> Any:
-        """The open Weights & Biases run, or None; assign a run to log to it."""
-        return self.run_log.wandb_run
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any], /) -> Any: ...
 
-    @wandb_run.setter
-    def wandb_run(self, run: Any) -> None:
-        self.run_log.wandb_run = run
+    def perf_stats(self, metrics_dict: dict[str, Any], /) -> Any: ...
+
+    def _opened_score_pool(self) -> ScorePool | None: ...
+
+
+class Reporter:
+    """Holds the metrics of one environment until they are logged, and logs them.
+
+    Buffers are emptied when they are logged; counters run for the whole life of the environment.
+    Authors may replace a buffer by a new list at any time.
+
+    Args:
+        env: The environment whose metrics these are.
+
+    Attributes:
+        run_log: Where the metrics go.
+        run_figures: What was made lately, for the view in the terminal.
+        errors: Logs each distinct error with its traceback once.
+        drop_counts: Groups not sent, by reason; `drops/<reason>` in the metrics.
+        failure_counts: Failed rollouts and hooks, by exception name; `failures/<name>`.
+        note_counts: Admitted groups with a note, by its name; `groups/tokenized_from_text`.
+        straggler_counts: Rollouts that took too long, by outcome; `stragglers/retried`,
+            `stragglers/left_out`, `stragglers/given_up`.
+        reward_parts_since_log: Means of the `reward_parts` of groups; `train/reward/<part>`.
+        settings_yaml: Effective settings of the command, written next to the metrics; None once
+            they are written, or if there is no command.
+    """
+
+    def __init__(self, env: ReportedEnv) -> None:
+        config = env.config
+        self.run_log = RunLog(
+            use_wandb=config.use_wandb,
+            metrics_path=None if config.metrics_path is None else Path(config.metrics_path),
+            use_tensorboard=config.use_tensorboard,
+        )
+        self.run_figures = RunFigures()
+        self.errors = RepeatedErrors(logger)
+        self.settings_yaml: str | None = None
+        self.drop_counts: Counter[str] = Counter()
+        self.failure_counts: Counter[str] = Counter()
+        self.straggler_counts: Counter[str] = Counter()
+        self.note_counts: Counter[str] = Counter()
+        self.completion_lengths: list[int] = []
+        self.reward_parts_since_log = PartSums()
+        self.rollouts_for_wandb: list[Any] = []
+        self.task_duration: list[float] = []
+        self.succeeded_task_duration: list[float] = []
+        self.failed_task_duration: list[float] = []
+        self.task_successful: list[int] = []
+        self.mainloop_timings: list[float] = []
+        self.workers_added_list: list[int] = []
+        self._env = env
+        self._num_answered_before: int | None = None
 
     def count_failure(self, name: str) -> None:
         """Count a failed rollout, evaluation or hook under a name."""
         self.failure_counts[name] += 1
 
     def count_straggler(self, name: str) -> None:
-        """Count a straggling rollout under what became of it."""
+        """Count a straggling rollout under its outcome."""
         self.straggler_counts[name] += 1
 
-    def _name_metrics_file(self, registered_name: str) -> None:
+    async def tolerate(self, result: Any, hook: str) -> None:
+        """Await a hook without which the run can go on; count and log its failure."""
+        try:
+            await settle(result)
+        except Exception as error:  # noqa: BLE001 - logged, with its traceback where it is new
+            self.count_failure(type(error).__name__)
+            self.errors.log(f"{hook} failed", error)
+
+    def add_rollout(self, *, duration_s: float, has_data: bool) -> None:
+        """Record how long a rollout took; one without data has failed."""
+        self.task_duration.append(duration_s)
+        self.task_successful.append(int(has_data))
+        durations = self.succeeded_task_duration if has_data else self.failed_task_duration
+        durations.append(duration_s)
+
+    def name_metrics_file(self, registered_name: str) -> None:
+        """Choose the metrics file unless the config names one, and save the settings next to it."""
         if self.run_log.metrics_path is None:
             self.run_log.metrics_path = Path("logs", registered_name, "metrics.jsonl")
             logger.info("metrics go to %s", self.run_log.metrics_path)
@@ -442,83 +439,67 @@ class ReportingEnv(ScoringEnv):
         else:
             logger.info("all settings are in %s", path)
 
-    def _start_run_log(self, *, name: str | None) -> None:
+    def start_run_log(self, *, name: str | None) -> None:
+        """Open the metrics log under the project and group of the trainer."""
         self.run_log.start(
-            project=self.wandb_project or None,
-            group=self.wandb_group or None,
+            project=self._env.wandb_project or None,
+            group=self._env.wandb_group or None,
             name=name,
-            config=self.config.model_dump(mode="json", fallback=str),
+            config=self._env.config.model_dump(mode="json", fallback=str),
         )
 
-    def _start_local_run(self) -> None:
+    def start_local_run(self) -> None:
         """Open the metrics of a run without a service, as `process` and `evaluate` need them."""
-        self._name_metrics_file(self.desired_name)
-        self._start_run_log(name=dated_run_name(self.desired_name, now=time.time()))
+        self.name_metrics_file(self._env.desired_name)
+        self.start_run_log(name=dated_run_name(self._env.desired_name, now=time.time()))
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Log the metrics since the last call.
-
-        Called when the trainer's step changes and enough groups were sent. Override it to add
-        keys, then await this one. Keys get the registered name as a prefix, except those of the
-        inference servers.
-
-        Args:
-            wandb_metrics: metrics to log along; changed in place.
-        """
-        metrics = {} if wandb_metrics is None else wandb_metrics
-        limit = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
+    async def log(self, metrics: dict[str, Any]) -> None:
+        """Log `metrics` and everything since the last call; see `BaseEnv.wandb_log`."""
+        env = self._env
+        limit = env.max_token_len if env.max_token_len > 0 else env.config.max_token_length
         metrics.update(completion_length_metrics(self.completion_lengths, max_token_len=limit))
         metrics.update(self.reward_parts_since_log.means("train"))
         self.reward_parts_since_log = PartSums()
-        metrics = await settle(self.create_rollout_table(metrics)) or metrics
-        metrics = self.perf_stats(metrics) or metrics
+        metrics = await settle(env.create_rollout_table(metrics)) or metrics
+        metrics = env.perf_stats(metrics) or metrics
         metrics.update({f"drops/{reason}": n for reason, n in self.drop_counts.items()})
         metrics.update({f"failures/{name}": n for name, n in self.failure_counts.items()})
         metrics.update({f"groups/{note}": n for note, n in self.note_counts.items()})
         metrics.update({f"stragglers/{name}": n for name, n in self.straggler_counts.items()})
-        metrics.update(self._score_metrics())
+        metrics.update(_score_pool_metrics(env._opened_score_pool()))
         self.rollouts_for_wandb = []
         self.completion_lengths = []
-        prefix = f"{self.wandb_prepend}_" if self.wandb_prepend is not None else ""
+        prefix = f"{env.wandb_prepend}_" if env.wandb_prepend is not None else ""
         metrics = {f"{prefix}{key}": value for key, value in metrics.items()}
-        for i, server in enumerate(self.server.servers):
+        for i, server in enumerate(env.server.servers):
             metrics.update(await settle(server.wandb_metrics({}, f"server_{i}")) or {})
-        if self.config.use_wandb and self.wandb_run is None:
-            self.wandb_run = _run_opened_elsewhere()
-        self.run_log.log(metrics, step=self.curr_step)
+        if env.config.use_wandb and self.run_log.wandb_run is None:
+            self.run_log.wandb_run = _run_opened_elsewhere()
+        self.run_log.log(metrics, step=env.curr_step)
 
-    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add the kept rollouts as table `train/rollouts`; called by `wandb_log`.
-
-        Environments may keep more than text and score of a rollout; the rest is for tables of
-        their own.
-        """
+    def add_rollout_table(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the kept rollouts as the table `train/rollouts`."""
+        # Environments may keep more than text and score, for tables of their own.
         rows = [row[:2] for group in self.rollouts_for_wandb for row in group]
         if rows:
-            wandb_metrics["train/rollouts"] = self.run_log.table(["text", "score"], rows)
-        return wandb_metrics
+            metrics["train/rollouts"] = self.run_log.table(["text", "score"], rows)
+        return metrics
 
-    async def add_rollouts_for_wandb(
-        self, scored_data: ScoredDataGroup, item: Item | None = None
-    ) -> None:
-        """Keep the first trajectories of a group for the table; called for each admitted group.
-
-        Keeps `(decoded text, score)` of `num_rollouts_per_group_for_logging` trajectories, and
-        the latest `num_rollouts_to_keep` groups.
-        """
-        wanted = self.config.num_rollouts_per_group_for_logging
+    async def add_rollouts(self, scored_data: ScoredDataGroup) -> None:
+        """Keep the first trajectories of a group as `(decoded text, score)` for the table."""
+        wanted = self._env.config.num_rollouts_per_group_for_logging
         if wanted == -1:
-            wanted = self.config.group_size
+            wanted = self._env.config.group_size
         pairs = zip(scored_data["tokens"], scored_data["scores"], strict=True)
         rows = [(tokens, score) for tokens, score in pairs][:wanted]
         self.rollouts_for_wandb.append(
-            [(await decode_long(self.tokenizer, tokens), score) for tokens, score in rows]
+            [(await decode_long(self._env.tokenizer, tokens), score) for tokens, score in rows]
         )
-        excess = len(self.rollouts_for_wandb) - self.config.num_rollouts_to_keep
+        excess = len(self.rollouts_for_wandb) - self._env.config.num_rollouts_to_keep
         if excess > 0:
             self.rollouts_for_wandb = self.rollouts_for_wandb[excess:]
 
-    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
+    def add_durations(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Add durations of rollouts and of the loop; a buffer counts with two or more values."""
         buffers: dict[str, list[Any]] = {
             "task_duration": self.task_duration,
@@ -529,82 +510,69 @@ class ReportingEnv(ScoringEnv):
         }
         for name, values in buffers.items():
             if len(values) > 1:
-                metrics_dict.update(duration_metrics(name, values))
+                metrics.update(duration_metrics(name, values))
                 values.clear()
         self.task_successful.clear()
-        return metrics_dict
+        return metrics
 
-    async def evaluate_log(
+    def write_evaluation(
         self,
         metrics: Mapping[str, Any],
-        task_name: str | None = None,
-        model_name: str | None = None,
-        start_time: float | None = None,
-        end_time: float | None = None,
-        generation_parameters: Mapping[str, Any] | None = None,
-        samples: Sequence[Mapping[str, Any]] | None = None,
-        verbose: bool = True,
+        *,
+        task_name: str | None,
+        model_name: str | None,
+        generation_parameters: Mapping[str, Any] | None,
+        **options: Any,
     ) -> None:
-        """Write an evaluation's result to `data_dir_to_save_evals`; without one, only warn.
+        """Write the result of an evaluation, with what the environment knows filled in.
 
-        Args:
-            metrics: name to value.
-            task_name: defaults to `<name>_eval`.
-            model_name: defaults to the config's, then to the first inference server's.
-            start_time: seconds since the epoch, now when None.
-            end_time: seconds since the epoch, now when None.
-            generation_parameters: laid over `{"max_new_tokens": max_token_length}`.
-            samples: one record per question.
-            verbose: print a table.
+        `options` are passed on to `atroposlib.envs.eval.evaluate_log`.
 
         Raises:
-            NoDataError: no request had an answer since the evaluation began, and every metric is 0:
-                that says nothing about the model.
+            NoDataError: No request was answered since the evaluation began, and every metric is 0.
         """
+        env = self._env
         if model_name is None:
-            model_name = getattr(self.config, "model_name", None)  # a field subclasses may add
-        if model_name is None and self.server.servers:
-            model_name = self.server.servers[0].config.model_name
-        self._require_answers(metrics)
-        parameters = {"max_new_tokens": self.config.max_token_length}
+            model_name = getattr(env.config, "model_name", None)  # a field subclasses may add
+        if model_name is None and env.server.servers:
+            model_name = env.server.servers[0].config.model_name
+        self.require_answers(metrics)
+        parameters = {"max_new_tokens": env.config.max_token_length}
         eval_log.evaluate_log(
             metrics,
-            eval_dir=self.config.data_dir_to_save_evals,
-            task_name=task_name or f"{self.name or type(self).__name__}_eval",
+            eval_dir=env.config.data_dir_to_save_evals,
+            task_name=task_name or f"{env.name or type(env).__name__}_eval",
             model_name=model_name,
-            start_time=start_time,
-            end_time=end_time,
             generation_parameters={**parameters, **(generation_parameters or {})},
-            samples=samples,
-            verbose=verbose,
+            **options,
         )
 
-    def _begin_evaluation(self) -> None:
-        """Note that what is answered from now on is the evaluation's."""
+    def begin_evaluation(self) -> None:
+        """Count the requests answered from now on as those of the evaluation."""
         self._num_answered_before = self._num_answered()
 
     def _num_answered(self) -> int:
-        return self.server.num_answered if isinstance(self.server, ServerManager) else 0
+        return self._env.server.num_answered if isinstance(self._env.server, ServerManager) else 0
 
-    def _require_answers(self, metrics: Mapping[str, Any] | None) -> None:
+    def require_answers(self, metrics: Mapping[str, Any] | None) -> None:
         """Refuse the result of an evaluation that had no answer from a model.
 
         Args:
             metrics: the result; None: there is none.
         """
-        before = self._num_answered_before
-        if before is None or not isinstance(self.server, ServerManager) or self.testing:
+        before, server = self._num_answered_before, self._env.server
+        if before is None or not isinstance(server, ServerManager) or self._env.testing:
             return
         if self._num_answered() > before:
             return
         if metrics is not None and any(_is_measured(value) for value in metrics.values()):
             self._num_answered_before = None  # asked through a client of its own
             return
-        if self.server.setup_error is not None:
-            raise self.server.setup_error
-        if metrics is None and self._has_own_client():
+        if server.setup_error is not None:
+            raise server.setup_error
+        if metrics is None and _has_own_client(self._env):
             return
-        how = self.server.failures_text()
+        how = server.failures_text()
         text = "the evaluation made no request to a model, so nothing was measured"
         if how:
             text = f"the evaluation had no answer from a model: of its requests {how}"
@@ -613,36 +581,20 @@ class ReportingEnv(ScoringEnv):
             return
         raise NoDataError(f"{text}; no result is reported")
 
-    def _has_own_client(self) -> bool:
-        """Whether requests may have gone by a way that is not counted here."""
-        return any(
-            isinstance(value, ServerManager)
-            or type(value).__module__.partition(".")[0] in OTHER_CLIENTS
-            for name, value in vars(self).items()
-            if name != "server"
-        )
 
-    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Save state; called at each multiple of the trainer's checkpoint interval.
+def _has_own_client(env: ReportedEnv) -> bool:
+    """Whether an attribute of the environment may have sent requests that are not counted here."""
+    return any(
+        isinstance(value, ServerManager)
+        or type(value).__module__.partition(".")[0] in OTHER_CLIENTS
+        for name, value in vars(env).items()
+        if name != "server"
+    )
 
-        The default writes nothing. Override it and pass what to keep to this one.
 
-        Args:
-            step: the multiple that was reached.
-            data: attribute name to JSON value, restored by `load_checkpoint`.
-        """
-        if data is not None:
-            save_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, step, data)
-
-    def load_checkpoint(self) -> None:
-        """Restore state; called after registering with a run that is past its first step.
-
-        Sets only attributes the environment has already; others in the file are named in the log.
-        """
-        data = load_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, self.curr_step)
-        for key, value in (data or {}).items():
-            # The file names attributes of the author's class, which only the instance knows.
-            if hasattr(self, key) and not callable(getattr(self, key)):
-                setattr(self, key, value)
-            else:
-                logger.warning("checkpoint key %r is no attribute of the environment", key)
+def _score_pool_metrics(pool: ScorePool | None) -> dict[str, int]:
+    """Counts of scoring calls so far, `score_pool/<count>`; empty before the first."""
+    if pool is None or not pool.counts:
+        return {}
+    names = ("calls", "timeouts", "crashes", "errors")
+    return {f"score_pool/{name}": pool.counts[name] for name in names}

@@ -1,19 +1,23 @@
-"""The standing of one environment with the trajectory service: registered, sending, gone.
+"""The connection of one environment to the trajectory service, and to its inference servers.
 
-Waits out a service that is down or has no trainer yet, saying so in the log, and lets sends wait
-while the environment is not registered. What the messages *mean* is the environment's business;
-this module only knows how to keep asking.
+`EnvSession` repeats requests while the service is down or has no trainer yet, logs what it waits
+for, and holds sends back while the environment is not registered. A group is sent under one key
+until it is accepted: services that honor keys store it once, older ones at least once.
 
-A group is sent under one key until it is accepted: services that honour keys store it once, older
-ones at least once.
+`Registration` is a member of every environment. It holds what the trainer and the service say:
+registered name, step, limits, queue status. It calls `register_env`, `_register_env`,
+`get_server_info` and `load_checkpoint` on its environment, so that overrides take part.
 
-When the inference servers of a serving environment were last up, requests or none.
+    wandb_info (waits for the trainer) -> register-env (waits for it to start) -> info
+    status-env, again and again; an id that the service does not know goes back to register-env
 
-    look ──► a request was answered since the last look, or a probe is ──► last seen now
-         └─► neither ──► away since it was last seen
+`EngineWatch` measures for how long no inference server has been up:
 
-A server that is down holds its requests until it is back (`server_handling`). This says for how
-long all of them have been away, which ends the wait for an engine that has left for good.
+    look --> a request was answered since the last look, or a probe is --> last seen now
+         `-> neither --> away since it was last seen
+
+A server that is down holds its requests until it is back (`server_handling`); the watch ends the
+wait for an engine that does not return.
 """
 
 from __future__ import annotations
@@ -24,10 +28,20 @@ import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from atroposlib.envs.capacity import (
+    CapacityLimits,
+    QueueStatus,
+    derived_batch_size,
+    is_queue_full,
+)
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.hooks import settle
+from atroposlib.envs.reporting import Reporter, dated_run_name
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from atroposlib.errors import TrajectoryApiError
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import ConfigError, TrajectoryApiError
 
 if TYPE_CHECKING:
     from atroposlib.api.client import TrajectoryApiClient
@@ -36,6 +50,7 @@ __all__ = [
     "UNKNOWN_ENV_STATUSES",
     "EngineWatch",
     "EnvSession",
+    "Registration",
     "is_outage",
 ]
 
@@ -51,6 +66,7 @@ UNKNOWN_ENV_STATUSES = frozenset({404, 500})
 """Replies to a status question about an id that a service restart forgot: ours, and older ones."""
 
 LONGEST_PAUSE_S = 10.0
+LONGEST_LOOK_PAUSE_S = 15.0
 MOST_FAILED_SENDS = 3
 OUTAGE_NOTE_S = 30.0
 """Seconds between two log lines about a service that is down."""
@@ -267,6 +283,253 @@ class EnvSession:
             await self.client.close()
 
 
+class RegisteringEnv(Protocol):
+    """What registration reads and calls on its environment."""
+
+    config: BaseEnvConfig
+    server: Any
+    retry_interval_s: float
+
+    @property
+    def desired_name(self) -> str: ...
+
+    async def _register_env(self) -> dict[str, Any]: ...
+
+    async def register_env(self) -> None: ...
+
+    async def get_server_info(self) -> None: ...
+
+    def load_checkpoint(self) -> None: ...
+
+
+class Registration:
+    """The registration of one environment with the service, and what the service says.
+
+    Args:
+        env: The environment that registers.
+        reporter: Opens the metrics log once the registered name is known.
+        token: Returns the token that the service asks for, or None; called for each session.
+
+    Attributes:
+        service_session: Connection to the service while serving, otherwise None.
+        env_id: Id of the registration, None before it.
+        status_dict: Latest `/status-env` reply, None before the first.
+        curr_step: Trainer step that the environment has handled.
+        trainer_steps: Number of steps that the trainer registered, -1 when unknown.
+        max_token_len: Token limit of the trainer, -1 when unknown.
+        max_num_workers: Maximum number of concurrent rollouts, whatever the queue.
+        checkpoint_interval: Trainer steps between two checkpoints.
+    """
+
+    def __init__(
+        self, env: RegisteringEnv, reporter: Reporter, *, token: Callable[[], str | None]
+    ) -> None:
+        self.service_session: EnvSession | None = None
+        self.env_id: int | None = None
+        self.status_dict: dict[str, Any] | None = None
+        self.curr_step = 0
+        self.trainer_steps = -1
+        self.max_token_len = -1
+        self.wandb_project: str | None = None
+        self.wandb_group: str | None = None
+        self.wandb_prepend: str | None = None
+        self.checkpoint_dir = ""
+        self.checkpoint_interval = -1
+        self._env = env
+        self._reporter = reporter
+        self._token = token
+        self._asked_steps = env.config.total_steps
+        self._groups_in_status = 0
+        self.max_num_workers = self._most_workers()
+
+    def open_session(self) -> EnvSession:
+        """Open a new connection to the service."""
+        from atroposlib.api.client import RetryRule, TrajectoryApiClient
+
+        client = TrajectoryApiClient(
+            self._env.config.rollout_server_url,
+            # The session repeats posts itself: the id in them may have changed meanwhile.
+            post_retry=RetryRule(attempts=1),
+            token=self._token(),
+        )
+        self.service_session = EnvSession(client, retry_s=self._env.retry_interval_s)
+        return self.service_session
+
+    def session(self) -> EnvSession:
+        """Return the open connection to the service, or open one."""
+        return self.service_session or self.open_session()
+
+    async def open_wandb(self) -> None:
+        """Open the Weights & Biases run under the trainer's project, once the trainer named it.
+
+        Does nothing when the environment has set `wandb_project` and opened a run by itself.
+        """
+        if not self._env.config.use_wandb or self.wandb_project is not None:
+            return
+        session = self.session()
+
+        async def project_and_group() -> dict[str, Any] | None:
+            reply = await session.client.wandb_info()
+            return reply if reply["project"] is not None else None
+
+        reply = await session.ask(project_and_group, waiting_for="the trainer to register")
+        self.wandb_project, self.wandb_group = reply["project"], reply["group"]
+        stem = self._env.config.wandb_name
+        self._reporter.start_run_log(name=dated_run_name(stem, now=time.time()) if stem else None)
+
+    async def ask_to_register(self) -> dict[str, Any]:
+        """Ask once to be registered; return the reply."""
+        session = self.session()
+        # Where a trainer took over from an export or another trainer, the environment keeps its id.
+        earlier = session.earlier_registration
+        return await session.client.register_env(
+            **({} if earlier is None else {"earlier": earlier}),
+            max_token_length=self._env.config.max_token_length,
+            desired_name=self._env.desired_name,
+            weight=self._env.config.inference_weight,
+            group_size=self._env.config.group_size,
+            min_batch_allocation=self._env.config.min_batch_allocation,
+        )
+
+    async def register(self) -> None:
+        """Register with the service, waiting for it and for the trainer to start.
+
+        Raises:
+            ConfigError: neither the config nor the trainer gives a number of steps.
+        """
+        session = self.session()
+
+        async def accepted() -> dict[str, Any] | None:
+            reply = await self._env._register_env()
+            return reply if reply["status"] == "success" else None
+
+        reply = await session.ask(accepted, waiting_for="the trainer to start")
+        is_first = session.env_id is None
+        self.env_id = reply["env_id"]
+        self.wandb_prepend = reply["wandb_name"]
+        if is_first or reply["starting_step"] < self.curr_step:
+            # A later step is left to `env_step_checks`: boundaries may lie on the way to it.
+            self.curr_step = reply["starting_step"]
+        self.checkpoint_dir = reply["checkpoint_dir"]
+        self.checkpoint_interval = reply["checkpoint_interval"]
+        self.trainer_steps = reply["num_steps"]
+        self._env.config.total_steps = self._last_step(reply["num_steps"])
+        session.enter(reply["env_id"], run_id=reply.get("run_id"))
+        self._reporter.name_metrics_file(reply["wandb_name"])
+        logger.info("registered as %s at step %d", self.wandb_prepend, self.curr_step)
+        if is_first and self.curr_step > 0:
+            self._env.load_checkpoint()
+
+    def _last_step(self, trainer_steps: int) -> int:
+        """Return the step to end at: the trainer's last, or `total_steps` where that is less."""
+        asked = self._asked_steps
+        if asked == -1:
+            if trainer_steps == -1:
+                raise ConfigError(
+                    "total_steps is -1, but the trainer registered no number of steps either; "
+                    "set --env.total_steps"
+                )
+            return trainer_steps
+        if self._env.config.end_with_trainer and 0 < trainer_steps < asked:
+            return trainer_steps
+        return asked
+
+    async def fetch_settings(self) -> None:
+        """Take batch size and length limit from the trainer.
+
+        Raises:
+            ConfigError: no batch size is known, or a group does not fit a batch.
+        """
+        session = self.session()
+        info = await session.ask(session.client.info, waiting_for="the trainer's settings")
+        if info["batch_size"] != -1:
+            self._env.config.batch_size = info["batch_size"]
+        if info["max_token_len"] != -1:
+            self.max_token_len = info["max_token_len"]
+        if self.max_token_len <= 0:
+            logger.info("the trainer sets no length limit; groups of any length are sent")
+        batch_size, group_size = self._env.config.batch_size, self._env.config.group_size
+        if batch_size == -1:
+            raise ConfigError(
+                "no batch size is known: the trainer registered none and env.batch_size is -1"
+            )
+        if group_size > batch_size:
+            raise ConfigError(
+                f"group_size is {group_size} but the trainer's batch_size is {batch_size}; "
+                "a group must fit into one batch"
+            )
+
+    async def fetch_status(self) -> None:
+        """Fetch the queue's status into `status_dict`, registering again when we were forgotten."""
+        session = self.session()
+        groups_in_status = 0
+
+        async def status() -> dict[str, Any] | None:
+            nonlocal groups_in_status
+            for _ in range(2):  # the second time under a new registration
+                groups_in_status = session.num_groups_sent
+                try:
+                    if session.env_id is not None:
+                        return await session.status(session.env_id)
+                except TrajectoryApiError as error:
+                    if error.status not in UNKNOWN_ENV_STATUSES:
+                        raise
+                    logger.warning(
+                        "the service does not know us any more (%s); registering again", error
+                    )
+                session.forget_registration()
+                await settle(self._env.register_env())
+                await settle(self._env.get_server_info())
+            return None
+
+        self.status_dict = await session.ask(status, waiting_for="the status of the queue")
+        self._groups_in_status = groups_in_status
+        self._env.server.policy_version = self.status_dict.get("policy_version")
+        self.max_num_workers = self._most_workers()
+        if self._env.config.inference_weight >= 0:
+            await settle(self._env.server.update_weight(self.status_dict.get("env_weight", 1.0)))
+
+    def _most_workers(self) -> int:
+        if self._env.config.max_num_workers != -1:
+            return self._env.config.max_num_workers
+        return self._env.config.max_num_workers_per_node * len(self._env.server.servers)
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of each batch this environment may fill, -1 when unknown."""
+        if self.status_dict is None:
+            return self._env.config.batch_size
+        return derived_batch_size(
+            batch_size=self._env.config.batch_size,
+            unallocated_fraction=self.status_dict.get("unallocated_fraction", 1.0),
+            min_batch_allocation=self._env.config.min_batch_allocation,
+        )
+
+    def queue_status(self) -> QueueStatus:
+        """Return the queue as of the latest status, with the groups sent since."""
+        reply = self.status_dict or {"current_step": self.curr_step, "queue_size": 0}
+        unreported = self.session().num_groups_sent - self._groups_in_status
+        return QueueStatus.from_reply(reply, unreported_groups=unreported)
+
+    def capacity_limits(self) -> CapacityLimits:
+        """Return the limits that decide how many rollouts may run."""
+        return CapacityLimits(
+            group_size=self._env.config.group_size,
+            batch_size=self._env.config.batch_size,
+            max_batches_offpolicy=self._env.config.max_batches_offpolicy,
+            max_workers=self.max_num_workers,
+            total_steps=self._env.config.total_steps,
+            min_batch_allocation=self._env.config.min_batch_allocation,
+        )
+
+    @property
+    def are_starts_held_back(self) -> bool:
+        """Whether no rollout may start: not registered, or the queue is full."""
+        return not self.session().is_registered or is_queue_full(
+            self.queue_status(), self.capacity_limits()
+        )
+
+
 class EngineWatch:
     """How long no inference server of an environment has been up.
 
@@ -287,6 +550,11 @@ class EngineWatch:
         self._now = now
         self._last_seen: float | None = None
         self._num_answered = 0
+
+    @classmethod
+    def of(cls, server: Any) -> EngineWatch:
+        """Watch the servers of a `ServerManager`; anything else counts as up."""
+        return cls(server.servers if isinstance(server, ServerManager) else [])
 
     @property
     def names(self) -> str:
@@ -316,3 +584,12 @@ class EngineWatch:
             if await server.probe():
                 return True
         return False
+
+    async def wait_until_away(self, limit_s: float) -> None:
+        """Wait until no server has been up for `limit_s` seconds; 0 waits without end."""
+        pause_s = limit_s / 20 if limit_s else LONGEST_LOOK_PAUSE_S
+        while True:
+            await self.look()
+            if 0 < limit_s <= self.away_s:
+                return
+            await asyncio.sleep(min(LONGEST_LOOK_PAUSE_S, pause_s))

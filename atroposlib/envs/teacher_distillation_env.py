@@ -246,7 +246,7 @@ class TeacherDistillationEnv(BaseEnv, ABC):
     async def _run_close_hook(self) -> None:
         await super()._run_close_hook()
         if self.teacher_server is not None:
-            await self._run_tolerated(
+            await self.reporter.tolerate(
                 self.teacher_server.close(), "closing the teacher's connections"
             )
 

@@ -97,7 +97,7 @@ async def test_status_tells_the_servers_what_the_policy_is_called(
         async def ask(self, question: Any, **_: Any) -> Any:
             return next(answers)
 
-    env._joined_session = Session
+    env.service_session = Session()
 
     await env.get_status()
     assert env.server.policy_version == 5

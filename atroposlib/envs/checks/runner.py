@@ -463,7 +463,7 @@ async def check_evaluation(stage: Stage, findings: Findings) -> None:
     site = hook_site(type(env), ["evaluate"])
     stage.model.start(make_script(None))
     num_before = stage.model.num_answered
-    env._start_local_run()
+    env.reporter.start_local_run()
     returned = await within_limit(settle(env.evaluate()))
     await within_limit(settle(env.wandb_log({})))
     num_requests = stage.model.num_answered - num_before
