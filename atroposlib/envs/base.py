@@ -357,7 +357,10 @@ class BaseEnv(EnvHooks):
             NoDataError: `collect_trajectories` keeps giving nothing.
             InferenceError: no inference server was up for `engine_timeout`, once one had answered.
         """
-        await ProcessRun(self, self.reporter, self.delivery).run()
+        run = ProcessRun(
+            self, reporter=self.reporter, registration=self.registration, delivery=self.delivery
+        )
+        await run.run()
 
     async def _run_evaluate(self) -> None:
         """Set up and evaluate once, without a service.

@@ -120,11 +120,9 @@ class DeliveringEnv(Protocol):
     service_session: EnvSession | None
 
     async def complete_groups(self, groups: list[ScoredDataGroup], /) -> list[ScoredDataGroup]: ...
-
     async def add_rollouts_for_wandb(
         self, scored_data: ScoredDataGroup, item: Item | None, /
     ) -> None: ...
-
     async def _send_scored_data_to_api(
         self, scored_data: ScoredDataGroup | list[ScoredDataGroup], /
     ) -> None: ...

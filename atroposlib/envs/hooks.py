@@ -12,7 +12,7 @@ keeps them and hands them back, and never hashes, copies, compares or encodes th
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ async def settle(result: Any) -> Any:
     return result
 
 
-class EnvHooks(ABC):
+class EnvHooks(metaclass=ABCMeta):
     """Hooks for authors; `get_next_item` and `evaluate` must be written, the rest may be.
 
     Attributes:

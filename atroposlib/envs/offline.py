@@ -16,12 +16,10 @@ from collections.abc import Coroutine, MutableMapping
 from contextlib import AsyncExitStack
 from numbers import Real
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.delivery import (
     Delivery,
-    GroupWriter,
     mark_tokenized_from_text,
     stamp_finish_reasons,
 )
@@ -30,8 +28,8 @@ from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
 from atroposlib.envs.server_handling.weight_versions import sampled_versions
-from atroposlib.envs.service_session import EngineWatch
-from atroposlib.envs.serving import cancelled, expect_engine_tokenizer, setup_error_of
+from atroposlib.envs.service_session import EngineWatch, Registration
+from atroposlib.envs.serving import DrivenEnv, cancelled, expect_engine_tokenizer, setup_error_of
 from atroposlib.errors import InferenceError, NoDataError
 from atroposlib.utils.text import short_score
 
@@ -54,65 +52,27 @@ class _Rollout(NamedTuple):
     duration_s: float
 
 
-class OfflineEnv(Protocol):
-    """What `process` and `evaluate` read and call on an environment."""
-
-    config: BaseEnvConfig
-    server: Any
-    tokenizer: Any
-    jsonl_writer: GroupWriter | None
-    curr_step: int
-    max_num_workers: int
-    n_groups_to_process: int
-    group_size_to_process: int
-
-    async def setup(self) -> None: ...
-
-    async def get_next_item(self) -> Any: ...
-
-    async def evaluate(self) -> Any: ...
-
-    async def collect_trajectories(self, item: Any, /) -> Any: ...
-
-    async def postprocess_histories(self, trajectories: Any, /) -> Any: ...
-
-    def check_gold_answer(self, item: Any, /) -> Any: ...
-
-    async def handle_send_to_api(
-        self,
-        scored_data: Any,
-        item: Any,
-        /,
-        *,
-        do_send_to_api: bool,
-        abort_on_any_max_length_exceeded: bool,
-    ) -> None: ...
-
-    async def wandb_log(self, wandb_metrics: dict[str, Any], /) -> None: ...
-
-    async def _run_close_hook(self) -> None: ...
-
-    def _close_records(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None: ...
-
-
 class ProcessRun:
     """One run of `process`.
 
     Args:
         env: The environment; its `process` command has set how many groups to make.
         reporter: Counts groups and opens the metrics.
+        registration: Holds the number of groups made as `curr_step`.
         delivery: Knows which groups were dropped as unusable.
     """
 
-    def __init__(self, env: OfflineEnv, reporter: Reporter, delivery: Delivery) -> None:
+    def __init__(
+        self,
+        env: DrivenEnv,
+        *,
+        reporter: Reporter,
+        registration: Registration,
+        delivery: Delivery,
+    ) -> None:
         self._env = env
         self._reporter = reporter
+        self._registration = registration
         self._delivery = delivery
         self._errors = RecentErrors()
         self._scores: list[list[Any]] = []
@@ -128,7 +88,7 @@ class ProcessRun:
             ending.push_async_callback(env._run_close_hook)
             await settle(env.setup())
             self._reporter.start_local_run()
-            self._env.curr_step = 0
+            self._registration.curr_step = 0
             expect_engine_tokenizer(env.server, env.tokenizer, name=env.config.tokenizer_name)
             self._reporter.run_figures.begin()
             await while_engines_stay(env, self._process_all_groups())
@@ -147,7 +107,7 @@ class ProcessRun:
             await asyncio.gather(*started, return_exceptions=True)
         if not self._scores and self._delivery.num_unusable_groups():
             raise NoDataError(
-                f"all {self._env.curr_step} groups were dropped; {self._why_no_data()}"
+                f"all {self._registration.curr_step} groups were dropped; {self._why_no_data()}"
             )
 
     async def _deliver_finished(self, started: deque[asyncio.Task[_Rollout]]) -> None:
@@ -165,10 +125,10 @@ class ProcessRun:
             started: rollouts whose groups are not written yet, in item order; changed in place.
         """
         num_empty, has_items = 0, True
-        while self._env.curr_step < self._env.n_groups_to_process:
+        while self._registration.curr_step < self._env.n_groups_to_process:
             has_items = has_items and await self._start_rollouts(started)
             if not started:
-                logger.info("no items left after %d groups", self._env.curr_step)
+                logger.info("no items left after %d groups", self._registration.curr_step)
                 return
             if not started[0].done():
                 running = {task for task in started if not task.done()}
@@ -201,17 +161,17 @@ class ProcessRun:
             )
         )
         await settle(self._env.wandb_log({}))
-        self._env.curr_step += 1
+        self._registration.curr_step += 1
         if not self._delivery.is_unusable(collected, before=num_unusable):
             self._report_processed_groups(collected, duration_s=duration_s)
 
     async def _start_rollouts(self, started: deque[asyncio.Task[_Rollout]]) -> bool:
         """Start what may start; tell whether there may be more items."""
-        most = max(1, self._env.max_num_workers)
+        most = max(1, self._registration.max_num_workers)
         while True:
             num_running = sum(not task.done() for task in started)
             is_failed = any(task.done() and task.exception() is not None for task in started)
-            num_wanted = self._env.n_groups_to_process - self._env.curr_step - len(started)
+            num_wanted = self._env.n_groups_to_process - self._registration.curr_step - len(started)
             if num_wanted <= 0 or num_running >= most or len(started) >= MAX_UNWRITTEN * most:
                 return True
             if is_failed:
@@ -262,7 +222,7 @@ class ProcessRun:
         self._scores.append(scores)
         logger.info(
             "group %d of %d: %d trajectories, scores %s, %.1f s",
-            self._env.curr_step,
+            self._registration.curr_step,
             self._env.n_groups_to_process,
             len(scores),
             [short_score(score) for score in scores],
@@ -290,9 +250,9 @@ class ProcessRun:
         traceback: TracebackType | None,
     ) -> None:
         """Write the page; a run that failed before its first group leaves neither page nor file."""
-        if self._env.jsonl_writer is None:
+        if self._delivery.jsonl_writer is None:
             return
-        path = self._env.jsonl_writer.path
+        path = self._delivery.jsonl_writer.path
         if error is not None and path.stat().st_size == 0:
             path.unlink()  # or the next run would have to take another name
             return
@@ -302,7 +262,7 @@ class ProcessRun:
         generate_html(path)
 
 
-async def evaluate_once(env: OfflineEnv, reporter: Reporter) -> None:
+async def evaluate_once(env: DrivenEnv, reporter: Reporter) -> None:
     """Set up and evaluate once, without a service; see `BaseEnv._run_evaluate`."""
     async with AsyncExitStack() as ending:  # runs from the last line to the first
         ending.push(env._close_records)
@@ -318,7 +278,7 @@ async def evaluate_once(env: OfflineEnv, reporter: Reporter) -> None:
                 logger.info("%s: %.4g", name, value)
 
 
-async def while_engines_stay(env: OfflineEnv, work: Coroutine[Any, Any, None]) -> None:
+async def while_engines_stay(env: DrivenEnv, work: Coroutine[Any, Any, None]) -> None:
     """Await `work`, which needs an inference server.
 
     Raises:

@@ -51,8 +51,8 @@ __all__ = ["ServingLoop", "cancelled", "expect_engine_tokenizer", "setup_error_o
 logger = logging.getLogger(__name__)
 
 
-class ServedEnv(Protocol):
-    """What the serving loop reads and calls on its environment."""
+class DrivenEnv(Protocol):
+    """What `serve`, `process` and `evaluate` read and call on an environment."""
 
     config: BaseEnvConfig
     server: Any
@@ -61,37 +61,33 @@ class ServedEnv(Protocol):
     shutdown_grace_s: float
     empty_rollout_s: float
     final_engine_timeout_s: float
+    n_groups_to_process: int
+    group_size_to_process: int
 
     async def setup(self) -> None: ...
-
-    async def evaluate(self) -> Any: ...
-
-    async def collect_trajectories(self, item: Any, /) -> Any: ...
-
-    async def postprocess_histories(self, trajectories: Any, /) -> Any: ...
-
-    async def cleanup(self) -> None: ...
-
     async def setup_wandb(self) -> None: ...
-
     async def register_env(self) -> None: ...
-
     async def get_server_info(self) -> None: ...
-
     async def get_status(self) -> None: ...
-
     async def env_step_checks(self) -> None: ...
-
     async def add_train_workers(self) -> None: ...
-
-    async def handle_send_to_api(self, scored_data: Any, item: Any, /) -> None: ...
-
+    async def get_next_item(self) -> Any: ...
+    async def collect_trajectories(self, item: Any, /) -> Any: ...
+    async def postprocess_histories(self, trajectories: Any, /) -> Any: ...
+    def check_gold_answer(self, item: Any, /) -> Any: ...
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Any,
+        /,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None: ...
+    async def cleanup(self) -> None: ...
     async def wandb_log(self, wandb_metrics: dict[str, Any], /) -> None: ...
-
+    async def evaluate(self) -> Any: ...
     def save_checkpoint(self, step: int, /) -> None: ...
-
     async def _run_close_hook(self) -> None: ...
-
     def _close_records(
         self,
         kind: type[BaseException] | None,
@@ -118,7 +114,7 @@ class ServingLoop:
 
     def __init__(
         self,
-        env: ServedEnv,
+        env: DrivenEnv,
         *,
         reporter: Reporter,
         registration: Registration,
