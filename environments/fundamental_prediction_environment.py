@@ -24,7 +24,6 @@ from atroposlib.envs.single_turn_env import SingleTurnEnvConfig, Trajectory
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
 from atroposlib.tasks.single_turn_parts import (
-    RolloutColumns,
     ThinkingEnv,
     answer_after_thinking,
     deep_hermes_settings,
@@ -127,7 +126,7 @@ def _accuracies(rewards: Sequence[float]) -> tuple[float, float]:
     return len(right) / len(rewards), statistics.fmean(right) if right else 0.0
 
 
-class FundamentalPredictionEnv(RolloutColumns, HubItems, ThinkingEnv):
+class FundamentalPredictionEnv(HubItems, ThinkingEnv):
     """Reports about companies, and what became of a figure."""
 
     env_config_cls = FundamentalPredictionEnvConfig

@@ -30,8 +30,6 @@ from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
 from atroposlib.tasks.single_turn_parts import (
     DEEP_THINKING,
-    PercentCorrect,
-    RolloutColumns,
     ThinkingEnv,
     answer_after_thinking,
     deep_hermes_settings,
@@ -194,7 +192,7 @@ def score_answer(completion: str, question: Question) -> float:
     return 1.0 if named_options(answer, question.options) == {gold} else -1.0
 
 
-class MCQAThinkingEnv(RolloutColumns, HubItems, PercentCorrect, ThinkingEnv):
+class MCQAThinkingEnv(HubItems, ThinkingEnv):
     """Questions with lettered options."""
 
     env_config_cls = MCQAThinkingEnvConfig
@@ -203,6 +201,7 @@ class MCQAThinkingEnv(RolloutColumns, HubItems, PercentCorrect, ThinkingEnv):
     hub_subset = "default"
     columns = ("answer",)
     optional_columns = ("prompt", "ground_truth", "options", "question", "choices")
+    logs_percent_correct = True
     rollout_columns = ("answer", "string_answer")
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 

@@ -19,11 +19,11 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.conversation import visible_text
-from atroposlib.envs.single_turn_env import SingleTurnEnvConfig, Trajectory
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, Trajectory
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
-from atroposlib.tasks.single_turn_parts import DEEP_THINKING, PercentCorrect, RolloutColumns
+from atroposlib.tasks.single_turn_parts import DEEP_THINKING
 from atroposlib.tasks.tool_calls import calls_match, read_calls
 from atroposlib.utils.length_penalty import length_factor
 
@@ -74,7 +74,7 @@ def score(expected: str, answer: str) -> float:
     return 1.0 if calls_match(read_calls(expected).calls, read_calls(answer).calls) else -1.0
 
 
-class SingleToolCallingEnv(RolloutColumns, HubItems, PercentCorrect):
+class SingleToolCallingEnv(HubItems, SingleTurnEnv):
     """Requests and the calls that fulfil them."""
 
     env_config_cls = SingleToolCallingEnvConfig
@@ -83,6 +83,7 @@ class SingleToolCallingEnv(RolloutColumns, HubItems, PercentCorrect):
     hub_subset = "default"
     num_test_rows = 100
     columns = ("conversations",)
+    logs_percent_correct = True
     rollout_columns = ("expected_tool_call",)
     min_trained_tokens = 10
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}

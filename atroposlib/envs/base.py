@@ -479,10 +479,11 @@ class BaseEnv(EnvHooks):
     ) -> None:
         """Keep the first trajectories of a group for the table; called for each admitted group.
 
-        Keeps `(decoded text, score)` of `num_rollouts_per_group_for_logging` trajectories, and
-        the latest `num_rollouts_to_keep` groups.
+        Keeps `(decoded text, score, *rollout_cells(item))` of
+        `num_rollouts_per_group_for_logging` trajectories, and the latest `num_rollouts_to_keep`
+        groups.
         """
-        await self.reporter.add_rollouts(scored_data)
+        await self.reporter.add_rollouts(scored_data, item)
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
         """Add durations of rollouts and of the loop; a buffer counts with two or more values."""

@@ -44,6 +44,7 @@ class EnvHooks(metaclass=ABCMeta):
         env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
         default_model: model that the default `config_init` names, served by vLLM on this machine.
         default_settings: settings that the default `config_init` lays over those of the class.
+        rollout_columns: names of further columns of the table `train/rollouts`.
         check_settings: settings for `check` only, such as the path of a small data set.
         config: settings of this instance.
         server: inference servers, as `self.server.chat_completion(...)`.
@@ -54,6 +55,7 @@ class EnvHooks(metaclass=ABCMeta):
     env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
     default_model: ClassVar[str | None] = None
     default_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    rollout_columns: ClassVar[Sequence[str]] = ()
     check_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     config: BaseEnvConfig
@@ -153,6 +155,10 @@ class EnvHooks(metaclass=ABCMeta):
             A group, a list of groups and Nones, or None to give up.
         """
         return trajectories
+
+    def rollout_cells(self, item: Item) -> Sequence[Any]:
+        """Return the values of `rollout_columns`, the same for every completion of an item."""
+        return ()
 
     def check_gold_answer(self, item: Item) -> str | Sequence[str] | None:
         """Return what a perfect model would write; called by `check` and by `process` only.

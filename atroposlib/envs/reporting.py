@@ -32,7 +32,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from atroposlib.envs import eval as eval_log
 from atroposlib.envs.config import BaseEnvConfig
@@ -327,6 +327,7 @@ class ReportedEnv(Protocol):
 
     name: str | None
     config: BaseEnvConfig
+    rollout_columns: ClassVar[Sequence[str]]
     server: Any
     tokenizer: Any
     testing: bool
@@ -339,6 +340,7 @@ class ReportedEnv(Protocol):
     @property
     def desired_name(self) -> str: ...
     async def create_rollout_table(self, wandb_metrics: dict[str, Any], /) -> Any: ...
+    def rollout_cells(self, item: Any, /) -> Sequence[Any]: ...
     def perf_stats(self, metrics_dict: dict[str, Any], /) -> Any: ...
     def _opened_score_pool(self) -> ScorePool | None: ...
 
@@ -476,21 +478,29 @@ class Reporter:
 
     def add_rollout_table(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Add the kept rollouts as the table `train/rollouts`."""
-        # Environments may keep more than text and score, for tables of their own.
-        rows = [row[:2] for group in self.rollouts_for_wandb for row in group]
+        names = ["text", "score", *self._env.rollout_columns]
+        # Environments may keep more than these columns, for tables of their own, or fewer.
+        padding = (None,) * len(names)
+        rows = [
+            (*row, *padding)[: len(names)] for group in self.rollouts_for_wandb for row in group
+        ]
         if rows:
-            metrics["train/rollouts"] = self.run_log.table(["text", "score"], rows)
+            metrics["train/rollouts"] = self.run_log.table(names, rows)
         return metrics
 
-    async def add_rollouts(self, scored_data: ScoredDataGroup) -> None:
+    async def add_rollouts(self, scored_data: ScoredDataGroup, item: Any) -> None:
         """Keep the first trajectories of a group as `(decoded text, score)` for the table."""
         wanted = self._env.config.num_rollouts_per_group_for_logging
         if wanted == -1:
             wanted = self._env.config.group_size
         pairs = zip(scored_data["tokens"], scored_data["scores"], strict=True)
         rows = [(tokens, score) for tokens, score in pairs][:wanted]
+        cells = () if item is None else self._env.rollout_cells(item)
         self.rollouts_for_wandb.append(
-            [(await decode_long(self._env.tokenizer, tokens), score) for tokens, score in rows]
+            [
+                (await decode_long(self._env.tokenizer, tokens), score, *cells)
+                for tokens, score in rows
+            ]
         )
         excess = len(self.rollouts_for_wandb) - self._env.config.num_rollouts_to_keep
         if excess > 0:

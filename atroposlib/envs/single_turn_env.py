@@ -273,12 +273,14 @@ class SingleTurnEnv(BaseEnv):
 
     Attributes:
         scores_thinking: whether `score` reads the thinking as well.
+        logs_percent_correct: whether metrics are the part of scores above zero, not their mean.
         min_trained_tokens: shorter completions stay in their group but do not move the policy.
         prefill: how every completion begins; read by the policy, not trained.
         scores_since_log: what `score` returned since the last log, its parts weighed and summed.
     """
 
     scores_thinking: ClassVar[bool] = False
+    logs_percent_correct: ClassVar[bool] = False
     min_trained_tokens: ClassVar[int] = 0
     prefill: str = ""
     env_config_cls = SingleTurnEnvConfig
@@ -324,11 +326,16 @@ class SingleTurnEnv(BaseEnv):
 
     def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
         """Return what is logged of the scores since the last log; there is at least one."""
+        if self.logs_percent_correct:
+            return {"train/percent_correct": statistics.fmean(score > 0 for score in scores)}
         return {"train/mean_score": statistics.fmean(scores)}
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Return the result of an evaluation from its records, at least one."""
-        return {"eval/mean_score": statistics.fmean(sample["score"] for sample in samples)}
+        scores = [sample["score"] for sample in samples]
+        if self.logs_percent_correct:
+            return {"eval/percent_correct": statistics.fmean(score > 0 for score in scores)}
+        return {"eval/mean_score": statistics.fmean(scores)}
 
     def eval_items(self) -> Sequence[Item]:
         """Return the items `evaluate` asks; none by default."""

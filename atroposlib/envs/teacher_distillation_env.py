@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,7 +72,7 @@ class TeacherDistillationConfig(BaseEnvConfig):
     )
 
 
-class TeacherDistillationEnv(BaseEnv, ABC):
+class TeacherDistillationEnv(BaseEnv):
     """An environment that asks a teacher about its trajectories before they are sent.
 
     Write the hooks of `BaseEnv`; nothing changes for them. An environment that has its own

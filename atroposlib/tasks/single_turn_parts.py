@@ -1,29 +1,21 @@
-"""Parts of single-turn environments: thinking in tags, metrics of right and wrong, columns."""
+"""Parts of single-turn environments: thinking in tags, and the settings of DeepHermes."""
 
 from __future__ import annotations
 
 import re
-import statistics
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from atroposlib.envs.base import (
     APIServerConfig,
-    BaseEnv,
     BaseEnvConfig,
     EvalHandlingEnum,
-    Item,
-    ScoredDataGroup,
 )
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.single_turn_env import SingleTurnEnv
 
 __all__ = [
     "DEEP_THINKING",
-    "PercentCorrect",
-    "RolloutColumns",
     "ThinkingEnv",
     "answer_after_thinking",
     "deep_hermes_settings",
@@ -89,47 +81,3 @@ def deep_hermes_settings(
         num_requests_for_eval=256,
     )
     return config_cls(**{**common, **settings}), server
-
-
-class PercentCorrect(SingleTurnEnv):
-    """Logs the part of the answers whose score is above zero, in training and in evaluations."""
-
-    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
-        """Return `train/percent_correct`."""
-        return {"train/percent_correct": statistics.fmean(score > 0 for score in scores)}
-
-    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return `eval/percent_correct`."""
-        return {"eval/percent_correct": statistics.fmean(s["score"] > 0 for s in samples)}
-
-
-class RolloutColumns(BaseEnv):
-    """Adds columns to `train/rollouts`; to be named before the kind of environment.
-
-    Attributes:
-        rollout_columns: their names.
-    """
-
-    rollout_columns: ClassVar[Sequence[str]]
-
-    @abstractmethod
-    def rollout_cells(self, item: Item) -> Sequence[Any]:
-        """Return the values of the columns, the same for every completion of an item."""
-
-    async def add_rollouts_for_wandb(
-        self, scored_data: ScoredDataGroup, item: Item | None = None
-    ) -> None:
-        """Keep the first trajectories of a group, with the columns of their item."""
-        await super().add_rollouts_for_wandb(scored_data, item)
-        if self.rollouts_for_wandb and item is not None:
-            cells = tuple(self.rollout_cells(item))
-            self.rollouts_for_wandb[-1] = [(*row, *cells) for row in self.rollouts_for_wandb[-1]]
-
-    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add the kept rollouts as table `train/rollouts`."""
-        names = ["text", "score", *self.rollout_columns]
-        rows = [row for group in self.rollouts_for_wandb for row in group]
-        complete = [(*row, *[None] * (len(names) - len(row))) for row in rows]
-        if complete:
-            wandb_metrics["train/rollouts"] = self.run_log.table(names, complete)
-        return wandb_metrics
