@@ -41,6 +41,7 @@ from atroposlib.envs.reporting import (
     Reporter,
     RunFigures,
     load_env_checkpoint,
+    restore_attributes,
     save_env_checkpoint,
 )
 from atroposlib.envs.reward_parts import PartSums
@@ -63,7 +64,6 @@ from atroposlib.utils.aio import SideThread
 from atroposlib.utils.gymnasium_names import keep_removed_games
 from atroposlib.utils.model_paths import missing_folder
 from atroposlib.utils.run_log import RunLog
-from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
 
 if TYPE_CHECKING:
@@ -172,6 +172,13 @@ def _load_tokenizer(name: str) -> Any:
 def _service_token() -> str | None:
     # Not kept: what holds no secret cannot show one.
     return os.environ.get("ATROPOS_API_TOKEN")
+
+
+def _as_list(server_configs: Any) -> Any:
+    """Return server configs as a list; a `ServerBaseline` stays as it is."""
+    if isinstance(server_configs, tuple | list):
+        return list(server_configs) if isinstance(server_configs, tuple) else server_configs
+    return server_configs if isinstance(server_configs, ServerBaseline) else [server_configs]
 
 
 class _HeldBy:
@@ -292,21 +299,16 @@ class BaseEnv(EnvHooks):
         self.max_token_length = config.max_token_length
         self.eval_metrics: list[Any] = []
         self.eval_workers: set[Any] = set()
-        if isinstance(server_configs, tuple):
-            server_configs = list(server_configs)
-        elif not isinstance(server_configs, list | ServerBaseline):
-            server_configs = [server_configs]
+        servers = _as_list(server_configs)
         self.server = ServerManager(
-            server_configs,
+            servers,
             slurm=slurm,
             testing=testing,
             server_class=self.server_cls,
             reasoning_config=ReasoningConfig.from_env_config(config),
         )
         self.server_configs: list[Any] = (
-            server_configs
-            if isinstance(server_configs, list)
-            else [server.config for server in self.server.servers]
+            servers if isinstance(servers, list) else [s.config for s in self.server.servers]
         )
         self.tokenizer = (
             _load_tokenizer(config.tokenizer_name)
@@ -357,10 +359,7 @@ class BaseEnv(EnvHooks):
             NoDataError: `collect_trajectories` keeps giving nothing.
             InferenceError: no inference server was up for `engine_timeout`, once one had answered.
         """
-        run = ProcessRun(
-            self, reporter=self.reporter, registration=self.registration, delivery=self.delivery
-        )
-        await run.run()
+        await ProcessRun(self, self.reporter, self.registration, self.delivery).run()
 
     async def _run_evaluate(self) -> None:
         """Set up and evaluate once, without a service.
@@ -411,13 +410,9 @@ class BaseEnv(EnvHooks):
         await self.serving_loop.add_workers()
 
     async def handle_env(self, item_uuid: str) -> Any:
-        """Roll out, score and send one item; the body of every worker.
+        """Roll out, score and send the item of `running_items[item_uuid]`; the body of a worker.
 
-        Args:
-            item_uuid: key in `running_items`; an unknown one gives None.
-
-        Returns:
-            What was collected; None when the rollout failed or gave nothing.
+        Returns what was collected; None when the rollout failed, or the uuid is unknown.
         """
         return await self.serving_loop.roll_out(item_uuid)
 
@@ -447,10 +442,6 @@ class BaseEnv(EnvHooks):
             is_sent=do_send_to_api,
             limits_length=abort_on_any_max_length_exceeded,
         )
-
-    async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
-        """Add to admitted groups what costs too much for dropped ones; the default adds nothing."""
-        return groups
 
     async def _send_scored_data_to_api(
         self, scored_data: ScoredDataGroup | list[ScoredDataGroup]
@@ -502,15 +493,8 @@ class BaseEnv(EnvHooks):
     ) -> None:
         """Write an evaluation's result to `data_dir_to_save_evals`; without one, only warn.
 
-        Args:
-            metrics: name to value.
-            task_name: defaults to `<name>_eval`.
-            model_name: defaults to the config's, then to the first inference server's.
-            start_time: seconds since the epoch, now when None.
-            end_time: seconds since the epoch, now when None.
-            generation_parameters: laid over `{"max_new_tokens": max_token_length}`.
-            samples: one record per question.
-            verbose: print a table.
+        Arguments are those of `atroposlib.envs.eval.evaluate_log`. Defaults are `<name>_eval`, the
+        model of the config or of the first inference server, and `max_token_length`.
 
         Raises:
             NoDataError: no request had an answer since the evaluation began, and every metric is 0:
@@ -545,12 +529,7 @@ class BaseEnv(EnvHooks):
         Sets only attributes the environment has already; others in the file are named in the log.
         """
         data = load_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, self.curr_step)
-        for key, value in (data or {}).items():
-            # The file names attributes of the author's class, which only the instance knows.
-            if hasattr(self, key) and not callable(getattr(self, key)):
-                setattr(self, key, value)
-            else:
-                logger.warning("checkpoint key %r is no attribute of the environment", key)
+        restore_attributes(self, data)
 
     def count_failure(self, name: str) -> None:
         """Count a failed rollout, evaluation or hook under a name."""
@@ -559,11 +538,6 @@ class BaseEnv(EnvHooks):
     def count_straggler(self, name: str) -> None:
         """Count a straggling rollout under its outcome."""
         self.reporter.count_straggler(name)
-
-    @property
-    def desired_name(self) -> str:
-        """The name to register under: `wandb_name`, the class's `name`, or the class name."""
-        return self.config.wandb_name or self.name or type(self).__name__
 
     @property
     def derived_batch_size(self) -> int:
@@ -579,28 +553,6 @@ class BaseEnv(EnvHooks):
     def wandb_run(self, run: Any) -> None:
         self.run_log.wandb_run = run
 
-    @cached_property
-    def score_pool(self) -> ScorePool:
-        """Workers for scoring functions, as the config asks for; may be assigned.
-
-        `await self.score_pool.run(function, *args, timeout=5, default=0.0)` neither stalls other
-        rollouts nor runs for ever; see `ScorePool`.
-        """
-        return ScorePool(
-            num_workers=self.config.num_score_workers,
-            timeout_s=self.config.score_timeout_s,
-            backend=self.config.score_backend.value,
-        )
-
-    def _opened_score_pool(self) -> ScorePool | None:
-        pool = vars(self).get("score_pool")  # asking for the attribute would make one
-        return pool if isinstance(pool, ScorePool) else None
-
-    async def _close_score_pool(self) -> None:
-        pool = self._opened_score_pool()
-        if pool is not None:
-            await asyncio.to_thread(pool.close)
-
     async def _run_close_hook(self) -> None:
         self.run_figures.end()
         await self.reporter.tolerate(self.close(), "close")
@@ -613,18 +565,9 @@ class BaseEnv(EnvHooks):
         error: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        if isinstance(error, Exception) and not self.failure_counts:
-            self.count_failure(type(error).__name__)  # what ends the run has failed, too
-        self.run_log.finish()
-        if self.jsonl_writer is not None:
-            self.jsonl_writer.close()
+        self.delivery.close()
         self._side_thread.close()
-        logger.info(
-            "environment closed at step %d; groups dropped: %s; failures: %s",
-            self.curr_step,
-            dict(self.drop_counts) or "none",
-            dict(self.failure_counts) or "none",
-        )
+        self.reporter.close(error, step=self.curr_step)
 
     @cached_property
     def client(self) -> Any:
@@ -647,16 +590,6 @@ class BaseEnv(EnvHooks):
         from atroposlib.envs.commands import run_cli
 
         run_cli(cls)
-
-    @classmethod
-    def check_inputs(cls, config: BaseEnvConfig) -> None:
-        """Find out whether what the environment reads is there; override it to add checks.
-
-        Called by its commands before anything is loaded; `check` leaves it to `setup`.
-
-        Raises:
-            ConfigError: something is missing; the message says what and where.
-        """
 
     @classmethod
     def get_cli_serve_config_cls(cls) -> type:

@@ -175,6 +175,11 @@ class Delivery:
                 admitted if isinstance(scored_data, list) else admitted[0]
             )
 
+    def close(self) -> None:
+        """Close the file of saved groups, if there is one."""
+        if self.jsonl_writer is not None:
+            self.jsonl_writer.close()
+
     async def _admit_group(self, group: Any, *, limit_length: bool) -> bool:
         """Check one group; tell whether it goes on."""
         _make_plain(group)

@@ -11,15 +11,19 @@ keeps them and hands them back, and never hashes, copies, compares or encodes th
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.rollouts import StragglerRule, assemble_group, gather_rollouts
+from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.type_definitions import Item
+from atroposlib.utils.score_pool import ScorePool
 
 __all__ = [
     "EnvHooks",
@@ -80,6 +84,17 @@ class EnvHooks(metaclass=ABCMeta):
             model_name=cls.default_model, base_url=LOCAL_VLLM_URL, server_type="vllm"
         )
         return cls.env_config_cls.model_validate(settings), server
+
+    @classmethod
+    def check_inputs(cls, config: BaseEnvConfig) -> None:
+        """Find out whether what the environment reads is there; override it to add checks.
+
+        Called by its commands before anything is loaded; `check` leaves it to `setup`.
+
+        Raises:
+            ConfigError: something is missing; the message says what and where.
+        """
+        return
 
     async def setup(self) -> None:
         """Load data and whatever else is needed; called once, before anything else."""
@@ -142,6 +157,10 @@ class EnvHooks(metaclass=ABCMeta):
         overrides = type(self).postprocess_histories is not EnvHooks.postprocess_histories
         return assemble_group(results, is_scored_later=overrides), backlog
 
+    async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
+        """Add to admitted groups what costs too much for dropped ones; the default adds nothing."""
+        return groups
+
     def count_straggler(self, name: str) -> None:
         """Count a straggling rollout; called with `retried`, `left_out` or `given_up`."""
         return
@@ -184,3 +203,30 @@ class EnvHooks(metaclass=ABCMeta):
     async def close(self) -> None:
         """Release what `setup` took; called once, when the run is over and rollouts have ended."""
         return
+
+    @property
+    def desired_name(self) -> str:
+        """The name to register under: `wandb_name`, the class's `name`, or the class name."""
+        return self.config.wandb_name or self.name or type(self).__name__
+
+    @cached_property
+    def score_pool(self) -> ScorePool:
+        """Workers for scoring functions, as the config asks for; may be assigned.
+
+        `await self.score_pool.run(function, *args, timeout=5, default=0.0)` neither stalls other
+        rollouts nor runs for ever; see `ScorePool`.
+        """
+        return ScorePool(
+            num_workers=self.config.num_score_workers,
+            timeout_s=self.config.score_timeout_s,
+            backend=self.config.score_backend.value,
+        )
+
+    def _opened_score_pool(self) -> ScorePool | None:
+        pool = vars(self).get("score_pool")  # asking for the attribute would make one
+        return pool if isinstance(pool, ScorePool) else None
+
+    async def _close_score_pool(self) -> None:
+        pool = self._opened_score_pool()
+        if pool is not None:
+            await asyncio.to_thread(pool.close)

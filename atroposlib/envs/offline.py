@@ -65,7 +65,6 @@ class ProcessRun:
     def __init__(
         self,
         env: DrivenEnv,
-        *,
         reporter: Reporter,
         registration: Registration,
         delivery: Delivery,

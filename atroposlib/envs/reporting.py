@@ -56,6 +56,7 @@ __all__ = [
     "dated_run_name",
     "duration_metrics",
     "load_env_checkpoint",
+    "restore_attributes",
     "save_env_checkpoint",
 ]
 
@@ -262,6 +263,16 @@ def load_env_checkpoint(
         if data is not None:
             return data
     return None
+
+
+def restore_attributes(env: object, data: Mapping[str, Any] | None) -> None:
+    """Set the attributes of `data` that the environment has; name the others in the log."""
+    for key, value in (data or {}).items():
+        # The file names attributes of the author's class, which only the instance knows.
+        if hasattr(env, key) and not callable(getattr(env, key)):
+            setattr(env, key, value)
+        else:
+            logger.warning("checkpoint key %r is no attribute of the environment", key)
 
 
 def _folder(checkpoint_dir: str | Path, prepend: str | None) -> Path:
@@ -552,6 +563,23 @@ class Reporter:
             model_name=model_name,
             generation_parameters={**parameters, **(generation_parameters or {})},
             **options,
+        )
+
+    def close(self, error: BaseException | None, *, step: int) -> None:
+        """Close the metrics log and log the counts of the run.
+
+        Args:
+            error: What ended the run; counted as a failure if there was none before.
+            step: Trainer step at which the run ended.
+        """
+        if isinstance(error, Exception) and not self.failure_counts:
+            self.count_failure(type(error).__name__)
+        self.run_log.finish()
+        logger.info(
+            "environment closed at step %d; groups dropped: %s; failures: %s",
+            step,
+            dict(self.drop_counts) or "none",
+            dict(self.failure_counts) or "none",
         )
 
     def begin_evaluation(self) -> None:

@@ -356,10 +356,7 @@ class Registration:
         return self.service_session or self.open_session()
 
     async def open_wandb(self) -> None:
-        """Open the Weights & Biases run under the trainer's project, once the trainer named it.
-
-        Does nothing when the environment has set `wandb_project` and opened a run by itself.
-        """
+        """Implement `BaseEnv.setup_wandb`."""
         if not self._env.config.use_wandb or self.wandb_project is not None:
             return
         session = self.session()
@@ -374,7 +371,7 @@ class Registration:
         self._reporter.start_run_log(name=dated_run_name(stem, now=time.time()) if stem else None)
 
     async def ask_to_register(self) -> dict[str, Any]:
-        """Ask once to be registered; return the reply."""
+        """Implement `BaseEnv._register_env`."""
         session = self.session()
         # Where a trainer took over from an export or another trainer, the environment keeps its id.
         earlier = session.earlier_registration
@@ -388,11 +385,7 @@ class Registration:
         )
 
     async def register(self) -> None:
-        """Register with the service, waiting for it and for the trainer to start.
-
-        Raises:
-            ConfigError: neither the config nor the trainer gives a number of steps.
-        """
+        """Implement `BaseEnv.register_env`."""
         session = self.session()
 
         async def accepted() -> dict[str, Any] | None:
@@ -431,11 +424,7 @@ class Registration:
         return asked
 
     async def fetch_settings(self) -> None:
-        """Take batch size and length limit from the trainer.
-
-        Raises:
-            ConfigError: no batch size is known, or a group does not fit a batch.
-        """
+        """Implement `BaseEnv.get_server_info`."""
         session = self.session()
         info = await session.ask(session.client.info, waiting_for="the trainer's settings")
         if info["batch_size"] != -1:
@@ -456,7 +445,7 @@ class Registration:
             )
 
     async def fetch_status(self) -> None:
-        """Fetch the queue's status into `status_dict`, registering again when we were forgotten."""
+        """Implement `BaseEnv.get_status`."""
         session = self.session()
         groups_in_status = 0
 

@@ -324,7 +324,7 @@ class ServingLoop:
             await settle(self._env.add_train_workers())
 
     async def add_workers(self) -> None:
-        """Start rollouts up to the limit; called when there is room, never to cancel any."""
+        """Implement `BaseEnv.add_train_workers`."""
         limit = self._worker_limit()
         if self._registration.curr_step > 0 or self._scheduler.workers:
             self._reporter.workers_added_list.append(limit - len(self._scheduler.workers))
@@ -351,14 +351,7 @@ class ServingLoop:
         )
 
     async def roll_out(self, item_uuid: str) -> Any:
-        """Roll out, score and send one item; the body of every worker.
-
-        Args:
-            item_uuid: key in `running_items`; an unknown one gives None.
-
-        Returns:
-            What was collected; None when the rollout failed or gave nothing.
-        """
+        """Implement `BaseEnv.handle_env`."""
         record = self._scheduler.running_items.get(item_uuid)
         if record is None:
             return None
