@@ -231,7 +231,6 @@ class BaseEnv(EnvHooks):
     Attributes:
         server_configs: the configs of the inference servers, as a list.
         eval_metrics: for environments that gather metrics here; the library leaves it alone.
-        max_token_length: `config.max_token_length`.
         process_mode: True under `process`, absent otherwise.
         n_groups_to_process: groups that `process` makes; set by its command.
         group_size_to_process: trajectories per group under `process`; set by its command.
@@ -425,9 +424,8 @@ class BaseEnv(EnvHooks):
     ) -> None:
         """Admit, record and send groups; called for everything a rollout returned.
 
-        A group that is not admitted is logged and counted under its reason. Admitted groups are
-        changed in place: missing optional fields become None, NumPy arrays become lists, and
-        `messages` is filled under `include_messages`.
+        Others are logged and counted under a reason. Admitted groups are changed in place: missing
+        fields become None, arrays lists, and `messages` is filled under `include_messages`.
 
         Args:
             scored_data: one group, or a list of groups and Nones (sent in one request).
@@ -470,9 +468,7 @@ class BaseEnv(EnvHooks):
     ) -> None:
         """Keep the first trajectories of a group for the table; called for each admitted group.
 
-        Keeps `(decoded text, score, *rollout_cells(item))` of
-        `num_rollouts_per_group_for_logging` trajectories, and the latest `num_rollouts_to_keep`
-        groups.
+        Keeps `(decoded text, score, *rollout_cells(item))` of each, and the latest groups.
         """
         await self.reporter.add_rollouts(scored_data, item)
 
