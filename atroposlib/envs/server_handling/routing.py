@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from atroposlib.envs.server_handling.retry import ServerDownError
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
-from atroposlib.envs.server_handling.server_baseline import RAISE_WHEN_DOWN
+from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight, num_unused
+from atroposlib.envs.server_handling.server_baseline import failing_over
 
 __all__ = [
     "ConversationMemory",
@@ -62,12 +62,11 @@ def free_slots(server: HasSlots, *, is_training: bool) -> float:
 
     While evaluation runs, training reserves the slots that evaluation could still use.
     """
-    eval_sem = server.eval_sem
-    eval_free = max(0.0, eval_sem._value - eval_sem.min_val())
+    eval_free = server.eval_sem.num_free
     if not is_training:
         return eval_free
-    reserved = eval_free if eval_sem._value != eval_sem.max_val else 0.0
-    return max(0.0, (server.sem._value - server.sem.min_val()) - reserved)
+    reserved = eval_free if server.eval_sem.num_held else 0.0
+    return max(0.0, server.sem.num_free - reserved)
 
 
 def least_loaded(
@@ -91,7 +90,7 @@ def least_loaded(
     return max(
         healthy,
         key=lambda server: (
-            (server.sem if is_training else server.eval_sem)._value,
+            num_unused(server.sem if is_training else server.eval_sem),
             -sessions.get(id(server), 0),
         ),
     )
@@ -107,14 +106,12 @@ def is_overloaded(
     server: HasSlots, servers: Sequence[HasSlots], *, is_training: bool = True
 ) -> bool:
     """Whether a conversation should leave `server` for a less loaded one of `servers`."""
-    loads = [_in_flight(other, is_training) for other in servers if other.server_healthy]
-    least = min(loads, default=0)
-    return _in_flight(server, is_training) > OVERLOAD_RATIO * least + OVERLOAD_MARGIN
 
+    def in_flight(one: HasSlots) -> int:
+        return (one.sem if is_training else one.eval_sem).num_held
 
-def _in_flight(server: HasSlots, is_training: bool) -> int:
-    sem = server.sem if is_training else server.eval_sem
-    return sem.max_val - sem._value
+    least = min((in_flight(other) for other in servers if other.server_healthy), default=0)
+    return in_flight(server) > OVERLOAD_RATIO * least + OVERLOAD_MARGIN
 
 
 class ConversationMemory:
@@ -207,13 +204,10 @@ class SessionServer:
         is_training = kwargs.get("split", "train") == "train"
         while True:
             self.current = await self._choose(self.current, is_training)
-            token = RAISE_WHEN_DOWN.set(True)
             try:
-                return await getattr(self.current, method)(**kwargs)
+                return await getattr(self.current, method)(**failing_over(self.current, kwargs))
             except ServerDownError as error:
                 logger.debug("%s; its session goes on at another server", error)
-            finally:
-                RAISE_WHEN_DOWN.reset(token)
 
 
 def present_server(server: Any) -> Any:

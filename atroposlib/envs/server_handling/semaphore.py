@@ -19,6 +19,7 @@ __all__ = [
     "LoopTurns",
     "SemaphoreWithOwnSlot",
     "answer_cost_s",
+    "num_unused",
 ]
 
 SHARE_S = 0.004
@@ -53,6 +54,16 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
     def min_val(self) -> float:
         """Return the bound that `_value` must exceed for a slot to be free."""
         return self.max_val * (1.0 - self.weight)
+
+    @property
+    def num_held(self) -> int:
+        """Number of slots in use."""
+        return self.max_val - self._value
+
+    @property
+    def num_free(self) -> float:
+        """Number of slots that may still be taken at the current weight, at least 0."""
+        return max(0.0, self._value - self.min_val())
 
     def update_weight(self, weight: float) -> None:
         """Set the usable share of slots and admit the waiters that now fit."""
@@ -96,6 +107,11 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
                 continue
             self._value -= 1
             turn.set_result(None)
+
+
+def num_unused(sem: asyncio.Semaphore) -> int:
+    """Return the number of slots of any semaphore that nothing holds, whatever its weight."""
+    return sem._value
 
 
 class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):

@@ -23,7 +23,6 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from openai.types.completion import Completion
 
 __all__ = [
-    "RAISE_WHEN_DOWN",
     "VALID_REASONING_EFFORTS",
     "APIServer",
     "APIServerConfig",
@@ -77,6 +75,7 @@ __all__ = [
     "ServerBaseline",
     "ServerHealth",
     "TokensAndLogprobs",
+    "failing_over",
     "how_to_start",
     "request_metrics",
 ]
@@ -95,11 +94,6 @@ T = TypeVar("T")
 
 TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
 """Prompt ids [P], and per completion its ids [n][C], logprobs [n][C] and finish reason [n]."""
-
-RAISE_WHEN_DOWN: ContextVar[bool] = ContextVar("RAISE_WHEN_DOWN", default=False)
-"""Set by a caller that has other servers: a request to a server that is down raises
-`ServerDownError` instead of waiting. A context variable, so that engines do not receive it as an
-argument."""
 
 
 class ServerHealth:
@@ -459,7 +453,8 @@ class APIServer(ABC):
 
         Args:
             **kwargs: `messages` and engine options; `split` ("train" or "eval") selects the
-                slots, `skip_reasoning=True` leaves the reasoning fields out.
+                slots, `skip_reasoning=True` leaves the reasoning fields out, and
+                `raise_when_down=True` raises `ServerDownError` instead of waiting for the server.
         """
         if not kwargs.pop("skip_reasoning", False):
             kwargs = self._inject_reasoning_kwargs(kwargs)
@@ -543,6 +538,7 @@ class APIServer(ABC):
         """Run one request through the pipeline; cancelling frees its slot."""
         kwargs = {**kwargs, "model": self.config.model_name}
         kwargs.pop("skip_reasoning", None)
+        raise_when_down = kwargs.pop("raise_when_down", False)
         is_training = kwargs.pop("split", "train") == "train"
         sem = self.sem if is_training else self.eval_sem
         if not self.initialized:
@@ -554,7 +550,7 @@ class APIServer(ABC):
         failures = RequestFailures(self.health.name, self.config)
         started: float | None = None
         while True:
-            await self._wait_until_healthy(failures)
+            await self._wait_until_healthy(failures, raise_when_down=raise_when_down)
             try:
                 async with sem:
                     await self._check_identity(gives_tokens=gives_tokens)
@@ -576,10 +572,12 @@ class APIServer(ABC):
                 self._note_first_answer()
             return answer
 
-    async def _wait_until_healthy(self, failures: RequestFailures) -> None:
+    async def _wait_until_healthy(
+        self, failures: RequestFailures, *, raise_when_down: bool
+    ) -> None:
         deadline = time.monotonic() + self.config.startup_timeout
         while not self.server_healthy:
-            if RAISE_WHEN_DOWN.get():
+            if raise_when_down:
                 raise ServerDownError(f"inference server {self.health.name} is down")
             if not self.health.has_answered and time.monotonic() > deadline:
                 self.setup_error = failures.as_never_answered()
@@ -614,3 +612,11 @@ class APIServer(ABC):
         if not await self.health.confirm(self._probe):
             self._start_check(is_chat=is_chat)
         return self.server_healthy
+
+
+def failing_over(server: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a request for one of several servers: if it is down, the next one is asked.
+
+    Servers of other classes receive `kwargs` unchanged; they raise or wait as they like.
+    """
+    return {**kwargs, "raise_when_down": True} if isinstance(server, APIServer) else kwargs

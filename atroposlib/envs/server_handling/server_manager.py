@@ -40,13 +40,13 @@ from atroposlib.envs.server_handling.routing import (
 )
 from atroposlib.envs.server_handling.semaphore import ROUTE_COST_S, SEND_COST_S, LoopTurns
 from atroposlib.envs.server_handling.server_baseline import (
-    RAISE_WHEN_DOWN,
     APIServer,
     APIServerConfig,
     OpenaiConfig,
     ReasoningConfig,
     ServerBaseline,
     TokensAndLogprobs,
+    failing_over,
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
@@ -612,13 +612,11 @@ class ServerManager:
         while True:
             await self.wait_for_sem(is_training)
             server = self._pick(preferred, is_training)
-            token = RAISE_WHEN_DOWN.set(len(self.servers) > 1)
+            request = failing_over(server, kwargs) if len(self.servers) > 1 else kwargs
             try:
-                return Answered(server, await method_of(server)(**kwargs))
+                return Answered(server, await method_of(server)(**request))
             except ServerDownError as error:
                 logger.debug("%s; sending the request to another server", error)
-            finally:
-                RAISE_WHEN_DOWN.reset(token)
 
     def _pick(self, preferred: Any, is_training: bool) -> Any:
         """Return the preferred server if it has a free slot and is not overloaded."""

@@ -238,7 +238,9 @@ async def complete_chat(
     if ignored is not None:
         ignored.update(unmet)
     try:
-        answer, samples = await session.run(lambda managed: managed.chat_completion(**kwargs))
+        answer, samples = await session.run(
+            lambda managed, samples: managed.chat_completion(**{**kwargs, "samples": samples})
+        )
     except PromptError as error:
         raise bad_request(str(error), code="render_failed", param="messages") from error
     except (AtroposError, OSError):
@@ -365,7 +367,9 @@ async def _run_all(
     """Make all calls at once; the first failure cancels the others."""
 
     async def run(kwargs: dict[str, Any]) -> tuple[Any, list[Sample]]:
-        return await session.run(lambda managed: managed.completion(**kwargs))
+        return await session.run(
+            lambda managed, samples: managed.completion(**{**kwargs, "samples": samples})
+        )
 
     tasks = [asyncio.ensure_future(run(kwargs)) for kwargs in calls]
     try:
