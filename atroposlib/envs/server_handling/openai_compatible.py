@@ -28,9 +28,9 @@ from atroposlib.envs.server_handling.config import (
 )
 from atroposlib.envs.server_handling.engine_http import EngineHttp, EngineIdentity
 from atroposlib.envs.server_handling.retry import as_missing_completions, http_status
-from atroposlib.envs.server_handling.semaphore import LoopTurns
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
+from atroposlib.utils.aio import LoopTurns
 from atroposlib.utils.text import hide_secrets_of_requests, without_secrets
 
 if TYPE_CHECKING:

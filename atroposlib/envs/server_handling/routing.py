@@ -10,29 +10,23 @@ conversation is recognized by its prefix: the messages of an earlier request and
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from atroposlib.envs.server_handling.retry import ServerDownError
+from atroposlib.envs.server_handling.managed_server import present_server
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight, num_unused
-from atroposlib.envs.server_handling.server_baseline import failing_over
 
 __all__ = [
     "ConversationMemory",
     "HasSlots",
     "OpenSessions",
-    "SessionServer",
     "free_slots",
     "is_overloaded",
     "least_loaded",
     "parts_of",
-    "present_server",
 ]
-
-logger = logging.getLogger(__name__)
 
 OVERLOAD_RATIO = 2.0
 OVERLOAD_MARGIN = 16
@@ -41,10 +35,6 @@ the least loaded server plus this margin. Below that, prefilling the conversatio
 would cost more than waiting."""
 
 MAX_CONVERSATIONS = 32_768
-
-Choose = Callable[[Any, bool], Awaitable[Any]]
-"""Maps the session's current server and `is_training` to the server of the next request."""
-
 
 class HasSlots(Protocol):
     """Attributes of a server that routing reads."""
@@ -163,56 +153,6 @@ def _key(before: int, message: Mapping[str, Any]) -> int:
     content = message.get("content")
     text = content if isinstance(content, str) else repr(content)
     return hash((before, message.get("role"), text))
-
-
-class SessionServer:
-    """Proxies a server and sends each request to the session's current one.
-
-    A request whose server is down is sent to another one: a session sends whole token sequences,
-    so any server of the same model can continue it. All other attributes, such as `config` and
-    `tokenizer`, are those of the current server.
-
-    Attributes:
-        current: The server that took the last request.
-    """
-
-    def __init__(self, first: Any, choose: Choose) -> None:
-        self.current = first
-        self._choose = choose
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.current, name)
-
-    async def chat_completion(self, **kwargs: Any) -> Any:
-        """Return the answer to a chat; see `APIServer`."""
-        return await self._send("chat_completion", kwargs)
-
-    async def completion(self, **kwargs: Any) -> Any:
-        """Return the continuation of a `prompt`; see `APIServer`."""
-        return await self._send("completion", kwargs)
-
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
-        """Return ids and logprobs; see `APIServer`."""
-        return await self._send("tokens_and_logprobs_completion", kwargs)
-
-    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """Return prompt logprobs; see `APIServer`."""
-        rows: dict[str, Any] = await self._send("get_logprobs", kwargs)
-        return rows
-
-    async def _send(self, method: str, kwargs: dict[str, Any]) -> Any:
-        is_training = kwargs.get("split", "train") == "train"
-        while True:
-            self.current = await self._choose(self.current, is_training)
-            try:
-                return await getattr(self.current, method)(**failing_over(self.current, kwargs))
-            except ServerDownError as error:
-                logger.debug("%s; its session goes on at another server", error)
-
-
-def present_server(server: Any) -> Any:
-    """Return the current server of a `SessionServer`; any other server is returned unchanged."""
-    return server.current if isinstance(server, SessionServer) else server
 
 
 class OpenSessions:

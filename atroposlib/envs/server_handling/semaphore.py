@@ -1,9 +1,4 @@
-"""Limit concurrency: slots of a server with an adjustable share, and work per event-loop pass.
-
-`AsyncSemWithAdaptiveWeight` bounds the requests in flight at a server. `LoopTurns` bounds the
-synchronous work of one pass of the event loop. Encoding a request and decoding an answer each block
-it for a fraction of a millisecond; with hundreds of rollouts ready in one pass, this adds up.
-"""
+"""Slots of a server with an adjustable share: `AsyncSemWithAdaptiveWeight`."""
 
 from __future__ import annotations
 
@@ -16,14 +11,9 @@ __all__ = [
     "ROUTE_COST_S",
     "SEND_COST_S",
     "AsyncSemWithAdaptiveWeight",
-    "LoopTurns",
     "SemaphoreWithOwnSlot",
-    "answer_cost_s",
     "num_unused",
 ]
-
-SHARE_S = 0.004
-"""Estimated work admitted to one pass of the loop, in seconds."""
 
 SEND_COST_S = 0.0004
 """Estimated seconds to send one request: render the prompt, encode and write the body."""
@@ -153,51 +143,3 @@ class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
             self._original.release()
         else:
             self._own_is_free = True
-
-
-def answer_cost_s(num_bytes: int) -> float:
-    """Estimate the seconds to decode, check and record an answer."""
-    return 0.0003 + num_bytes * 12e-9
-
-
-class LoopTurns:
-    """Admits estimated work to each pass of the running loop, first come first served.
-
-    While the budget of the pass lasts, `turn` returns at once without yielding to the loop.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
-        self._spent_s = 0.0
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def turn(self, cost_s: float) -> None:
-        """Wait until work of `cost_s` seconds fits a pass of the loop; cancelling is safe."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # the previous loop was closed, together with its waiters
-            self._loop, self._spent_s = loop, 0.0
-            self._waiting.clear()
-        if not self._waiting and self._fits(cost_s):
-            self._spend(cost_s)
-            return
-        mine = loop.create_future()
-        self._waiting.append((mine, cost_s))
-        await mine
-
-    def _fits(self, cost_s: float) -> bool:
-        # Work larger than the budget gets a pass to itself.
-        return self._spent_s == 0.0 or self._spent_s + cost_s <= SHARE_S
-
-    def _spend(self, cost_s: float) -> None:
-        assert self._loop is not None
-        if self._spent_s == 0.0:
-            self._loop.call_soon(self._next_pass)
-        self._spent_s += cost_s
-
-    def _next_pass(self) -> None:
-        self._spent_s = 0.0
-        while self._waiting and self._fits(self._waiting[0][1]):
-            mine, cost_s = self._waiting.popleft()
-            if not mine.done():  # else cancelled
-                self._spend(cost_s)
-                mine.set_result(None)

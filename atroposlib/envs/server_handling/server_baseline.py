@@ -53,11 +53,10 @@ from atroposlib.envs.server_handling.retry import (
 from atroposlib.envs.server_handling.semaphore import (
     SEND_COST_S,
     AsyncSemWithAdaptiveWeight,
-    LoopTurns,
     SemaphoreWithOwnSlot,
 )
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError
-from atroposlib.utils.aio import end_task
+from atroposlib.utils.aio import LoopTurns, end_task
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion

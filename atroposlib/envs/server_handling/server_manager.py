@@ -23,7 +23,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.envs.server_handling.config import ServerManagerConfig
-from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
+from atroposlib.envs.server_handling.managed_server import (
+    DummyManagedServer,
+    ManagedServer,
+    SessionServer,
+    present_server,
+)
 from atroposlib.envs.server_handling.openai_compatible import append_choices
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer, create_proxy_session
@@ -31,14 +36,12 @@ from atroposlib.envs.server_handling.retry import ServerDownError, describe
 from atroposlib.envs.server_handling.routing import (
     ConversationMemory,
     OpenSessions,
-    SessionServer,
     free_slots,
     is_overloaded,
     least_loaded,
     parts_of,
-    present_server,
 )
-from atroposlib.envs.server_handling.semaphore import ROUTE_COST_S, SEND_COST_S, LoopTurns
+from atroposlib.envs.server_handling.semaphore import ROUTE_COST_S, SEND_COST_S
 from atroposlib.envs.server_handling.server_baseline import (
     APIServer,
     APIServerConfig,
@@ -59,6 +62,7 @@ from atroposlib.envs.server_handling.weight_versions import (
     versions_in,
 )
 from atroposlib.errors import ConfigError, EngineSetupError, NoTokenIdsError
+from atroposlib.utils.aio import LoopTurns
 from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING:

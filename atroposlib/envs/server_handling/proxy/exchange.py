@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from starlette.responses import Response, StreamingResponse
 
-from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.managed_server import ManagedServer, present_server
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, bad_request
 from atroposlib.envs.server_handling.proxy.requests import (
     ChatCompletionProxyRequest,
@@ -37,7 +37,6 @@ from atroposlib.envs.server_handling.proxy.tool_constraints import (
     strict_fields,
     structural_tag,
 )
-from atroposlib.envs.server_handling.routing import present_server
 from atroposlib.envs.server_handling.tool_formats import registry
 from atroposlib.envs.server_handling.turn_matching import THINKING_START
 from atroposlib.errors import AtroposError, PromptError

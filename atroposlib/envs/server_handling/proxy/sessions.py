@@ -33,6 +33,7 @@ from atroposlib.envs.server_handling.managed_server import (
     DummyManagedServer,
     ManagedServer,
     SequenceNode,
+    SessionServer,
 )
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.refusals import (
@@ -47,7 +48,7 @@ from atroposlib.envs.server_handling.proxy.requests import (
     SetupRequest,
 )
 from atroposlib.envs.server_handling.retry import ServerDownError
-from atroposlib.envs.server_handling.routing import SessionServer, least_loaded
+from atroposlib.envs.server_handling.routing import least_loaded
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import make_server, wants_placeholders
 from atroposlib.envs.server_handling.token_server import load_tokenizer
