@@ -20,7 +20,7 @@ from atroposlib.envs.delivery import mark_tokenized_from_text, stamp_finish_reas
 from atroposlib.envs.hooks import settle
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
-from atroposlib.envs.server_handling.weight_versions import sampled_versions
+from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.serving import ServingEnv, cancelled
 from atroposlib.errors import InferenceError, NoDataError
 from atroposlib.utils.text import short_score

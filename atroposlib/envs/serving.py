@@ -42,8 +42,8 @@ from atroposlib.envs.reporting import dated_run_name
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler
+from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.weight_versions import sampled_versions
 from atroposlib.envs.service_session import UNKNOWN_ENV_STATUSES, EngineWatch, EnvSession
 from atroposlib.errors import (
     ConfigError,

@@ -27,20 +27,26 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from atroposlib.envs.server_handling.chat_rendering import (
+    Answer,
+    ToolAnswer,
+    ToolCallTranslator,
+    as_finish_reason,
+    build_chat,
+    build_completion,
     encode_model_text,
     render_either,
     render_messages,
     text_of_end,
 )
-from atroposlib.envs.server_handling.completion_objects import (
-    Answer,
-    ToolAnswer,
-    as_finish_reason,
-    build_chat,
-    build_completion,
-)
 from atroposlib.envs.server_handling.retry import ServerDownError
-from atroposlib.envs.server_handling.server_baseline import failing_over
+from atroposlib.envs.server_handling.server_baseline import (
+    failing_over,
+    note_finish_reason,
+    note_from_text,
+    note_sampled,
+    policy_version_of,
+    versions_in,
+)
 from atroposlib.envs.server_handling.text_sampling import (
     TextReply,
     announce_text_tokens,
@@ -49,7 +55,6 @@ from atroposlib.envs.server_handling.text_sampling import (
     reply_of,
     text_only,
 )
-from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.envs.server_handling.turn_recording import (
     ChatRequest,
@@ -60,13 +65,6 @@ from atroposlib.envs.server_handling.turn_recording import (
     Turn,
     continue_chat,
     plain_messages,
-)
-from atroposlib.envs.server_handling.weight_versions import (
-    note_finish_reason,
-    note_from_text,
-    note_sampled,
-    policy_version_of,
-    versions_in,
 )
 from atroposlib.errors import NoTokenIdsError, PromptError
 from atroposlib.scored_data import IGNORE_INDEX, PLACEHOLDER_TOKENS

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
-from atroposlib.envs.server_handling.managed_server import SequenceNode
+from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.envs.server_handling.proxy.app import app_of_state, serving
 from atroposlib.envs.server_handling.proxy.requests import SessionCreateRequest
 from atroposlib.envs.server_handling.proxy.sessions import (
@@ -21,7 +21,7 @@ from atroposlib.envs.server_handling.proxy.sessions import (
     ProxyState,
     SessionState,
 )
-from atroposlib.envs.server_handling.weight_versions import FROM_TEXT, note_node
+from atroposlib.envs.server_handling.server_baseline import FROM_TEXT, note_node
 from atroposlib.scored_data import ScoredDataGroup
 
 __all__ = [

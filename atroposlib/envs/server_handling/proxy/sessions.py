@@ -35,6 +35,7 @@ from atroposlib.envs.server_handling.managed_server import (
     SequenceNode,
     SessionServer,
 )
+from atroposlib.envs.server_handling.openai_compatible import load_tokenizer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.refusals import (
     ProxyRefusal,
@@ -48,10 +49,12 @@ from atroposlib.envs.server_handling.proxy.requests import (
     SetupRequest,
 )
 from atroposlib.envs.server_handling.retry import ServerDownError
-from atroposlib.envs.server_handling.routing import least_loaded
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from atroposlib.envs.server_handling.server_manager import make_server, wants_placeholders
-from atroposlib.envs.server_handling.token_server import load_tokenizer
+from atroposlib.envs.server_handling.server_manager import (
+    least_loaded,
+    make_server,
+    wants_placeholders,
+)
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.web_pages import check_allowed_host
 
