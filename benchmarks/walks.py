@@ -200,7 +200,7 @@ def walk_managed_chat(walks: Walks, folder: Path) -> None:
 
 def walk_proxy_chat(walks: Walks, folder: Path) -> None:
     """An agent's chat completion at the proxy."""
-    from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy
+    from atroposlib.envs.server_handling.proxy.app import AgentProxy
 
     async def chat(manager: Any, tokenizer: Any) -> None:
         import aiohttp

@@ -25,7 +25,7 @@ from atroposlib.envs.admission import (
 from atroposlib.envs.config import BaseEnvConfig, StragglerPolicyEnum
 from atroposlib.envs.hooks import settle
 from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.server_handling.weight_versions import SampledVersions
+from atroposlib.envs.server_handling.server_baseline import SampledVersions
 from atroposlib.envs.service_session import EnvSession
 from atroposlib.errors import GroupError, TrajectoryApiError
 from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, ScoredDataGroup

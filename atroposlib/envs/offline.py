@@ -27,7 +27,7 @@ from atroposlib.envs.hooks import settle
 from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
-from atroposlib.envs.server_handling.weight_versions import sampled_versions
+from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.service_session import EngineWatch, Registration
 from atroposlib.envs.serving import DrivenEnv, cancelled, expect_engine_tokenizer, setup_error_of
 from atroposlib.errors import InferenceError, NoDataError

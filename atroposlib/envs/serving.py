@@ -36,8 +36,8 @@ from atroposlib.envs.hooks import settle
 from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler
+from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.weight_versions import sampled_versions
 from atroposlib.envs.service_session import EngineWatch, Registration
 from atroposlib.errors import (
     ConfigError,

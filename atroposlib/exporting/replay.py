@@ -25,10 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from atroposlib.envs.hooks import settle
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.running import build_environment
-from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.server_handling.completion_objects import Answer, build_chat, build_completion
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
-from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
+from atroposlib.envs.server_handling.chat_rendering import (
+    Answer,
+    build_chat,
+    build_completion,
+    render_messages,
+)
+from atroposlib.envs.server_handling.server_baseline import (
+    AsyncSemWithAdaptiveWeight,
+    TokensAndLogprobs,
+)
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import InferenceError
 from atroposlib.exporting.groups import ExportGroup

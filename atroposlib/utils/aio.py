@@ -1,25 +1,30 @@
-"""Work beside the event loop, one call after the other.
+"""Helpers for an event loop: calls in one side thread, groups of tasks, and decoding in pieces.
 
-Threads take the interpreter from the event loop, and from each other: with several at work the
-loop waits for all of them in turn. With one it waits for one short step.
+`SideThread` runs calls one after the other. Threads take the interpreter from the event loop and
+from each other: with several active threads the loop waits for each in turn, with one for one step.
 
-Waiting for several tasks, and ending one, without leaving any behind.
+`all_results` and `end_task` leave no task running.
 
-Decode long sequences without holding up what else runs on the event loop.
+`decode_long` decodes in pieces, so that other rollouts run in between. A tokenizer holds the
+interpreter while it decodes, also in a thread: too long for tens of thousands of tokens.
 
-A tokenizer keeps the interpreter to itself while it decodes, also in a thread: tens of thousands of
-tokens take it longer than other rollouts should wait. In pieces, others run in between.
+`LoopTurns` bounds the synchronous work of one pass of the event loop. Encoding a request or
+decoding an answer blocks the loop for a fraction of a millisecond; with hundreds of rollouts ready
+in one pass, this adds up to stalls of seconds (`benchmarks/inference.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 __all__ = [
+    "SHARE_S",
+    "LoopTurns",
     "SideThread",
     "all_results",
     "decode_long",
@@ -38,7 +43,7 @@ class SideThread:
     async def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Return `function(*args, **kwargs)`, called once the calls before it are done.
 
-        Cancelling is safe; a call that has begun runs to its end all the same.
+        Cancelling is safe; a call that has started still runs to its end.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="beside-the-loop")
@@ -116,3 +121,50 @@ async def decode_long(tokenizer: Any, ids: Sequence[int], **options: Any) -> str
         if start < len(ids):
             await asyncio.sleep(0)
     return "".join(pieces)
+
+
+SHARE_S = 0.004
+"""Estimated work admitted to one pass of the loop, in seconds."""
+
+
+class LoopTurns:
+    """Admits estimated work to each pass of the running loop, first come first served.
+
+    While the budget of the pass lasts, `turn` returns at once without yielding to the loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
+        self._spent_s = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def turn(self, cost_s: float) -> None:
+        """Wait until work of `cost_s` seconds fits a pass of the loop; cancelling is safe."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # the previous loop was closed, together with its waiters
+            self._loop, self._spent_s = loop, 0.0
+            self._waiting.clear()
+        if not self._waiting and self._fits(cost_s):
+            self._spend(cost_s)
+            return
+        mine = loop.create_future()
+        self._waiting.append((mine, cost_s))
+        await mine
+
+    def _fits(self, cost_s: float) -> bool:
+        # Work larger than the budget gets a pass to itself.
+        return self._spent_s == 0.0 or self._spent_s + cost_s <= SHARE_S
+
+    def _spend(self, cost_s: float) -> None:
+        assert self._loop is not None
+        if self._spent_s == 0.0:
+            self._loop.call_soon(self._next_pass)
+        self._spent_s += cost_s
+
+    def _next_pass(self) -> None:
+        self._spent_s = 0.0
+        while self._waiting and self._fits(self._waiting[0][1]):
+            mine, cost_s = self._waiting.popleft()
+            if not mine.done():  # else cancelled
+                self._spend(cost_s)
+                mine.set_result(None)

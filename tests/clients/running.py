@@ -11,7 +11,7 @@ from pathlib import Path
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import SequenceNode
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy
+from atroposlib.envs.server_handling.proxy.app import AgentProxy
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from tests.clients.engine import PolicyEngine
 from tests.clients.installing import node_folder, node_program, python_of

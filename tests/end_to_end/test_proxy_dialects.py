@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.proxy.app import AgentProxy, AgentSession
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.end_to_end.conftest import EngineWithModel

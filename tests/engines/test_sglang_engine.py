@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.server_baseline import VersionedTokens
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.weight_versions import VersionedTokens
 from atroposlib.errors import ContextOverflowError
 from tests.end_to_end.conftest import MAX_MODEL_LEN, EngineWithModel, save_spread_out_model
 

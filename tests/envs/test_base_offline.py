@@ -15,7 +15,7 @@ import pytest
 from atroposlib.envs import base
 from atroposlib.envs import offline as env_offline
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
-from atroposlib.envs.server_handling.weight_versions import note_finish_reason
+from atroposlib.envs.server_handling.server_baseline import note_finish_reason
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, NoDataError
 from tests.envs.small_environment import SmallEnv, small_config
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.weight_versions import VersionedTokens
+from atroposlib.envs.server_handling.server_baseline import VersionedTokens
 from tests.envs.live_service import LiveService, until
 from tests.envs.test_base_delivery import RecordingSession
 from tests.envs.test_base_registration import MakeEnv

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer
+from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer, TokenServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.token_server import TokenServer
 from tests.fakes import CharTokenizer, ScriptedEngine
 
 MakeServer = Callable[..., OpenAICompatibleServer]

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from atroposlib.envs.server_handling.semaphore import SHARE_S, LoopTurns, answer_cost_s
+from atroposlib.envs.server_handling.engine_http import answer_cost_s
+from atroposlib.utils.aio import SHARE_S, LoopTurns
 
 
 async def passes_until_done(turns: LoopTurns, costs_s: list[float]) -> list[int]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.routing import free_slots, least_loaded, parts_of
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_manager import free_slots, least_loaded, parts_of
 
 
 def server(*, train: int = 4, eval_: int = 4, is_healthy: bool = True, weight: float = 1.0) -> Any:

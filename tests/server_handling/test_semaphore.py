@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from atroposlib.envs.server_handling.semaphore import (
+from atroposlib.envs.server_handling.server_baseline import (
     AsyncSemWithAdaptiveWeight,
     SemaphoreWithOwnSlot,
 )

@@ -7,6 +7,7 @@ import pytest
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.retry import EngineStatusError, RetriesExhaustedError
+from atroposlib.envs.server_handling.server_baseline import VersionedTokens
 from atroposlib.envs.server_handling.server_manager import SGLangServer as ReExported
 from atroposlib.envs.server_handling.sglang_server import (
     SGLangServer,
@@ -14,7 +15,6 @@ from atroposlib.envs.server_handling.sglang_server import (
     parse_tokens,
     resolve_openai_configs,
 )
-from atroposlib.envs.server_handling.weight_versions import VersionedTokens
 from atroposlib.errors import ConfigError, ContextOverflowError, InferenceError
 from tests.fakes import Fault, ScriptedEngine, ScriptedSGLang, logprob_of
 

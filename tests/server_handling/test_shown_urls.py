@@ -14,10 +14,10 @@ from atroposlib.api.client_protocol import RetryRule
 from atroposlib.envs.server_handling import text_sampling
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.openai_compatible import TokenServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, TrajectoryApiError

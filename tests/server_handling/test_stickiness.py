@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.routing import ConversationMemory, is_overloaded
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_manager import (
+    ConversationMemory,
+    ServerManager,
+    is_overloaded,
+)
 from tests.fakes import CharTokenizer, ScriptedEngine
 
 FIRST_TURN = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]

@@ -14,11 +14,11 @@ from atroposlib.envs.server_handling import text_sampling
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.text_sampling import provider_messages, reply_of
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.envs.server_handling.weight_versions import sampled_versions
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError, NoTokenIdsError
 from tests.fakes import CharTokenizer, ScriptedEngine
 from tests.server_handling.conftest import MakeServer

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.token_server import drop_double_bos, sampling_options
+from atroposlib.envs.server_handling.openai_compatible import drop_double_bos, sampling_options
 from atroposlib.envs.server_handling.vllm_server import (
     normalize_topk_entry,
     parse_completions,

@@ -11,14 +11,14 @@ import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from atroposlib.envs.server_handling.weight_versions import (
+from atroposlib.envs.server_handling.server_baseline import (
     VersionedTokens,
     join_answers,
     policy_version_of,
     sampled_versions,
 )
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from tests.fakes import CharTokenizer
 from tests.scripted_dialects import ScriptedSGLang
 

@@ -22,10 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.server_handling.completion_objects import Answer, build_chat, build_completion
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
-from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
+from atroposlib.envs.server_handling.chat_rendering import (
+    Answer,
+    build_chat,
+    build_completion,
+    render_messages,
+)
+from atroposlib.envs.server_handling.server_baseline import (
+    AsyncSemWithAdaptiveWeight,
+    TokensAndLogprobs,
+)
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import InferenceError
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids

@@ -1,8 +1,16 @@
-"""Render conversations with the chat template, and convert between token ids and text.
+"""Convert chats to text and back: prompts, token ids, tool calls, and OpenAI answer objects.
 
-messages ─► render_messages ─► prompt text ─► encode_prompt ─► ids
-            render_added    ─► text that a template writes after a reply ─► encode_added ─► ids
-ids      ─► text_of         ─► completion text without special tokens
+    messages ─► convert_messages_for_template ─► render_messages ─► text ─► encode_prompt ─► ids
+    ids ─► text_of ─► completion ─► parse_model_output ─► content, tool calls ─► build_chat
+
+`render_added` and `encode_added` give the text that a template writes after a reply.
+
+A completion that called tools is inserted into the next prompt exactly as it was sampled, so that
+the next turn continues the same tokens. It is found by the ids of its calls; spacing and key order
+of their arguments do not matter. Calls that the caller changed are rendered as given.
+
+Tool calls in answers are plain dictionaries. The OpenAI client's own types turn each into an
+object, which cannot be indexed, so the answer types here are subclasses.
 """
 
 from __future__ import annotations
@@ -10,19 +18,61 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 import re
+import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
-from atroposlib.envs.server_handling.token_server import drop_double_bos
-from atroposlib.envs.server_handling.tool_formats import whole_value
-from atroposlib.envs.server_handling.turn_matching import THINKING_END, as_mapping
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+from pydantic import SerializeAsAny
+
+from atroposlib.envs.server_handling.openai_compatible import drop_double_bos
+from atroposlib.envs.server_handling.tool_formats import (
+    FoundCall,
+    FunctionCall,
+    HermesFormat,
+    ToolCall,
+    ToolCallFormat,
+    registry,
+    to_json,
+    whole_value,
+)
+from atroposlib.envs.server_handling.turn_matching import (
+    THINKING_END,
+    as_mapping,
+    calls_of,
+    reply_forms,
+    said_form,
+    spoken_text,
+)
 from atroposlib.errors import ConfigError, PromptError
 from atroposlib.utils.tokenizers.earlier_calls import no_template_text
 
+if TYPE_CHECKING:
+    from openai.types.completion import Completion
+    from openai.types.completion_usage import CompletionUsage
+
 __all__ = [
+    "Answer",
+    "ChatCompletion",
+    "ChatCompletionMessage",
+    "Choice",
+    "FinishReason",
+    "FunctionCall",
+    "ToolAnswer",
+    "ToolCall",
+    "ToolCallChat",
+    "ToolCallChoice",
+    "ToolCallMessage",
+    "ToolCallTranslator",
+    "as_finish_reason",
+    "build_chat",
+    "build_completion",
     "check_texts",
     "encode_added",
     "encode_model_text",
@@ -422,3 +472,330 @@ def _end_of_piece(tokenizer: Any, ids: Sequence[int], start: int) -> int:
         if str(tokenizer.decode([ids[word]])).startswith(" "):
             return word
     return min(end, len(ids))
+
+
+FinishReason = Literal["stop", "length", "content_filter"]
+
+
+class Answer(NamedTuple):
+    """One completion as text."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+class ToolAnswer(NamedTuple):
+    """One completion that calls tools."""
+
+    content: str | None
+    """Text before the calls."""
+    tool_calls: list[dict[str, Any]]
+    """The calls in the form of the chat APIs."""
+
+
+def as_finish_reason(reason: Any) -> FinishReason:
+    """Return a reason both OpenAI types accept; engines send text, an object or null.
+
+    Unknown reasons become `stop`, so that the answer can be built.
+    """
+    if isinstance(reason, Mapping):
+        reason = reason.get("type")
+    known = reason in ("stop", "length", "content_filter")
+    return cast(FinishReason, reason) if known else "stop"
+
+
+def build_chat(
+    answers: Sequence[Answer | ToolAnswer],
+    *,
+    model: str,
+    id_: str,
+    created: int,
+    usage: CompletionUsage | None = None,
+) -> ChatCompletion:
+    """Build a chat answer with one choice per completion, numbered from 0; `created` in seconds.
+
+    Tool calls are plain dictionaries: they can be indexed, and reused in messages unchanged.
+    """
+    choices: list[Choice] = []
+    for i, answer in enumerate(answers):
+        if isinstance(answer, ToolAnswer):
+            calling = ToolCallMessage(
+                role="assistant", content=answer.content, tool_calls=answer.tool_calls
+            )
+            choices.append(ToolCallChoice(index=i, finish_reason="tool_calls", message=calling))
+            continue
+        message = ChatCompletionMessage(role="assistant", content=answer.text)
+        choices.append(Choice(index=i, finish_reason=answer.finish_reason, message=message))
+    calls_tools = any(isinstance(answer, ToolAnswer) for answer in answers)
+    chat_type = ToolCallChat if calls_tools else ChatCompletion
+    return chat_type(
+        id=id_,
+        created=created,
+        model=model,
+        object="chat.completion",
+        choices=choices,
+        usage=usage,
+    )
+
+
+def build_completion(
+    answers: Sequence[Answer],
+    *,
+    model: str,
+    id_: str,
+    created: int,
+    usage: CompletionUsage | None = None,
+) -> Completion:
+    """Build a completion with one choice per text, numbered from 0; `created` in seconds."""
+    from openai.types.completion import Completion
+    from openai.types.completion_choice import CompletionChoice
+
+    return Completion(
+        id=id_,
+        created=created,
+        model=model,
+        object="text_completion",
+        choices=[
+            CompletionChoice(index=i, finish_reason=answer.finish_reason, text=answer.text)
+            for i, answer in enumerate(answers)
+        ],
+        usage=usage,
+    )
+
+
+class ToolCallMessage(ChatCompletionMessage):
+    """A message whose tool calls are dictionaries."""
+
+    tool_calls: list[dict[str, Any]] | None = None  # type: ignore[assignment]  # see the module
+    """Each `{"id", "type": "function", "function": {"name", "arguments"}}`."""
+
+
+class ToolCallChoice(Choice):
+    """A choice whose message holds tool calls."""
+
+    message: ToolCallMessage
+
+
+class ToolCallChat(ChatCompletion):
+    """An answer whose choices may call tools."""
+
+    choices: list[SerializeAsAny[Choice]]
+    """Serialized by their own class; the client's type would warn about the dictionaries."""
+
+
+logger = logging.getLogger(__name__)
+
+# Mistral's chat templates accept only ids of this length.
+_ID_LENGTH = 9
+
+
+class ToolCallTranslator:
+    """Reads the tool calls of completions and writes them back into conversations.
+
+    Args:
+        tokenizer: Decodes completions.
+        parser_name: Name of a format in `tool_formats.registry`. For an unknown name a warning
+            is logged, completions stay text and calls are rendered in the Hermes format.
+
+    Attributes:
+        parser: The format; None if its name is unknown.
+        call_id_to_raw_text: The completion of each call, by the id of the call; limited to the
+            `max_remembered_calls` most recently used.
+    """
+
+    max_remembered_calls = 4096
+
+    def __init__(self, tokenizer: Any, parser_name: str = "hermes") -> None:
+        self.tokenizer = tokenizer
+        self.parser_name = parser_name
+        self.parser: ToolCallFormat | None = registry.find(parser_name)
+        self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
+        self._answers: dict[str, _ToolAnswer] = {}
+        if self.parser is None:
+            near = registry.nearest(parser_name)
+            logger.warning(
+                "no tool-call format %r, so tool calls stay text; %sknown formats: %s",
+                parser_name,
+                f"did you mean {near!r}? " if near else "",
+                ", ".join(registry.names()),
+            )
+
+    def parse_model_output(
+        self, raw_text: str, tool_choice: str | None = None, tools: Sequence[Any] | None = None
+    ) -> tuple[str | None, list[ToolCall] | None, str]:
+        """Return content, tool calls and finish reason of a completion; never raises on its text.
+
+        If calls are found: the text before them or None, the calls, `tool_calls`. Otherwise, and if
+        one of several calls is malformed: the unchanged completion, None, `stop`. Calls inside the
+        thinking are ignored.
+
+        Args:
+            raw_text: The completion.
+            tool_choice: `none` disables parsing.
+            tools: Definitions given to the model; without any, parsing is disabled.
+        """
+        if self.parser is None or not tools or tool_choice == "none":
+            return raw_text, None, "stop"
+        found = _calls_after_thinking(self.parser, raw_text, tools)
+        if not found:
+            return raw_text, None, "stop"
+        text = raw_text[: found[0].start]
+        content = text if text.strip() else None
+        calls = [self._remember(call, raw_text) for call in found]
+        self._remember_meaning([call.id for call in calls], content, calls)
+        return content, calls, "tool_calls"
+
+    def remember_answer(
+        self, raw_text: str, content: str | None, tool_calls: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Store structured calls that a server returned, with the text that represents them.
+
+        Args:
+            raw_text: The whole reply.
+            content: The text before the calls.
+            tool_calls: Calls in the format of the chat APIs, with the server's ids.
+        """
+        ids = [str(call.get("id")) for call in tool_calls]
+        for call_id in ids:
+            self._keep(call_id, raw_text)
+        self._remember_meaning(ids, content, tool_calls)
+
+    def render_calls(self, calls: Sequence[FunctionCall]) -> str:
+        """Return calls as text in this format; in the Hermes format if it is unknown."""
+        return (self.parser or HermesFormat()).render(calls)
+
+    def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
+        """Return the completion that made these calls, or their rendering if it is unknown.
+
+        Args:
+            tool_calls: Calls of one assistant message, in the format of the chat APIs.
+        """
+        calls = [as_mapping(call) for call in tool_calls]
+        known = self._recall(calls)
+        if known is not None or not calls:
+            return known or ""
+        return self._render(calls)
+
+    def convert_messages_for_template(
+        self, messages: Sequence[Any], *, honours_content: bool = False
+    ) -> list[Any]:
+        """Return the messages with every assistant message that calls tools as plain text.
+
+        The text is the completion itself if it is known; else the message's content and the
+        rendered calls, on separate lines. All other messages are the same objects.
+
+        Args:
+            messages: A conversation.
+            honours_content: Treat a completion as unknown if the message's content differs from
+                it; otherwise the content of known calls is ignored.
+        """
+        return [self._as_text(message, honours_content) for message in messages]
+
+    def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
+        """Return the text of ids; special tokens stay when they may mark tool calls."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools))
+
+    def _as_text(self, message: Any, honours_content: bool) -> Any:
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            return message
+        tool_calls = message.get("tool_calls")
+        if not tool_calls:
+            return message
+        calls = [as_mapping(call) for call in tool_calls]
+        content = spoken_text(message.get("content"))
+        text = self._recall(calls, content if honours_content else "")
+        if text is None:
+            rendered = self._render(calls)
+            text = f"{content}\n{rendered}" if content else rendered
+        return {"role": "assistant", "content": text}
+
+    def _render(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        return self.render_calls([_function_of(call) for call in calls])
+
+    def _remember_meaning(
+        self, call_ids: Sequence[str], content: str | None, calls: Sequence[Any]
+    ) -> None:
+        answer = _ToolAnswer(content, _meaning(calls))
+        self._answers |= dict.fromkeys(call_ids, answer)
+        for call_id in self._answers.keys() - self.call_id_to_raw_text.keys():
+            del self._answers[call_id]
+
+    def _keep(self, call_id: str, raw_text: str) -> None:
+        self.call_id_to_raw_text[call_id] = raw_text
+        while len(self.call_id_to_raw_text) > self.max_remembered_calls:
+            self.call_id_to_raw_text.popitem(last=False)
+
+    def _remember(self, found: FoundCall, raw_text: str) -> ToolCall:
+        """Give a call a unique id and store its completion under that id."""
+        call_id = found.call_id
+        while call_id is None or call_id in self.call_id_to_raw_text:
+            call_id = secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]
+        self._keep(call_id, raw_text)
+        function = FunctionCall(name=found.name, arguments=found.arguments)
+        return ToolCall(id=call_id, function=function)
+
+    def _recall(self, calls: Sequence[Mapping[str, Any]], content: str = "") -> str | None:
+        """Return the completion of the first call and mark its calls as recently used.
+
+        None if it is unknown, or if calls or content differ from it.
+        """
+        remembered = self.call_id_to_raw_text
+        ids = [str(call.get("id")) for call in calls]
+        if not ids or ids[0] not in remembered:
+            return None
+        answer = self._answers.get(ids[0])
+        if answer is not None and not answer.is_said_by(calls, content):
+            return None
+        for call_id in ids:
+            if call_id in remembered:
+                remembered.move_to_end(call_id)
+        return remembered[ids[0]]
+
+
+class _ToolAnswer(NamedTuple):
+    """The answer given for one completion that calls tools."""
+
+    content: str | None
+    """Text before the calls."""
+    meaning: list[tuple[str, str]]
+    """Name and canonical arguments of each call."""
+
+    def is_said_by(self, calls: Sequence[Mapping[str, Any]], content: str) -> bool:
+        """Whether a message repeats this answer, possibly without its text or its thinking."""
+        forms = reply_forms(self.content or "", has_calls=True)
+        return _meaning(calls) == self.meaning and said_form(content) in forms
+
+
+def _meaning(calls: Sequence[Any]) -> list[tuple[str, str]]:
+    return [(name, arguments) for _, name, arguments in calls_of(calls)]
+
+
+def _calls_after_thinking(
+    parser: ToolCallFormat, text: str, tools: Sequence[Any]
+) -> list[FoundCall]:
+    """Return the calls of a completion, without those before the `</think>` that ends its thinking.
+
+    The prompt may have opened the thinking, so only its end is searched. A tag inside a call, such
+    as in the text of an argument, is ignored.
+    """
+    starts = [0]
+    if THINKING_END in text:
+        # Only the first and the last end: a search after each would take quadratic time.
+        ends = (text.index(THINKING_END), text.rindex(THINKING_END))
+        starts += [end + len(THINKING_END) for end in ends]
+    calls: list[FoundCall] = []
+    for start in starts:
+        calls = parser.find_calls(text, start, tools)
+        thinking_end = text.find(THINKING_END, start)
+        is_inside_call = any(call.start <= thinking_end < call.end for call in calls)
+        if thinking_end < 0 or is_inside_call or (calls and calls[0].start > thinking_end):
+            break
+    return calls
+
+
+def _function_of(call: Mapping[str, Any]) -> FunctionCall:
+    function = as_mapping(call.get("function"))
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, str):
+        arguments = to_json(arguments) or ""
+    return FunctionCall(name=str(function.get("name", "")), arguments=arguments)

@@ -6,10 +6,12 @@ config_init, YAML section `openai`, `--openai.*` flags
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,6 +29,7 @@ __all__ = [
     "ServerConfigs",
     "ServerManagerConfig",
     "ServerType",
+    "how_to_start",
     "is_official_openai",
     "resolve_openai_configs",
     "server_class_of",
@@ -39,6 +42,14 @@ LOCAL_API_KEY = "x"
 """Placeholder key for servers that need none: the OpenAI client refuses to start without a key."""
 
 VALID_REASONING_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+_START_COMMANDS = {
+    "openai": "vllm serve",
+    "vllm": "vllm serve",
+    "sglang": "python -m sglang.launch_server --model-path",
+    "trl": "trl vllm-serve --model",
+}
 
 _SECTION = "openai"
 _PREFIX = f"{_SECTION}."
@@ -255,6 +266,24 @@ class ReasoningConfig:
             effort=getattr(env_config, "reasoning_effort", None),
             max_tokens=getattr(env_config, "max_reasoning_tokens", None),
         )
+
+
+def how_to_start(config: APIServerConfig) -> str:
+    """Return advice for a server that has never answered.
+
+    Args:
+        config: Settings of the server; a start command is given only for a local address.
+    """
+    address = urlsplit(config.known_base_url or "")
+    start = "start it"
+    if address.hostname in LOOPBACK:
+        with contextlib.suppress(ValueError):  # the port is not a number
+            command = _START_COMMANDS[config.server_type]
+            start += f" ({command} {config.model_name} --port {address.port or 80})"
+    return (
+        f"{start}, or set base_url (--openai.base_url) to its address, such as "
+        "http://localhost:9001/v1"
+    )
 
 
 ServerConfigs = ServerBaseline | APIServerConfig | Sequence[ServerBaseline | APIServerConfig]

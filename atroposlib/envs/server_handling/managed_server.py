@@ -22,24 +22,31 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from atroposlib.envs.server_handling.chat_rendering import (
+    Answer,
+    ToolAnswer,
+    ToolCallTranslator,
+    as_finish_reason,
+    build_chat,
+    build_completion,
     encode_model_text,
     render_either,
     render_messages,
     text_of_end,
 )
-from atroposlib.envs.server_handling.completion_objects import (
-    Answer,
-    ToolAnswer,
-    as_finish_reason,
-    build_chat,
-    build_completion,
+from atroposlib.envs.server_handling.retry import ServerDownError
+from atroposlib.envs.server_handling.server_baseline import (
+    failing_over,
+    note_finish_reason,
+    note_from_text,
+    note_sampled,
+    policy_version_of,
+    versions_in,
 )
-from atroposlib.envs.server_handling.routing import present_server
 from atroposlib.envs.server_handling.text_sampling import (
     TextReply,
     announce_text_tokens,
@@ -48,7 +55,6 @@ from atroposlib.envs.server_handling.text_sampling import (
     reply_of,
     text_only,
 )
-from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.envs.server_handling.turn_recording import (
     ChatRequest,
@@ -59,13 +65,6 @@ from atroposlib.envs.server_handling.turn_recording import (
     Turn,
     continue_chat,
     plain_messages,
-)
-from atroposlib.envs.server_handling.weight_versions import (
-    note_finish_reason,
-    note_from_text,
-    note_sampled,
-    policy_version_of,
-    versions_in,
 )
 from atroposlib.errors import NoTokenIdsError, PromptError
 from atroposlib.scored_data import IGNORE_INDEX, PLACEHOLDER_TOKENS
@@ -82,11 +81,67 @@ __all__ = [
     "ManagedServer",
     "ManagedServerAdapter",
     "SequenceNode",
+    "SessionServer",
+    "present_server",
 ]
 
 logger = logging.getLogger(__name__)
 
 _LIMIT_NAMES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens"})
+
+
+Choose = Callable[[Any, bool], Awaitable[Any]]
+"""Maps the session's current server and `is_training` to the server of the next request."""
+
+
+class SessionServer:
+    """Proxies a server and sends each request to the session's current one.
+
+    A request whose server is down is sent to another one: a session sends whole token sequences,
+    so any server of the same model can continue it. All other attributes, such as `config` and
+    `tokenizer`, are those of the current server.
+
+    Attributes:
+        current: The server that took the last request.
+    """
+
+    def __init__(self, first: Any, choose: Choose) -> None:
+        self.current = first
+        self._choose = choose
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
+
+    async def chat_completion(self, **kwargs: Any) -> Any:
+        """Return the answer to a chat; see `APIServer`."""
+        return await self._send("chat_completion", kwargs)
+
+    async def completion(self, **kwargs: Any) -> Any:
+        """Return the continuation of a `prompt`; see `APIServer`."""
+        return await self._send("completion", kwargs)
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
+        """Return ids and logprobs; see `APIServer`."""
+        return await self._send("tokens_and_logprobs_completion", kwargs)
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Return prompt logprobs; see `APIServer`."""
+        rows: dict[str, Any] = await self._send("get_logprobs", kwargs)
+        return rows
+
+    async def _send(self, method: str, kwargs: dict[str, Any]) -> Any:
+        is_training = kwargs.get("split", "train") == "train"
+        while True:
+            self.current = await self._choose(self.current, is_training)
+            try:
+                return await getattr(self.current, method)(**failing_over(self.current, kwargs))
+            except ServerDownError as error:
+                logger.debug("%s; its session goes on at another server", error)
+
+
+def present_server(server: Any) -> Any:
+    """Return the current server of a `SessionServer`; any other server is returned unchanged."""
+    return server.current if isinstance(server, SessionServer) else server
 
 
 class DummyManagedServer:

@@ -111,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _serve(file: ProxyFile, *, host: str, port: int) -> None:
     import uvicorn
 
+    from atroposlib.envs.server_handling.openai_compatible import load_tokenizer
     from atroposlib.envs.server_handling.server_manager import ServerManager
-    from atroposlib.envs.server_handling.token_server import load_tokenizer
 
     logging.basicConfig(level=logging.INFO)
     if host not in _LOOPBACK and file.settings.admin_key is None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import aiohttp
 
+from atroposlib.envs.server_handling.server_baseline import note_node
 from atroposlib.envs.server_handling.turn_matching import SequenceNode
-from atroposlib.envs.server_handling.weight_versions import note_node
 from atroposlib.errors import InferenceError
 from atroposlib.utils.text import without_secrets
 
@@ -110,7 +110,7 @@ class ProxyManagedServer:
         Raises:
             RuntimeError: the proxy refused, with its message.
         """
-        from atroposlib.envs.server_handling import completion_objects as types
+        from atroposlib.envs.server_handling import chat_rendering as types
 
         body = {**_CHAT_DEFAULTS, **kwargs}
         for name in _LOCAL_ONLY:

@@ -1,32 +1,36 @@
-"""The request pipeline that every inference server shares.
+"""The request pipeline of every inference server: slots, health, retries, metrics, versions.
 
-    health -> semaphore of the split -> attempt -> call of the engine -> record
-       ^                                              |
-       +------ server down: wait, not an attempt -----+
+    health -> slot of the split's semaphore -> attempt -> call of the engine -> record
+       ^                                                     |
+       +--------- server down: wait, not an attempt ---------+
 
 While the server is down, requests wait; a refusal is raised unchanged; any other failure is retried
 up to `MAX_ATTEMPTS` times. Health is probed only at start and after failures:
 
     request fails -> confirm() -> one shared probe -> up: retry / down: watch() until it is back
 
-Invariants: one slot of the split's semaphore is held per attempt; an attempt that fails because
-the server went down is counted as an outage, not as an attempt.
+An answer with tokens may name the weights that sampled them. An integer name is interpreted as the
+policy version that the trainer reports to the service; `sampled_versions` collects the versions of
+a rollout, whichever code makes its requests.
+
+Invariants: one slot is held per attempt; an attempt that fails because the server went down is
+counted as an outage, not as an attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import logging
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -36,6 +40,7 @@ from atroposlib.envs.server_handling.config import (
     OpenaiConfig,
     ReasoningConfig,
     ServerBaseline,
+    how_to_start,
 )
 from atroposlib.envs.server_handling.retry import (
     MAX_ATTEMPTS,
@@ -51,21 +56,17 @@ from atroposlib.envs.server_handling.retry import (
     is_retryable,
     retry_after_s,
 )
-from atroposlib.envs.server_handling.semaphore import (
-    SEND_COST_S,
-    AsyncSemWithAdaptiveWeight,
-    LoopTurns,
-    SemaphoreWithOwnSlot,
-)
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError
-from atroposlib.utils.aio import end_task
+from atroposlib.utils.aio import LoopTurns, end_task
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
 
 __all__ = [
-    "RAISE_WHEN_DOWN",
+    "FROM_TEXT",
+    "ROUTE_COST_S",
+    "SEND_COST_S",
     "VALID_REASONING_EFFORTS",
     "APIServer",
     "APIServerConfig",
@@ -74,32 +75,161 @@ __all__ = [
     "ReasoningConfig",
     "RequestFailures",
     "RequestStats",
+    "SampledVersions",
+    "SemaphoreWithOwnSlot",
     "ServerBaseline",
     "ServerHealth",
     "TokensAndLogprobs",
-    "how_to_start",
+    "VersionedTokens",
+    "failing_over",
+    "join_answers",
+    "note_finish_reason",
+    "note_from_text",
+    "note_node",
+    "note_sampled",
+    "num_unused",
+    "policy_version_of",
     "request_metrics",
+    "sampled_versions",
+    "versions_in",
 ]
 
-logger = logging.getLogger(__name__)
+SEND_COST_S = 0.0004
+"""Estimated seconds to send one request: render the prompt, encode and write the body."""
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
-_START_COMMANDS = {
-    "openai": "vllm serve",
-    "vllm": "vllm serve",
-    "sglang": "python -m sglang.launch_server --model-path",
-    "trl": "trl vllm-serve --model",
-}
+ROUTE_COST_S = 0.0001
+"""Estimated seconds to choose a server for one request and acquire its slot."""
+
+
+class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
+    """Admits about `weight * max_val` holders at once, first come first served.
+
+    At weight 1 it is a plain semaphore; at weight 0 or below it admits no holder; above 1 it
+    admits more than `max_val`. Changing the weight never evicts holders, and wakes the waiters
+    that now fit.
+
+    Invariant: `_value` is `max_val` minus the number of holders; a granted waiter counts as a
+    holder from the moment it is granted, before it runs.
+    """
+
+    _value: int
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.max_val = value
+        self.weight = 1.0
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    def min_val(self) -> float:
+        """Return the bound that `_value` must exceed for a slot to be free."""
+        return self.max_val * (1.0 - self.weight)
+
+    @property
+    def num_held(self) -> int:
+        """Number of slots in use."""
+        return self.max_val - self._value
+
+    @property
+    def num_free(self) -> float:
+        """Number of slots that may still be taken at the current weight, at least 0."""
+        return max(0.0, self._value - self.min_val())
+
+    def update_weight(self, weight: float) -> None:
+        """Set the usable share of slots and admit the waiters that now fit."""
+        self.weight = weight
+        self._admit_waiters()
+
+    def locked(self) -> bool:
+        """Whether `acquire` would have to wait."""
+        return bool(self._queue) or not self._has_slot()
+
+    async def acquire(self) -> Literal[True]:
+        """Wait for a slot and take it; cancelling is safe."""
+        if not self.locked():
+            self._value -= 1
+            return True
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                with suppress(ValueError):  # `_admit_waiters` may have dropped it already
+                    self._queue.remove(turn)
+            else:  # granted and cancelled in the same tick: pass the slot on
+                self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Release a slot and admit the next waiter, if it fits."""
+        self._value += 1
+        self._admit_waiters()
+
+    def _has_slot(self) -> bool:
+        return self._value > self.min_val()
+
+    def _admit_waiters(self) -> None:
+        while self._queue and self._has_slot():
+            turn = self._queue.popleft()
+            if turn.done():  # cancelled, its owner has not run yet
+                continue
+            self._value -= 1
+            turn.set_result(None)
+
+
+def num_unused(sem: asyncio.Semaphore) -> int:
+    """Return the number of slots of any semaphore that nothing holds, whatever its weight."""
+    return sem._value
+
+
+class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
+    """View of a semaphore for a caller that already holds one of its slots.
+
+    The first `acquire` uses the held slot, so that the caller cannot deadlock with itself; further
+    ones compete for slots of the original. Weight and counts are the original's.
+    """
+
+    def __init__(self, original: AsyncSemWithAdaptiveWeight) -> None:
+        self._original = original
+        self._own_is_free = True
+        self._num_shared = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def update_weight(self, weight: float) -> None:
+        """Set the weight of the original."""
+        self._original.update_weight(weight)
+
+    def locked(self) -> bool:
+        """Whether `acquire` would have to wait."""
+        return not self._own_is_free and self._original.locked()
+
+    async def acquire(self) -> Literal[True]:
+        """Take the held slot if it is free, else wait for one of the original."""
+        if self._own_is_free:
+            self._own_is_free = False
+            return True
+        await self._original.acquire()
+        self._num_shared += 1
+        return True
+
+    def release(self) -> None:
+        """Release a slot of the original if one was taken, else free the held one."""
+        if self._num_shared:
+            self._num_shared -= 1
+            self._original.release()
+        else:
+            self._own_is_free = True
+
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
 """Prompt ids [P], and per completion its ids [n][C], logprobs [n][C] and finish reason [n]."""
-
-RAISE_WHEN_DOWN: ContextVar[bool] = ContextVar("RAISE_WHEN_DOWN", default=False)
-"""Set by a caller that has other servers: a request to a server that is down raises
-`ServerDownError` instead of waiting. A context variable, so that engines do not receive it as an
-argument."""
 
 
 class ServerHealth:
@@ -257,24 +387,6 @@ class RequestFailures:
             "A server that takes longer to start needs a larger startup_timeout "
             "(--openai.startup_timeout)"
         )
-
-
-def how_to_start(config: APIServerConfig) -> str:
-    """Return advice for a server that has never answered.
-
-    Args:
-        config: Settings of the server; a start command is given only for a local address.
-    """
-    address = urlsplit(config.known_base_url or "")
-    start = "start it"
-    if address.hostname in LOOPBACK:
-        with contextlib.suppress(ValueError):  # the port is not a number
-            command = _START_COMMANDS[config.server_type]
-            start += f" ({command} {config.model_name} --port {address.port or 80})"
-    return (
-        f"{start}, or set base_url (--openai.base_url) to its address, such as "
-        "http://localhost:9001/v1"
-    )
 
 
 @dataclass
@@ -459,7 +571,8 @@ class APIServer(ABC):
 
         Args:
             **kwargs: `messages` and engine options; `split` ("train" or "eval") selects the
-                slots, `skip_reasoning=True` leaves the reasoning fields out.
+                slots, `skip_reasoning=True` leaves the reasoning fields out, and
+                `raise_when_down=True` raises `ServerDownError` instead of waiting for the server.
         """
         if not kwargs.pop("skip_reasoning", False):
             kwargs = self._inject_reasoning_kwargs(kwargs)
@@ -543,6 +656,7 @@ class APIServer(ABC):
         """Run one request through the pipeline; cancelling frees its slot."""
         kwargs = {**kwargs, "model": self.config.model_name}
         kwargs.pop("skip_reasoning", None)
+        raise_when_down = kwargs.pop("raise_when_down", False)
         is_training = kwargs.pop("split", "train") == "train"
         sem = self.sem if is_training else self.eval_sem
         if not self.initialized:
@@ -554,7 +668,7 @@ class APIServer(ABC):
         failures = RequestFailures(self.health.name, self.config)
         started: float | None = None
         while True:
-            await self._wait_until_healthy(failures)
+            await self._wait_until_healthy(failures, raise_when_down=raise_when_down)
             try:
                 async with sem:
                     await self._check_identity(gives_tokens=gives_tokens)
@@ -576,10 +690,12 @@ class APIServer(ABC):
                 self._note_first_answer()
             return answer
 
-    async def _wait_until_healthy(self, failures: RequestFailures) -> None:
+    async def _wait_until_healthy(
+        self, failures: RequestFailures, *, raise_when_down: bool
+    ) -> None:
         deadline = time.monotonic() + self.config.startup_timeout
         while not self.server_healthy:
-            if RAISE_WHEN_DOWN.get():
+            if raise_when_down:
                 raise ServerDownError(f"inference server {self.health.name} is down")
             if not self.health.has_answered and time.monotonic() > deadline:
                 self.setup_error = failures.as_never_answered()
@@ -614,3 +730,154 @@ class APIServer(ABC):
         if not await self.health.confirm(self._probe):
             self._start_check(is_chat=is_chat)
         return self.server_healthy
+
+
+def failing_over(server: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a request for one of several servers: if it is down, the next one is asked.
+
+    Servers of other classes receive `kwargs` unchanged; they raise or wait as they like.
+    """
+    return {**kwargs, "raise_when_down": True} if isinstance(server, APIServer) else kwargs
+
+
+FROM_TEXT = "tokenized_from_text"
+"""Key of a node's metadata and field of a group: the tokens were encoded from text."""
+
+_OPEN: ContextVar[tuple[SampledVersions, ...]] = ContextVar("sampled_versions", default=())
+
+
+class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[Any]]):
+    """An answer with tokens and logprobs, unpacked and compared like the plain tuple.
+
+    Attributes:
+        weight_versions: [n] the engine's name for the weights of each completion; None if it does
+            not report one. Names are chosen when weights are loaded into the engine.
+    """
+
+    weight_versions: list[str | None]
+
+    def __new__(
+        cls, tokens: TokensAndLogprobs, weight_versions: Sequence[str | None]
+    ) -> VersionedTokens:
+        """Attach weight versions to an answer."""
+        self = super().__new__(cls, tokens)
+        self.weight_versions = list(weight_versions)
+        return self
+
+
+def versions_in(answer: Any, num_completions: int) -> list[str | None]:
+    """Return the weight version of each completion of an answer; None for unknown ones."""
+    if isinstance(answer, VersionedTokens):
+        return list(answer.weight_versions)
+    return [None] * num_completions
+
+
+def join_answers(parts: Sequence[TokensAndLogprobs]) -> TokensAndLogprobs:
+    """Join the answers to the parts of one request, with the first part's prompt.
+
+    Args:
+        parts: Token answers, at least one.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    tokens: TokensAndLogprobs = (
+        parts[0][0],
+        [ids for part in parts for ids in part[1]],
+        [logprobs for part in parts for logprobs in part[2]],
+        [reason for part in parts for reason in part[3]],
+    )
+    return VersionedTokens(
+        tokens, [version for part in parts for version in versions_in(part, len(part[1]))]
+    )
+
+
+def policy_version_of(weight_version: Any, reported: int | None) -> int | None:
+    """Return the policy version of a completion.
+
+    Args:
+        weight_version: The engine's name of the weights; used if it is an integer.
+        reported: Policy version the service reported when the completion was requested.
+    """
+    text = str(weight_version)
+    return int(text) if text.isascii() and text.isdigit() else reported
+
+
+class SampledVersions:
+    """Policy versions and finish reasons of everything sampled while this collection is open.
+
+    Attributes:
+        oldest: The smallest version; None while none is known.
+        has_text: Whether the tokens of any completion were encoded from its text.
+    """
+
+    def __init__(self) -> None:
+        self.oldest: int | None = None
+        self._reasons: dict[int, str] = {}
+        self.has_text = False
+
+    def add(self, version: int) -> None:
+        """Record the version of one completion."""
+        self.oldest = version if self.oldest is None else min(self.oldest, version)
+
+    def add_finish_reason(self, tokens: Sequence[int], reason: str) -> None:
+        """Record why the last completion of a sequence ended.
+
+        Args:
+            tokens: [L] the whole sequence, prompt included.
+            reason: Finish reason from the engine.
+        """
+        self._reasons[hash(tuple(tokens))] = reason
+
+    def finish_reasons(self, sequences: Sequence[Sequence[int]]) -> list[str | None] | None:
+        """Return [G] the finish reason of each sequence; None if all are unknown.
+
+        Args:
+            sequences: [G][L] token ids; one that differs from what was recorded has no reason.
+        """
+        reasons = [self._reasons.get(hash(tuple(tokens))) for tokens in sequences]
+        return reasons if any(reason is not None for reason in reasons) else None
+
+
+@contextmanager
+def sampled_versions() -> Iterator[SampledVersions]:
+    """Collect the versions of everything sampled in this context and in tasks started in it."""
+    versions = SampledVersions()
+    token = _OPEN.set((*_OPEN.get(), versions))
+    try:
+        yield versions
+    finally:
+        _OPEN.reset(token)
+
+
+def note_sampled(version: int | None) -> None:
+    """Record the policy version of a completion in every open collection of this task."""
+    if version is not None:
+        for versions in _OPEN.get():
+            versions.add(version)
+
+
+def note_finish_reason(tokens: Sequence[int], reason: str | None) -> None:
+    """Record the finish reason of a sequence in every open collection of this task."""
+    if reason is not None:
+        for versions in _OPEN.get():
+            versions.add_finish_reason(tokens, reason)
+
+
+def note_from_text() -> None:
+    """Record in every open collection of this task that tokens were encoded from text."""
+    for versions in _OPEN.get():
+        versions.has_text = True
+
+
+def note_node(tokens: Sequence[int], metadata: Mapping[str, Any] | None) -> None:
+    """Record the metadata of a sequence sampled by another process in every open collection.
+
+    Args:
+        tokens: [L] tokens of the node.
+        metadata: Metadata of the node.
+    """
+    said = metadata or {}
+    note_sampled(said.get("policy_version"))
+    note_finish_reason(tokens, said.get("finish_reason"))
+    if said.get(FROM_TEXT):
+        note_from_text()

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.server_handling.completion_objects import (
+from atroposlib.envs.server_handling.chat_rendering import (
     Answer,
     FinishReason,
     build_chat,
     build_completion,
 )
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
-from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
+from atroposlib.envs.server_handling.server_baseline import (
+    AsyncSemWithAdaptiveWeight,
+    TokensAndLogprobs,
+)
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion

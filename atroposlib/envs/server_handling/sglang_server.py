@@ -17,9 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atroposlib.envs.server_handling.config import resolve_openai_configs
-from atroposlib.envs.server_handling.retry import EngineStatusError
-from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
-from atroposlib.envs.server_handling.token_server import (
+from atroposlib.envs.server_handling.openai_compatible import (
     TokenServer,
     check_count,
     check_sequences,
@@ -27,7 +25,8 @@ from atroposlib.envs.server_handling.token_server import (
     sampling_options,
     top_k_of,
 )
-from atroposlib.envs.server_handling.weight_versions import VersionedTokens
+from atroposlib.envs.server_handling.retry import EngineStatusError
+from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs, VersionedTokens
 from atroposlib.errors import InferenceError, NoTokenIdsError
 
 __all__ = [

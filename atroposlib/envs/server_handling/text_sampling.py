@@ -21,8 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from atroposlib.envs.server_handling.chat_rendering import encode_added, is_hidden, render_added
-from atroposlib.envs.server_handling.completion_objects import FinishReason, as_finish_reason
+from atroposlib.envs.server_handling.chat_rendering import (
+    FinishReason,
+    as_finish_reason,
+    encode_added,
+    is_hidden,
+    render_added,
+)
 from atroposlib.envs.server_handling.tool_formats import FunctionCall, HermesFormat
 from atroposlib.envs.server_handling.turn_matching import (
     THINKING_END,

@@ -15,23 +15,19 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import ClientResponse, ClientTimeout
 
-from atroposlib.envs.server_handling.completion_objects import (
-    Answer,
-    build_chat,
-    build_completion,
-)
+from atroposlib.envs.server_handling.chat_rendering import Answer, build_chat, build_completion
 from atroposlib.envs.server_handling.engine_http import SharedSearch, decode_answer
+from atroposlib.envs.server_handling.openai_compatible import (
+    check_count,
+    list_of,
+    sampling_options,
+    tokenizer_name_of,
+)
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import (
     APIServerConfig,
     ReasoningConfig,
     TokensAndLogprobs,
-)
-from atroposlib.envs.server_handling.token_server import (
-    check_count,
-    list_of,
-    sampling_options,
-    tokenizer_name_of,
 )
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError

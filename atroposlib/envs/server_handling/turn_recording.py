@@ -27,6 +27,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from atroposlib.envs.server_handling.chat_rendering import (
+    Answer,
+    FinishReason,
+    ToolAnswer,
+    ToolCallTranslator,
     check_texts,
     encode_added,
     encode_prompt,
@@ -38,9 +42,8 @@ from atroposlib.envs.server_handling.chat_rendering import (
     text_of,
     text_of_end,
 )
-from atroposlib.envs.server_handling.completion_objects import Answer, FinishReason, ToolAnswer
+from atroposlib.envs.server_handling.server_baseline import FROM_TEXT
 from atroposlib.envs.server_handling.text_sampling import TextReply
-from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.turn_matching import (
     THINKING_END,
     Conversation,
@@ -56,7 +59,6 @@ from atroposlib.envs.server_handling.turn_matching import (
     message_key,
     text_of_content,
 )
-from atroposlib.envs.server_handling.weight_versions import FROM_TEXT
 from atroposlib.errors import PromptError
 from atroposlib.utils.aio import decode_long
 

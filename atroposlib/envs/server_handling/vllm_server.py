@@ -22,10 +22,7 @@ from atroposlib.envs.server_handling.config import (
     resolve_openai_configs,
 )
 from atroposlib.envs.server_handling.engine_http import SharedSearch
-from atroposlib.envs.server_handling.retry import EngineStatusError
-from atroposlib.envs.server_handling.semaphore import SEND_COST_S
-from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
-from atroposlib.envs.server_handling.token_server import (
+from atroposlib.envs.server_handling.openai_compatible import (
     TokenServer,
     check_count,
     check_sequences,
@@ -34,6 +31,8 @@ from atroposlib.envs.server_handling.token_server import (
     sampling_options,
     top_k_of,
 )
+from atroposlib.envs.server_handling.retry import EngineStatusError
+from atroposlib.envs.server_handling.server_baseline import SEND_COST_S, TokensAndLogprobs
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 
 __all__ = [

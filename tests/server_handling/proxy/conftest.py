@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.proxy.app import AgentProxy, AgentSession
 from tests.server_handling.proxy.engine import RecordingEngine, app_of, manager_of
 
 

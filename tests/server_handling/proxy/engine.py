@@ -11,7 +11,7 @@ from typing import Any
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.proxy.app import create_app
 from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
 from tests.fakes import CharTokenizer, logprob_of
 
 __all__ = ["Call", "Clock", "RecordingEngine", "app_of", "manager_of"]

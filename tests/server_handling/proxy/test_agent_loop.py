@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
-from atroposlib.envs.server_handling.weight_versions import sampled_versions
+from atroposlib.envs.server_handling.proxy.app import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.fakes import CharTokenizer, logprob_of
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.proxy.app import AgentProxy, AgentSession
 from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 from atroposlib.errors import ConfigError, EngineSetupError, MissingExtraError
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.proxy.app import AgentProxy, AgentSession
 from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 from atroposlib.envs.server_handling.retry import (
     EngineStatusError,

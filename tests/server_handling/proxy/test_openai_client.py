@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.proxy.app import AgentProxy, AgentSession
 from tests.fakes import logprob_of
 from tests.server_handling.proxy.engine import RecordingEngine
 from tests.server_handling.tool_call_samples import HERMES_CALL, SEARCH

@@ -11,8 +11,12 @@ import httpx
 import pytest
 
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, group_of_agents
-from atroposlib.envs.server_handling.proxy.app import create_app, serving
+from atroposlib.envs.server_handling.proxy.app import (
+    AgentProxy,
+    create_app,
+    group_of_agents,
+    serving,
+)
 from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from tests.byte_tokenizer import save_byte_tokenizer

@@ -11,10 +11,9 @@ import anthropic
 import openai
 import pytest
 
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
-from atroposlib.envs.server_handling.proxy.exchange import IGNORED_HEADER
+from atroposlib.envs.server_handling.proxy.app import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.proxy.exchange import IGNORED_HEADER, demand_of, structural_tag
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
-from atroposlib.envs.server_handling.proxy.tool_constraints import demand_of, structural_tag
 from atroposlib.envs.server_handling.sglang_server import tokens_body
 from atroposlib.envs.server_handling.tool_formats import FunctionCall, registry
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of

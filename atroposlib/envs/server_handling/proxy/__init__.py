@@ -1,6 +1,6 @@
 """The agent proxy: tracked sessions at OpenAI-style URLs, for unmodified agents."""
 
-from atroposlib.envs.server_handling.proxy.agent_proxy import (
+from atroposlib.envs.server_handling.proxy.app import (
     AgentProxy,
     AgentSession,
     AgentTrajectory,

@@ -23,7 +23,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
@@ -34,7 +33,9 @@ from atroposlib.envs.server_handling.managed_server import (
     DummyManagedServer,
     ManagedServer,
     SequenceNode,
+    SessionServer,
 )
+from atroposlib.envs.server_handling.openai_compatible import load_tokenizer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.refusals import (
     ProxyRefusal,
@@ -48,15 +49,16 @@ from atroposlib.envs.server_handling.proxy.requests import (
     SetupRequest,
 )
 from atroposlib.envs.server_handling.retry import ServerDownError
-from atroposlib.envs.server_handling.routing import SessionServer, least_loaded
-from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
-from atroposlib.envs.server_handling.server_manager import make_server, wants_placeholders
-from atroposlib.envs.server_handling.token_server import load_tokenizer
+from atroposlib.envs.server_handling.server_baseline import APIServer
+from atroposlib.envs.server_handling.server_manager import (
+    least_loaded,
+    make_server,
+    wants_placeholders,
+)
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.web_pages import check_allowed_host
 
 __all__ = [
-    "SAMPLES",
     "SESSION_HEADER",
     "Backend",
     "HasServers",
@@ -75,9 +77,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-
-SAMPLES: ContextVar[list[Sample] | None] = ContextVar("SAMPLES", default=None)
-"""Collects the samples of the running request, in the order of the answers."""
 
 T = TypeVar("T")
 
@@ -103,7 +102,9 @@ class Sample:
 
 
 class SampledServer(SessionServer):
-    """The inference server of one session, which records a `Sample` per request.
+    """The inference server of one session, which can record a `Sample` per request.
+
+    A request with the argument `samples`, a list, gets its sample appended to that list.
 
     Requests stay at one server, whose cache holds the conversation. If it is down, they move to
     another healthy one, or wait up to `wait_s` for any; then `ServerDownError` is raised.
@@ -119,11 +120,10 @@ class SampledServer(SessionServer):
         self._others = list(others)
         self._wait_s = wait_s
 
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
-        """Return ids and logprobs, and store them as a sample of the running request."""
-        answer: TokensAndLogprobs = await super().tokens_and_logprobs_completion(**kwargs)
-        samples = SAMPLES.get()
-        if samples is not None:
+    async def _send(self, method: str, kwargs: dict[str, Any]) -> Any:
+        samples: list[Sample] | None = kwargs.pop("samples", None)
+        answer = await super()._send(method, kwargs)
+        if method == "tokens_and_logprobs_completion" and samples is not None:
             samples.append(Sample(answer[0], answer[1], answer[2]))
         return answer
 
@@ -196,10 +196,15 @@ class SessionState:
         """Last use of the session or one of its parts, in seconds since the epoch."""
         return max([self.last_accessed, *(part.last_accessed for part in self.parts.values())])
 
-    async def run(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, list[Sample]]:
+    async def run(
+        self, call: Callable[[Any, list[Sample]], Awaitable[T]]
+    ) -> tuple[T, list[Sample]]:
         """Send one request to the managed server; return its answer and its samples.
 
         Cancelling releases the engine's slot, and nothing is recorded.
+
+        Args:
+            call: Makes the request, with the list as its argument `samples`.
 
         Raises:
             ProxyRefusal: the session was deleted before or during the request.
@@ -207,9 +212,7 @@ class SessionState:
         if self.is_closed:
             raise session_not_found()
         samples: list[Sample] = []
-        token = SAMPLES.set(samples)
-        task = asyncio.ensure_future(call(self.managed_server))
-        SAMPLES.reset(token)
+        task = asyncio.ensure_future(call(self.managed_server, samples))
         self._in_flight.add(task)
         self.last_accessed = self.clock()
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from atroposlib.envs.server_handling.proxy.agent_proxy import AgentProxy, AgentSession
+from atroposlib.envs.server_handling.proxy.app import AgentProxy, AgentSession
 from tests.fakes import CharTokenizer
 from tests.server_handling.proxy.dialects.agent_loop import (
     PARAMETERS,
