@@ -106,7 +106,7 @@ def read_prediction(completion: str, metric: str) -> Prediction | None:
 
 
 def magnitude_score(predicted: str, expected: str) -> float:
-    """Return how near two percentages are, 1.0 to 0.0; 0.0 where one is no number."""
+    """Return how near two percentages are, 1.0 to 0.0; 0.0 where one is not a number."""
     try:
         difference = abs(float(predicted) - float(expected.strip().rstrip("%")))
     except ValueError:

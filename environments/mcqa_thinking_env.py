@@ -102,7 +102,7 @@ def read_question(row: Mapping[str, Any]) -> Question:
     """Return the question of a row in either of the two sets of columns.
 
     Raises:
-        ConfigError: the row has neither, or its answer is none of the options.
+        ConfigError: the row has neither, or its answer is not among the options.
     """
     options = row.get("options") or row.get("choices")
     body = row.get("prompt") or row.get("question")
@@ -115,7 +115,7 @@ def read_question(row: Mapping[str, Any]) -> Question:
     gold = row.get("ground_truth") or row["answer"]
     letter = letters[gold] if isinstance(gold, int) and 0 <= gold < len(letters) else str(gold)
     if len(letter) != 1 or letter.upper() not in letters:
-        raise ConfigError(f"the answer {gold!r} is none of the options {', '.join(letters)}")
+        raise ConfigError(f"the answer {gold!r} is not among the options {', '.join(letters)}")
     if not row.get("prompt"):
         pairs = zip(letters, options, strict=True)
         body = "\n".join([str(body), *(f"{name}. {option}" for name, option in pairs)])

@@ -1,18 +1,13 @@
-"""Records of examples to imitate, one function per format; pure.
+"""Records of SFT examples and preference pairs: one pure function per format.
 
-What a function gets is a trajectory with everything a format may need; what it returns is one line
-of the output, without the score.
+A format receives a trajectory, or a pair, with every field that some format needs. It returns one
+line of the output, without the score. A chat that a format cannot hold is refused with a reason,
+which the report counts.
 
-Records of preference pairs, one function per format; pure.
-
-From a decoded group to records: what an SFT and a DPO export do differently; pure.
+Two recipes lead from decoded groups to records:
 
 pick(group) ─► picks, a few per group          build(picks of many groups) ─► records
                └ reasons for all left out                  texts decoded together
-
-Chats of trajectories in the forms that trainers take; pure.
-
-A chat that a form cannot hold is refused with a reason, which the report counts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""The file an export writes: never overwritten unasked, valid after every write, resumable.
+"""The output of an export: JSON Lines, a Parquet file, a dataset folder, or a data set on the hub.
 
-JSON Lines grow in place, whole lines per write. Parquet and dataset folders cannot grow: their
-records are kept in `NAME.part.jsonl` beside them, which becomes the output when the export ends,
-also when it ends early; after a crash it is what `--resume` goes on with.
+Invariants: an existing output is overwritten only on request; it is valid after every write; an
+export can be resumed.
 
-Lines of the output: their text, their content keys, and what becomes of odd characters; pure.
-
-Records as Parquet: one file, or a folder that `datasets.load_dataset` takes.
-
-Putting an export on the Hugging Face hub.
+JSON Lines grow in place, whole lines per write. Parquet and dataset folders cannot grow. Their
+records are kept in `NAME.part.jsonl` in the same folder until the export ends, also when it ends
+early. After a crash `--resume` continues from that file.
 """
 
 from __future__ import annotations
@@ -140,7 +137,7 @@ def read_columns(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: bool) -> None:
-    """Write records in place of what is at `path`; whoever looks sees the old or the new one.
+    """Write records in place of what is at `path`; a reader sees the old or the new ones.
 
     Args:
         records: with the same fields all.

@@ -1,4 +1,4 @@
-"""Recorded groups posted to a service at a chosen pace."""
+"""Posting recorded groups to a service at a chosen rate."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Scoring recorded trajectories with the scoring code an environment has now, without a model.
+"""Replay of recorded trajectories: rescoring with current environment code, without a model.
 
 item of the environment ─► its prompt ─► groups recorded for that prompt
-                                            │ played by the recorded engine, one at a time
+                                            │ replayed by the recorded engine, one at a time
                                             ▼
-                          collect_trajectories of today ─► new scores beside the old ones
+                          current collect_trajectories ─► new scores next to the recorded ones
 
-An inference server that answers with what an earlier run's policy wrote.
+The recorded engine is an inference server that answers with tokens an earlier policy wrote:
 
-    environment asks ─► prompt ids ─► the trajectory of the group that goes on from there ─► its ids
+    environment asks ─► prompt ids ─► the trajectory that continues these ids ─► its ids
 
-A request that no recorded trajectory continues is refused: nothing is ever made up.
+A request that no recorded trajectory continues is refused; the engine never generates tokens.
 
-Two runs beside each other, prompt by prompt; pure.
+The page also compares two runs, prompt by prompt. That part is pure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which trajectories of a group become examples to imitate; pure.
+"""The choice of trajectories: SFT examples, preference pairs, prompt boundaries; pure.
 
-Which trajectories of a group become preference pairs; pure, random draws included.
+Strategies for pairs:
 
     best-random     the n best, each against a random one of the n worst that is low enough
     best-worst      best against worst, second best against second worst, ...
@@ -9,9 +9,8 @@ Which trajectories of a group become preference pairs; pure, random draws includ
 
 In every strategy a pair needs `rejected score < chosen score - min_score_diff`, strictly.
 
-The trajectories of a group as recipes see them; those that cannot be used are counted; pure.
-
-Where the prompt of a trajectory ends, told by masks and tokens, never by text; pure.
+The end of a prompt is found from masks and tokens, never from text. Trajectories that cannot be
+used are counted by reason. Random draws are made by a `Chooser` that is passed in.
 """
 
 from __future__ import annotations
@@ -262,7 +261,7 @@ def prompt_lengths(group: ExportGroup) -> list[int | None]:
     """Return how many tokens the prompt of each trajectory has.
 
     The first trained token ends the prompt. When no mask of the group tells prompt from completion
-    (there are none, or all or nothing is trained on), the tokens that all trajectories begin with
+    (masks are absent, or all or nothing is trained on), the tokens that all trajectories begin with
     are the prompt, short of the last token of the shortest one; a lone trajectory has none then.
 
     Returns:

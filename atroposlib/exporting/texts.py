@@ -1,27 +1,21 @@
-r"""Tokens of chosen trajectories as text, whole batches at a time.
+r"""Token ids as text: batched decoding, the forms of a message, and the check of the tokenizer.
 
-The text of a prompt is what its tokens decode to; the completion is the rest of the whole text, cut
-by length. Where a boundary falls inside a character, or the tokenizer writes the parts differently
-from the whole, both sides are decoded on their own.
+Decoding. The text of a prompt is what its tokens decode to. The completion is the rest of the whole
+text, cut by length. Both sides are decoded on their own where a boundary falls inside a character,
+or where the tokenizer writes the parts differently from the whole.
 
-What the messages of a chat say, in the forms in which templates write it; pure.
-
-Whether a tokenizer is the one groups were made with.
-
-Nothing in a group names its tokenizer. What speaks against one: ids that it does not have; chats
-that do not occur in the decoded tokens; special tokens that its chat template does not write where
-they stand; prompts whose text it writes with other tokens.
-
-Whether special tokens stand in groups where the chat template of a tokenizer writes them.
+Tokenizer check. A group does not name its tokenizer. Evidence against one is: ids that it lacks;
+chats that do not occur in the decoded tokens; special tokens that its chat template does not
+write at their places; prompts whose text it encodes to other tokens.
 
 Two tokenizers may share all tokens of plain text and differ in special tokens only. Text decoded
-with the wrong one of the two holds every message, behind the wrong tokens:
+with the wrong one holds every message, after the wrong special tokens:
 
     right one    <|im_start|>user\nHow much is it?<|im_end|>
     wrong one    <|begin_of_text|>user\nHow much is it?<|eot_id|>
 
-So of each message the nearest special token before it is compared with what the template writes.
-Nothing is concluded from a tokenizer without a template, nor from text without special tokens.
+So the nearest special token before each message is compared with what the template writes. A
+tokenizer without a template, or text without special tokens, allows no conclusion.
 """
 
 from __future__ import annotations

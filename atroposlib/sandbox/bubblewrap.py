@@ -2,14 +2,14 @@
 
 own pid, network, mount, user, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm
 a filter of system calls; as root each program runs as another user of the machine
-boxes are set up ahead, while the programs before them run
+boxes are set up in advance, while earlier programs run
 
-The gate of a box that bubblewrap sets up: the program waits behind it until it is opened.
+A program waits at a gate until its limits are set:
 
     bwrap sets the box up ──► reports its process ──► waits for a byte ──► runs the program
 
-So the process can be bounded from outside while nothing of the program runs yet. bwrap itself
-keeps the writing end open as long as the box is there: no byte, no program, whoever ends first.
+So the process is bounded from outside before the program starts. bwrap itself holds the writing end
+open while the box exists. Without the byte the program never starts, whichever process ends first.
 A box that still waits when this process is killed stays until the next such process ends it.
 """
 

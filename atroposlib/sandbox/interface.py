@@ -1,9 +1,4 @@
-"""What every sandbox promises: the limits, the result, the errors.
-
-Running a Python program in a sandbox.
-
-The files put into a sandbox's folder: their names, and their content without a host file.
-"""
+"""The interface of every sandbox: limits, result, errors, and the files of a program."""
 
 from __future__ import annotations
 
@@ -160,7 +155,9 @@ def checked_path(path: str) -> str:
     """
     pure = PurePosixPath(path)
     if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in path:
-        raise ValueError(f"files: {path!r} is no relative path within the sandbox's folder")
+        raise ValueError(
+            f"files: expected a relative path within the sandbox's folder, got {path!r}"
+        )
     return str(pure)
 
 

@@ -1,10 +1,10 @@
-"""Bounds for all processes of a sandbox together.
+"""Limits of a sandbox: of all its processes together, and of each process.
 
-Both generations of Linux control groups: for root, and in version 2 for a user whom systemd has
-handed a part of them. Where none can be written the memory of a program is watched: it is counted
-every 50 ms, and the program killed when it has too much.
+Together: control groups of Linux, versions 1 and 2, for root, and in version 2 for a user to whom
+systemd has delegated a subtree. Where none is writable, the memory of a program is measured every
+50 ms, and the program is killed when it exceeds its limit.
 
-The limits and the user of each process of a program, and the programs that set them.
+Each process: resource limits and a user, set by programs that run before the sandboxed one.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ControlGroups:
 
     @property
     def count_memory(self) -> bool:
-        """Whether the memory of a program can be bounded, whoever of the kernel holds it."""
+        """Whether the memory of a program can be bounded, whichever part of the kernel holds it."""
         return any(name in MEMORY_LIMITS for names in self._limits.values() for name in names)
 
     @contextlib.asynccontextmanager
@@ -270,7 +270,7 @@ def _separate(root: Path) -> tuple[Path, ...]:
             parent.mkdir(exist_ok=True)
         except OSError:
             continue
-        if os.access(parent, os.W_OK, effective_ids=True):  # it may be somebody else's
+        if os.access(parent, os.W_OK, effective_ids=True):  # it may belong to another user
             parents.append(parent)
     return tuple(parents)
 

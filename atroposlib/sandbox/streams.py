@@ -1,7 +1,4 @@
-"""A child process with bounded output and a deadline.
-
-The result of a program, from how the processes around it ended.
-"""
+"""A child process with bounded output and a deadline, and the result of its program."""
 
 from __future__ import annotations
 

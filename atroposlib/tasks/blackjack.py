@@ -380,7 +380,7 @@ def score_reply(
         reply: with the prefill.
         rules: of the game.
         thinking_active: whether thinking is asked for.
-        is_cut: whether the token limit ended it; half a move is no move.
+        is_cut: whether the token limit ended it; half a move is invalid.
         length_share: tokens of the reply, as a share of `max_token_length`.
         tiebreak_factor: what the shortest reply earns more than the longest.
     """
@@ -412,8 +412,8 @@ def shorten_thinking(reply: str, *, max_chars: int) -> str:
 def _around_thinking(reply: str) -> tuple[str, str | None, str]:
     """Return what stands before, in and behind the first thought; None in it without one.
 
-    Without a pattern: this runs in the event loop, and one would look for the end of the thought
-    anew behind each of a thousand opening tags.
+    Without a pattern: this runs in the event loop, and one would search for the end of the thought
+    again after each of a thousand opening tags.
     """
     before, opened, rest = reply.partition(THINK_START)
     inside, closed, behind = rest.partition(THINK_END)

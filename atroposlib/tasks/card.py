@@ -1,4 +1,4 @@
-"""What the table of environments says of one; each module has one as its constant `CARD`."""
+"""The row of an environment in the table of environments; each module has one as `CARD`."""
 
 from __future__ import annotations
 

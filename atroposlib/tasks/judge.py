@@ -4,7 +4,7 @@ r"""A model as judge between two answers, asked so that an answer cannot speak t
           └► A = second, B = first  ─► verdicts ─┴► Votes
 
 The conversation and the answers stand between tags with a code that depends on every character
-of them: whoever writes an answer cannot know it, so an imitated tag closes nothing. Asking in
+of them: the author of an answer cannot know it, so an imitated tag closes nothing. Asking in
 both orders cancels a preference for the place.
 """
 
@@ -82,7 +82,7 @@ class Votes(NamedTuple):
 
 
 def quotation_code(*parts: str) -> str:
-    """Return the code of the tags around texts: 16 digits that whoever wrote one cannot know."""
+    """Return the code of the tags around texts: 16 digits that the author of a text cannot know."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()[:16]
 
 

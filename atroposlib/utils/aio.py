@@ -1,14 +1,12 @@
-"""Work beside the event loop, one call after the other.
+"""Helpers for an event loop: calls in one side thread, groups of tasks, and decoding in pieces.
 
-Threads take the interpreter from the event loop, and from each other: with several at work the
-loop waits for all of them in turn. With one it waits for one short step.
+`SideThread` runs calls one after the other. Threads take the interpreter from the event loop and
+from each other: with several active threads the loop waits for each in turn, with one for one step.
 
-Waiting for several tasks, and ending one, without leaving any behind.
+`all_results` and `end_task` leave no task running.
 
-Decode long sequences without holding up what else runs on the event loop.
-
-A tokenizer keeps the interpreter to itself while it decodes, also in a thread: tens of thousands of
-tokens take it longer than other rollouts should wait. In pieces, others run in between.
+`decode_long` decodes in pieces, so that other rollouts run in between. A tokenizer holds the
+interpreter while it decodes, also in a thread: too long for tens of thousands of tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class SideThread:
     async def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Return `function(*args, **kwargs)`, called once the calls before it are done.
 
-        Cancelling is safe; a call that has begun runs to its end all the same.
+        Cancelling is safe; a call that has started still runs to its end.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="beside-the-loop")

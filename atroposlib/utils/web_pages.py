@@ -12,7 +12,7 @@ What browsers say about a request cannot be changed by the page that makes it:
     Host              the name the page has used; foreign where a name was rebound to this machine
     User-Agent        starts with "Mozilla/" in every browser; left to judge a plain GET by
 
-Clients that are no browsers send none of the first two, and are served as ever.
+Clients other than browsers send neither of the first two and are always served.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class WebPageRule:
     def _of_host(
         self, scope: Mapping[str, Any], sent: Mapping[bytes, bytes], *, is_browser: bool
     ) -> WebPageRefusal | None:
-        """Refuse names that somebody else gave this machine.
+        """Refuse names of this machine that another party chose.
 
         Between machines any name may be right: only what pages send is refused there.
         """
@@ -353,7 +353,7 @@ def _is_loopback(address: str) -> bool:
 def _is_own_name(host: bytes, machine_name: str, is_program: bool) -> bool:
     """Whether a `Host` header names this machine.
 
-    Names that public DNS gives to nobody are believed from programs: an attacker would have to run
+    Names that public DNS never assigns are accepted from programs: an attacker would have to run
     the network, and programs load no pages.
     """
     name, _ = _name_and_port(_text(host))

@@ -1,11 +1,7 @@
-"""The viewer as a Gradio application.
+"""The viewer as a Gradio application: its widgets, their events, and the content of each page.
 
-Every event changes the view of one browser tab and shows the page it is on again; nothing reaches
-the run. Events skip Gradio's queue, which would cost more than the pages.
-
-The Gradio widgets of the viewer and where they stand.
-
-What stands on each page for a view: the viewer's data through the pages' markup.
+Every event changes the view of one browser tab and renders its page again; nothing reaches the
+run. Events skip Gradio's queue, which would take longer than rendering.
 """
 
 from __future__ import annotations

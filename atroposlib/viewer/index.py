@@ -1,15 +1,11 @@
-"""All groups of a source by their figures: which match a filter, in which order.
+"""The index over all groups of a source: figures, one line of text, and text to search.
 
-Filters and orders are answered from arrays, in milliseconds for a hundred thousand groups. Rows are
-added by one thread and read by others; a row may be replaced once more is known of it.
+Filters and orders are computed from arrays, in milliseconds for a hundred thousand groups. One
+thread adds rows and others read them; a row is replaced when more is known about its group.
 
-Text of many groups, searched without holding it in memory.
-
-Texts are written, in small letters, one after the other to a file that has no name and goes with
-the process. A search walks through it; it may stop after a while and go on later, also over text
-that has come since.
-
-What the list of groups knows of each: figures, a line of its text, and text to search; pure.
+Texts for the search are kept outside memory: in lower case, one after the other, in an unnamed file
+that is removed with the process. A search scans the file. It can pause and continue later, also
+over text that was added since.
 """
 
 from __future__ import annotations
@@ -140,7 +136,7 @@ class GroupSummary(NamedTuple):
     """What its source calls it: `line 12`, `group 7`."""
     environment: str
     step: int | None
-    """Policy version or step it was made at; None where nobody told."""
+    """Policy version or step it was made at; None where unknown."""
     num_rollouts: int
     longest: int
     """Tokens of its longest rollout."""
@@ -346,8 +342,8 @@ class GroupIndex:
     ) -> dict[str, list[tuple[int, float]]]:
         """Return the mean score at each step by the name of the environment, steps ascending.
 
-        Where more than `max_points` steps are known, neighbours share a point. Groups whose step
-        nobody told are left out.
+        Where more than `max_points` steps are known, neighbours share a point. Groups of unknown
+        step are left out.
         """
         found: dict[str, dict[int, list[float]]] = {}
         for row in self._rows[-max_groups:]:

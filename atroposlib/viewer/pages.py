@@ -1,26 +1,19 @@
-"""The overview: what the run is doing, and what its scores look like; pure.
+"""The HTML of every page of the viewer, from the overview to a single token; pure.
 
-The list of groups: one page of rows; pure.
+    overview          progress of the run, distribution of its scores
+    list of groups    one page of rows
+    rollout           the conversation, with tool calls and thinking folded
+    comparison        the common part of two rollouts of a group, and where they differ
+    group             its rollouts side by side
+    tokens            one rollout token by token
+    images            the images of a group next to the answers about them
 
-One rollout as a conversation, with tool calls and thinking folded; pure.
+Text from a run is data. `shown` and `block` escape it and make control characters visible; CSS
+isolates its writing direction. Images come from the data only: a remote address is shown as text
+and never loaded.
 
-What two rollouts of a group have in common and where they part; pure.
-
-The rollouts of one group beside each other; pure.
-
-One rollout token by token; pure.
-
-A token is `<b>`: its class says whether it is trained on and how likely it was, `data-t` what the
-page's script shows beside the pointer.
-
-The images of a group beside what the model said of them; pure.
-
-Only images that are in the data are shown; an address elsewhere is named, never loaded.
-
-Small pieces of HTML that all pages share; pure.
-
-Text from a run is data: `shown` and `block` escape it and make control characters visible, and CSS
-isolates its writing direction.
+A token is one `<b>`: its class encodes whether it is trained on and how likely it was. Its
+`data-t` holds the text that the page's script shows at the pointer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A group as the pages read it, whatever its lines hold: tolerant where the wire is strict; pure.
+"""A group as the pages read it: tolerant where the wire format is strict; pure.
 
-Files come from older versions and from other programs. A field of the wrong type counts as absent,
-a rollout that lacks one is shown without it.
-
-The image and the question in the text of a multimodal chat, where it was saved as text; pure.
+Files may come from older versions and from other programs. A field of the wrong type counts as
+absent, and a rollout that lacks a field is shown without it. Multimodal chats that were saved as
+text are split into image and question again.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def make_reward(config: DatasetEnvConfig) -> RewardFunction:
 
     Raises:
         ConfigError: none is named, or both lists are used.
-        UnknownRewardError: there is none of a name.
+        UnknownRewardError: a name is not registered.
     """
     if bool(config.reward_functions) == bool(config.reward_funcs):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What the reasoning-gym package offers: its tasks, their generators and their levels.
+"""Access to the reasoning-gym package: its tasks, their generators and their levels.
 
-The only module that imports the package, and only when something is asked of it.
+The only module that imports the package, and only when one of its functions is called.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def repeats_a_premise(answer: str, entry: Mapping[str, Any], score: ScoreAnswer)
 
 
 def concludes_anything(entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
-    """Return whether an entry of propositional_logic is no question.
+    """Return whether an entry of propositional_logic cannot be used as a question.
 
     Its premises contradict each other, so that everything follows from them, or its own example
     does not follow.
@@ -213,7 +213,7 @@ def _dead_or_unchanged(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _all_alike(entry: Mapping[str, Any]) -> list[str]:
-    """Return the answers that nobody lies, and that everybody does."""
+    """Return two answers: all are knights, and all are knaves."""
     terms, names = entry["metadata"]["knight_knave_terms"], entry["metadata"]["names"]
     kinds = (terms["a_knight"], terms["a_knave"])
     return [", and ".join(f"{name} is {kind}" for name in names) for kind in kinds]
@@ -263,7 +263,7 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
-    raise ValueError(f"{type(node).__name__} is no arithmetic")
+    raise ValueError(f"{type(node).__name__} is not arithmetic")
 
 
 def _is_probability(answer: str, entry: Mapping[str, Any]) -> bool:

@@ -69,7 +69,7 @@ EXACT_ANSWER_TASKS = frozenset(["game_of_life_halting"])
 
 @dataclass(frozen=True)
 class TaskItem:
-    """One question of one task; enough to make its scorer anew in another process."""
+    """One question of one task; enough to build its scorer in another process."""
 
     task: str
     """Name in the reasoning-gym package."""
