@@ -72,7 +72,7 @@ LONG_FRACTION, LONG_PENALTY = 0.95, 0.5
 
 
 class Prediction(NamedTuple):
-    """What a completion forecasts."""
+    """The forecast in a completion."""
 
     direction: str
     magnitude: str
@@ -92,7 +92,7 @@ class FundamentalPredictionEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
 
 
 def read_prediction(completion: str, metric: str) -> Prediction | None:
-    """Return the one forecast behind the thinking; None when there is none, or more than one."""
+    """Return the one forecast after the thinking; None without one, or with more than one."""
     answer = answer_after_thinking(completion)
     if answer is None:
         return None

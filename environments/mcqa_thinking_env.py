@@ -57,7 +57,7 @@ LEADS = (
     r"(?i:\bthe\s{1,9}(?:(?:correct|best)\s{1,9})?answer\s{1,9}is|\bfinal\s{1,9}answer\b)"
     r"[ :*\n]{0,9}"
 )
-"""What an answer is announced by; the bounds keep the search short on any text."""
+"""Phrases that announce an answer; the bounds keep the search short on any text."""
 
 LETTER_END = r"(?=$|[^\w\s'\u2019-]|\s*\n|\s+(?:(?i:because|since|as|for)\b|[^\w\s]))"
 """Behind a letter: the sentence ends or goes on with a reason, so that 'a dog' is no A."""
@@ -125,7 +125,7 @@ def read_question(row: Mapping[str, Any]) -> Question:
 def named_options(answer: str, options: Sequence[str]) -> set[int]:
     """Return the indices of the options that an answer names, by letter or by their exact text.
 
-    What follows an option behind `or`, `and` or a comma is named as well.
+    An option after `or`, `and` or a comma counts as named, too.
     """
     last = ascii_uppercase[len(options) - 1]
     texts = OptionTexts(options)
@@ -154,7 +154,7 @@ def named_options(answer: str, options: Sequence[str]) -> set[int]:
 class OptionTexts:
     """The texts of the options, to be found at a place of an answer.
 
-    An option that is itself one letter is left out: it cannot be told from an option's letter.
+    A one-letter option is left out: it cannot be distinguished from an option's letter.
     """
 
     def __init__(self, options: Sequence[str]) -> None:

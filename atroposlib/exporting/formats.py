@@ -149,7 +149,7 @@ class Example(NamedTuple):
     segments: Sequence[str]
     """Text of each of `spans`, where the format asks for them."""
     messages: Any
-    """The chat, whatever the environment gave."""
+    """The chat as the environment gave it."""
 
     def spans(self) -> list[Span]:
         """Return what is trained on and what is not."""
@@ -175,7 +175,7 @@ class SftFormat(NamedTuple):
 
 
 def spans_of(tokens: Sequence[int], mask: Sequence[int] | None, prompt_length: int) -> list[Span]:
-    """Return trained and other stretches; without a mask all behind the prompt is trained on."""
+    """Return trained and other spans; without a mask every token after the prompt is trained."""
     if mask:
         return trained_spans(mask)
     spans = [Span(0, prompt_length, False), Span(prompt_length, len(tokens), True)]
@@ -391,11 +391,11 @@ class Built(NamedTuple):
     is_truncated: bool
     where: str
     reason: str = ""
-    """Why there is no record."""
+    """Reason why the format cannot hold it."""
 
 
 class Picked(NamedTuple):
-    """What is taken of one group."""
+    """The picks of one group."""
 
     picks: list[Any]
     """Opaque; for `build` of the same recipe."""

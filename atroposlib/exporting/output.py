@@ -54,7 +54,7 @@ class Line(NamedTuple):
     content: bytes
     """JSON, without the line break."""
     key: bytes
-    """Same for records that say the same, whatever their score."""
+    """Equal for records with equal content, regardless of their score."""
     is_repaired: bool
     """Whether half characters, which no file can hold, were replaced."""
 
@@ -97,7 +97,7 @@ def without_lone_surrogates(value: Any) -> Any:
 
 
 def _with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
-    """Put the score where it always was: behind the chosen side of a pair, else at the end."""
+    """Insert the score after the chosen side of a pair, else at the end."""
     fields: dict[str, Any] = {}
     for name, value in record.items():
         fields[name] = value
@@ -193,7 +193,7 @@ _NAME_FIELD = "score"
 
 @dataclass
 class Existing:
-    """What an earlier export left in a file."""
+    """The content that an earlier export left in a file."""
 
     keys: set[bytes] = field(default_factory=set)
     """Content keys of its records."""
@@ -201,7 +201,7 @@ class Existing:
     fields: frozenset[str] | None = None
     """Names of the fields of its first record; None when there is none."""
     broken_lines: list[int] = field(default_factory=list)
-    """Numbers of lines that are no records; they are left as they are."""
+    """Numbers of lines that are not records; they are kept."""
     num_cut_bytes: int = 0
     """Half a line at the end, left by a killed export, that was removed."""
 
@@ -247,7 +247,7 @@ class Output:
     def close(self) -> None:
         """Finish the output; Parquet and dataset folders come into being here.
 
-        An export without a record leaves nothing behind.
+        An export without a record leaves no file.
 
         Raises:
             ConfigError: the records do not fit into columns; they are in `NAME.part.jsonl`.

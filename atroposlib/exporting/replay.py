@@ -81,7 +81,7 @@ class RecordedGroup(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the policy wrote at one point of a trajectory."""
+    """One completion of the policy within a trajectory."""
 
     ids: list[int]
     logprobs: list[float]
@@ -252,7 +252,7 @@ class Rescored(NamedTuple):
     new: list[float | None] | None
     """[G]; None for a trajectory that did not come back; None when the group did not."""
     reason: str = ""
-    """Why the group did not come back."""
+    """Reason why the environment returned no group."""
 
     def changes(self) -> list[tuple[int, float, float]]:
         """Return position, old and new score where they differ."""
@@ -435,7 +435,7 @@ _comparing_MOST_SHOWN = 10
 
 @dataclass
 class PromptRecord:
-    """What a run has of one prompt."""
+    """The trajectories of one prompt in a run."""
 
     where: str
     """Where it was first found."""
@@ -445,7 +445,7 @@ class PromptRecord:
 
 @dataclass
 class RunRecord:
-    """What a comparison needs of a run."""
+    """The data of a run that a comparison uses."""
 
     num_groups: int = 0
     scores: list[float] = field(default_factory=list)

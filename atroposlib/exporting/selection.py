@@ -54,14 +54,14 @@ BEYOND_BEST = "not among the best of the group"
 
 
 class SelectionRule(NamedTuple):
-    """What a trajectory must satisfy."""
+    """The conditions on an SFT example."""
 
     num_best: int = 3
     """The most that are taken from one group."""
     allow_negative: bool = False
     """Whether scores of 0 and below pass."""
     min_score_diff: float = 0.0
-    """What a score must exceed the lowest of its group by; 0 asks for nothing."""
+    """Minimum difference to the lowest score of the group; 0 disables the condition."""
 
 
 class Selection(NamedTuple):
@@ -140,7 +140,7 @@ class GroupChooser:
 
 
 class PairRule(NamedTuple):
-    """What a pair must satisfy."""
+    """The conditions on a preference pair."""
 
     strategy: str = "best-random"
     num_pairs: int = 3
@@ -148,7 +148,7 @@ class PairRule(NamedTuple):
     allow_negative: bool = False
     """Whether a chosen trajectory may score 0 or less."""
     min_score_diff: float = 0.5
-    """What the chosen score must exceed the rejected one by."""
+    """Minimum difference between the chosen and the rejected score; exclusive."""
 
 
 class Pair(NamedTuple):
@@ -246,7 +246,7 @@ STRATEGIES: Mapping[
     "all-pairs": _all_pairs,
     "one-per-group": _one_per_group,
 }
-"""How pairs are made, by the name of the strategy."""
+"""Functions that make pairs, by the name of the strategy."""
 
 
 class Span(NamedTuple):
@@ -344,7 +344,7 @@ PLACEHOLDERS = "placeholder tokens of ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 
 
 class TruncationRule(NamedTuple):
-    """How to tell whether a completion was cut, and what to do then."""
+    """The signs of a truncated completion, and whether it is dropped."""
 
     end_ids: Collection[int] = ()
     """Special tokens, one of which ends every whole completion; none when that is not known."""

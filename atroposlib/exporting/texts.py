@@ -54,7 +54,7 @@ Decoder = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer's interface that exports use."""
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Return the text of ids, special tokens included."""
@@ -181,7 +181,7 @@ _QUESTION = ({"role": "user", "content": "?"},)
 
 
 class _Opening(NamedTuple):
-    """What stands between the end of one message and the beginning of the next."""
+    """The text between the end of one message and the beginning of the next."""
 
     nearest: str
     """The special token nearest to the message."""
@@ -290,12 +290,12 @@ _TELLING_CHARS = 20
 
 
 class TokenizerVerdict(NamedTuple):
-    """What speaks against a tokenizer."""
+    """The evidence against a tokenizer."""
 
     is_wrong: bool
     """Whether it cannot be the right one."""
     reason: str | None
-    """None when nothing speaks against it."""
+    """None without evidence against it."""
 
 
 def check_tokenizer(tokenizer: Any, groups: Sequence[ExportGroup]) -> TokenizerVerdict:
@@ -348,7 +348,7 @@ def _says(text: str, chat: Any) -> bool | None:
 
 
 def _judge_openings(template: TemplateReader, texts: Sequence[tuple[str, Any]]) -> str | None:
-    """Say what is wrong when most messages stand behind other special tokens than expected."""
+    """Return the objection when most messages follow other special tokens than expected."""
     matches = [match for text, chat in texts for match in template.openings_match(text, chat)]
     if len(matches) < _MIN_SAMPLES or sum(matches) >= _MIN_FOUND * len(matches):
         return None

@@ -59,7 +59,7 @@ WORDS = (b"--block-fd", b"--sync-fd", b"--disable-userns")
 
 
 class Gate:
-    """What bubblewrap reports, and the byte it waits for; made by `new_gate`."""
+    """The report of bubblewrap, and the byte it waits for; made by `new_gate`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Gate:
         os.write(self.fds[2], b"!")
 
     def kill_box(self) -> None:
-        """End whatever is in the box; behind the gate it would outlive bubblewrap."""
+        """End all processes of the box; one that waits at the gate would outlive bubblewrap."""
         if self._box is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._box, signal.SIGKILL)
@@ -155,7 +155,7 @@ def new_gate() -> Iterator[Gate]:
 
 
 def end_abandoned() -> None:
-    """End the boxes that wait behind a gate which nothing opens any more."""
+    """End the boxes that wait at a gate whose opener has ended."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, KeyError):
             if (folder / "comm").read_text() == "bwrap\n" and _is_abandoned(folder):

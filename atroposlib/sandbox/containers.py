@@ -92,7 +92,7 @@ def container_spec(
         root: the folder that becomes /, with `FOLDERS` in it.
         files: the folder whose content the program finds in /box.
         limits: of memory, processes and disk.
-        limit_words: what sets the limits of each process and then runs the words behind it.
+        limit_words: command prefix that sets the limits of each process and runs the rest.
         group: path of the control group the runtime makes; None for none.
         bounds_swap: whether the runtime can bound memory and swap together.
         user: whom the program runs as.
@@ -343,7 +343,7 @@ class Containers:
 
     @contextlib.asynccontextmanager
     async def _joined(self, name: str, limits: SandboxLimits) -> AsyncIterator[list[str]]:
-        """Yield the words that put gVisor into a control group and run the words behind them.
+        """Yield the words that put gVisor into a control group and run the words after them.
 
         Other runtimes make the group themselves, and need no words.
         """

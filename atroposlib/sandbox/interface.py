@@ -40,7 +40,7 @@ class SandboxUnavailableError(SandboxError):
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may use.
+    """The resources of one program.
 
     Raises:
         ValueError: a limit is not above zero.
@@ -68,7 +68,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended, and what it wrote."""
+    """The ending of a program, and its output."""
 
     exit_code: int | None
     """Of the program, 128 + the signal when one ended it; None when the sandbox ended it."""
@@ -76,7 +76,7 @@ class SandboxResult:
     """Up to `output_bytes`; bytes that are no UTF-8 are replaced."""
     stderr: str
     ended_by: Ending
-    """`exit`: by itself, with whatever code; `signal`: by one; otherwise the limit it ran into."""
+    """`exit`: by itself, with any code; `signal`: by one; otherwise the limit it exceeded."""
     duration_s: float
 
     @property
@@ -130,7 +130,7 @@ async def run_python(
         sandbox: where.
         source: the program; it becomes `main.py` in the sandbox's folder.
         stdin: its standard input.
-        files: further files beside it, relative path -> content.
+        files: further files in its folder, relative path -> content.
         limits: None for the sandbox's own.
 
     Raises:
@@ -163,7 +163,7 @@ def checked_path(path: str) -> str:
 
 @contextlib.contextmanager
 def content_fd(content: str | bytes) -> Iterator[int]:
-    """Hold some content in memory behind a file descriptor, for another process to read only."""
+    """Provide content in memory as a file descriptor that another process can only read."""
     data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     fd = os.memfd_create("sandbox-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

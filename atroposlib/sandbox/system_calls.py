@@ -28,7 +28,7 @@ __all__ = ["DENIED", "FAMILIES", "UNCOUNTED", "call_filter", "call_rules", "has_
 
 
 class Architecture(NamedTuple):
-    """What the kernel calls an architecture, and the place of its numbers below."""
+    """The kernel's name of an architecture, and the column of its numbers below."""
 
     audit: int
     column: int
@@ -221,7 +221,7 @@ def _argument(index: int) -> Instruction:
 
 
 def _block(number: int, rules: Sequence[Instruction]) -> list[Instruction]:
-    """What applies to one call alone; it is allowed when no rule returns before."""
+    """The rules of one call; it is allowed when no rule returns before."""
     return [(JUMP_EQUAL, 0, len(rules) + 1, number), *rules, (RETURN, 0, 0, ALLOW)]
 
 

@@ -105,7 +105,7 @@ def png_base64(source: Any, *, folder: Path | None = None) -> str:
 
 
 async def fetch_image(address: str, *, timeout_s: float) -> bytes:
-    """Wait for the bytes behind an address.
+    """Wait for the bytes at an address.
 
     Args:
         address: `http://` or `https://`.

@@ -372,7 +372,7 @@ class MathItem(NamedTuple):
     r"""The gold answer inside `\boxed{}`."""
     kind: Kind = "normal"
     solutions: tuple[str, ...] = ()
-    """What is judged, without thinking: one for `judge`, two for `rlaif`."""
+    """The judged solutions, without thinking: one for `judge`, two for `rlaif`."""
     is_right: bool = False
     """Of `judge`: whether the solution is."""
     kept: int = -1
@@ -392,7 +392,7 @@ class KeptGroups:
     """Trajectories that items of the backlog name by a number.
 
     Args:
-        most: so many are held; the oldest is forgotten first, and its item then gives no group.
+        most: maximum number held; the oldest is dropped first, and its item gives no group.
     """
 
     def __init__(self, most: int = MOST_KEPT) -> None:

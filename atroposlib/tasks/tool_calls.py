@@ -27,7 +27,7 @@ class ReadCalls(NamedTuple):
     num_broken: int
     """Blocks that hold none."""
     rest: str
-    """What stands outside the blocks."""
+    """The text outside the blocks."""
 
 
 def read_calls(text: str, *, allow_literals: bool = False) -> ReadCalls:
@@ -99,7 +99,7 @@ def covers(expected: Any, actual: Any, *, coerce: bool = False) -> bool:
 
 
 def _split(text: str) -> tuple[list[str], str]:
-    """Return what stands in closed blocks, and the rest; linear, whatever the text."""
+    """Return the content of closed blocks, and the rest; linear in the text."""
     blocks: list[str] = []
     rest: list[str] = []
     position = 0

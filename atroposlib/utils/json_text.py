@@ -102,7 +102,7 @@ def decode_line(line: bytes) -> Any:
 
 
 STEP_BYTES = 2**20
-"""What is no longer is decoded in one step."""
+"""Text up to this length is decoded in one step."""
 
 _entries = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _elements = msgspec.json.Decoder(list[msgspec.Raw])

@@ -147,7 +147,7 @@ class RunLog:
     Args:
         use_wandb: open a Weights & Biases run in `start`.
         metrics_path: JSON Lines file, appended to; None sends the numbers to the log instead.
-        use_tensorboard: also write event files, to the folder `tensorboard` beside `metrics_path`.
+        use_tensorboard: also write event files, to `tensorboard/` in the folder of `metrics_path`.
         now: clock, seconds since the epoch.
 
     Raises:

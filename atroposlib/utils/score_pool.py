@@ -148,7 +148,7 @@ class ThreadBackend:
         return value
 
     def close(self) -> None:
-        """Start nothing more; a call that still runs is left behind."""
+        """Start no more calls; a call that still runs is abandoned."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()
@@ -234,7 +234,7 @@ def _prepare_worker(owner_pid: int) -> None:
 
 
 def _end_with_owner(owner_pid: int) -> None:
-    """Keep a worker from outliving a killed owner, whatever it is computing."""
+    """Keep a worker from outliving a killed owner, also during a computation."""
     if sys.platform == "linux":
         import ctypes
 

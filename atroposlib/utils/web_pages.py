@@ -98,7 +98,7 @@ def names_of_address(host: str) -> frozenset[str]:
 
 
 class WebPageRefusal(NamedTuple):
-    """Why a request is refused, and what to do instead."""
+    """The reason for a refusal, and the remedy."""
 
     status: int
     code: str
@@ -108,7 +108,7 @@ class WebPageRefusal(NamedTuple):
 
 @dataclass(frozen=True)
 class WebPageRule:
-    """What one application lets browsers do; pure but for a cache.
+    """The requests of browsers that one application accepts; pure except for a cache.
 
     Example: `WebPageRule(allowed_hosts=frozenset({"runs.example.org"}))` serves programs, its own
     pages under any local name and under that one, and links of other pages to what only shows.
@@ -131,9 +131,9 @@ class WebPageRule:
     may_be_framed: bool = False
     """Whether pages of other sites may show those of the application within their own."""
     host_remedy: str = ""
-    """How the name `{}` is allowed; empty when it cannot be."""
+    """Remedy that allows the name `{}`; empty without one."""
     origin_remedy: str = ""
-    """How the origin `{}` is allowed; empty when it cannot be."""
+    """Remedy that allows the origin `{}`; empty without one."""
     _passed: set[tuple[Any, ...]] = field(
         default_factory=set, init=False, repr=False, compare=False
     )
@@ -212,7 +212,7 @@ class WebPageRule:
         if site in _FOREIGN_SITES:
             may_pass = origin is None and self._is_link(method, sent)
         elif site == b"same-origin" or origin is None:
-            may_pass = True  # the browser has compared, behind whatever changes names on the way
+            may_pass = True  # the browser has compared them, after any proxy that changes names
         else:
             may_pass = _is_same_origin(_text(origin), _text(sent.get(b"host", b"")))
         if may_pass:
@@ -298,7 +298,7 @@ class WebPageMiddleware:
     """Refuses what a rule refuses, before a body is read.
 
     Args:
-        app: The application behind.
+        app: The wrapped application.
         rule: What is refused.
         answer: Gives the response to a refusal; default: `{"detail": text}`.
     """

@@ -71,7 +71,7 @@ class Widgets:
     filters: list[Any]
     """In the order in which `filter_of` takes them."""
     cleared: list[Any]
-    """What the filters hold when nothing is filtered."""
+    """Values of the filters that match every group."""
     clear: Any
     environment: Any
     status: Any
@@ -88,7 +88,7 @@ class Widgets:
 
     @property
     def shown(self) -> list[Any]:
-        """What showing a view may change."""
+        """Components that showing a view may change."""
         pages = self.html_of.values()
         return [self.head, *pages, self.status, self.environment, *self.plain]
 

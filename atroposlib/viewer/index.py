@@ -64,7 +64,7 @@ class TextStore:
             self._starts.append(self._starts[-1] + len(content))
 
     def search(self, text: str) -> TextSearch:
-        """Begin a search for text, whatever the size of its letters."""
+        """Start a search for text, ignoring case."""
         return TextSearch(self, text.lower().encode("utf-8", errors="replace"))
 
     def find(self, wanted: bytes, start: int, stop: int) -> list[int]:
@@ -133,7 +133,7 @@ class GroupSummary(NamedTuple):
     """One row of the list."""
 
     label: str
-    """What its source calls it: `line 12`, `group 7`."""
+    """Its name in the source: `line 12`, `group 7`."""
     environment: str
     step: int | None
     """Policy version or step it was made at; None where unknown."""
@@ -238,7 +238,7 @@ class GroupFilter(NamedTuple):
     min_step: int | None = None
     max_step: int | None = None
     text: str = ""
-    """Text that must occur, whatever the size of its letters."""
+    """Text that must occur, ignoring case."""
     signal: Literal["any", "differ", "equal"] = "any"
     """Whether the scores of the group differ."""
 
@@ -384,7 +384,7 @@ class GroupIndex:
 
 
 def _thinned(by_step: dict[int, list[float]], max_points: int) -> list[tuple[int, float]]:
-    """Return (last step, mean score) of as many neighbouring steps as leave `max_points`."""
+    """Return (last step, mean score) per bin of neighboring steps; at most `max_points` bins."""
     steps = sorted(by_step)
     size = -(-len(steps) // max_points)
     points = []

@@ -191,7 +191,7 @@ def overview_page(
     """Return the page.
 
     Args:
-        figures: what the run tells of itself.
+        figures: values that the run reports.
         problems: what could not be read.
         scores: of the latest groups, by the name of their environment.
         rewards: (step, mean score) by the name of their environment, steps ascending.
@@ -285,7 +285,7 @@ def _drops(figures: ServiceFigures, metric_drops: Mapping[str, float]) -> str:
             "None known. What environments drop stands in the metrics files they write: "
             "name their folder with --metrics."
         )
-    return table(("reason", "told by", "count"), rows)
+    return table(("reason", "reported by", "count"), rows)
 
 
 def _problems(problems: Problems) -> str:
@@ -523,7 +523,7 @@ _SHORTEST_FOLDED = 200
 
 
 def compare_page(left: Rollout, right: Rollout, left_text: str, right_text: str) -> str:
-    """Return the page: both answers beside each other, what only one has in colour."""
+    """Return the page: both answers side by side, their differences in color."""
     if left.number == right.number:
         return empty("Choose two different rollouts to compare.")
     if left_text == right_text:

@@ -82,7 +82,7 @@ class Group:
 
     rollouts: list[Rollout]
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What was read, for fields that belong to the whole group."""
+    """The group as read, for fields that belong to all of it."""
 
     @property
     def scores(self) -> list[float]:
@@ -100,7 +100,7 @@ class Group:
 
     @property
     def num_shared_messages(self) -> int:
-        """How many messages all rollouts begin with; the last one is never counted."""
+        """Number of messages that all rollouts share; the last one is never counted."""
         chats = [rollout.chat for rollout in self.rollouts]
         shortest = min((len(chat) for chat in chats), default=0)
         if shortest == 0:

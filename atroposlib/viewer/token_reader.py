@@ -55,7 +55,7 @@ class TokenReader:
     def __init__(self, name: str, load: Callable[[str], Any], *, is_lazy: bool = False) -> None:
         self.name = name
         self.problem: str | None = None
-        """Why there is no tokenizer; None while it is being loaded and when it is there."""
+        """Reason why no tokenizer was loaded; None while it loads and once it is loaded."""
         self._tokenizer: Any = None  # transformers carries no types
         self._pieces: dict[int, TokenPiece] = {}
         self._special: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""What evaluations share: prompts that ask for reasoning, and finding the reasoning in an answer.
+"""Shared parts of evaluations: prompts that request reasoning, and its extraction from answers.
 
 Providers put reasoning in different places; these look in all of them, in one order:
 

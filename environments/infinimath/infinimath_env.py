@@ -101,7 +101,7 @@ class InfiniteMathEnvConfig(SingleTurnEnvConfig):
 
     @property
     def best_wrong_reward(self) -> float:
-        """What a wrong answer earns at best: with a thought and in a box."""
+        """Maximum reward of a wrong answer: with a thought and in a box."""
         return self.incorrect_reward + self.think_block_bonus + self.boxed_answer_bonus
 
 

@@ -98,7 +98,7 @@ def is_safe_answer(answer: str, task: str, *, gold: str | None = None) -> bool:
     if task in MANY_MOVES:
         return MANY_MOVES[task].search(answer) is None
     if task == "propositional_logic":
-        # Its scorer tries out all values of whatever is written where a variable may stand.
+        # Its scorer tries all values of any text in the place of a variable.
         return PROPOSITION.fullmatch(answer) is not None
     if task == "string_insertion" and STRING_OF_LETTERS.fullmatch(answer):
         return True

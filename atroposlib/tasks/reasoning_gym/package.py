@@ -121,5 +121,5 @@ def _package() -> Any:
 if multiprocessing.parent_process() is not None:
     # A worker that scores: it imports this module before the time of its first call begins, and
     # the package takes seconds to load, on a busy machine longer than an answer may take.
-    with contextlib.suppress(MissingExtraError):  # told when something is asked of it
+    with contextlib.suppress(MissingExtraError):  # raised by the first call instead
         _package()

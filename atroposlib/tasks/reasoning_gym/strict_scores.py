@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 TRIED = 0.01
-"""What the package gives for a wrong answer to puzzle24."""
+"""The package's score for a wrong answer to puzzle24."""
 TOLERANCE = 1e-3
 PLAIN = re.compile(r"[0-9+\-*/()\s]{1,2000}")
 NOT_FINITE = re.compile(r"nan|inf", re.IGNORECASE)
@@ -55,7 +55,7 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 
 
 def highest_score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """Return the most an answer can be worth, whatever the package's scorer says.
+    """Return the maximum score of an answer, regardless of the package's scorer.
 
     Args:
         task: name in the package.
@@ -133,7 +133,7 @@ OTHER_JOINTS = "\u2228\u2192\u2194"
 ScoreAnswer = Callable[[str, Mapping[str, Any]], float]
 """The package's score of an answer to an entry."""
 NOT_VALID = 0.05
-"""What the package gives for a conclusion that does not follow."""
+"""The package's score for a conclusion that does not follow."""
 
 
 def repeats_a_premise(answer: str, entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
@@ -239,7 +239,7 @@ SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "string_insertion": lambda metadata: str(metadata["string"]),
     "string_manipulation": lambda metadata: str(metadata["string"]),
 }
-"""What of a question may be its answer already."""
+"""The part of a question that may already be its answer."""
 
 
 def _makes_24(answer: str, numbers: list[int]) -> bool:

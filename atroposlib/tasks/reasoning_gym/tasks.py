@@ -76,7 +76,7 @@ class TaskItem:
     params: dict[str, Any]
     """Generator parameters besides seed and size."""
     entry: dict[str, Any]
-    """What the package made: `question`, `answer` (None where many are right), `metadata`."""
+    """The package's entry: `question`, `answer` (None where many are right), `metadata`."""
     complexity: float | None = None
     """In [0, 1]; None means the package's default parameters."""
 
