@@ -476,7 +476,7 @@ def grab_group(
         )
     group = msgspec.convert(dict(datagroup), ExportGroup)
     made = recipe(
-        _export_calls_format_of(formats, save_messages), None if save_messages else decoder_of(tok)
+        _form_of_messages(formats, save_messages), None if save_messages else decoder_of(tok)
     )
     built = made.build(made.pick(group, "the group").picks)
     return [(entry.record, entry.score) for entry in built if entry.record is not None]
@@ -511,7 +511,7 @@ async def consume_records(
         ConfigError: the output exists and may not be added to; the service was not touched.
         ExportStoppedError: the service went away; what was written is valid.
     """
-    form = _export_calls_format_of(formats, save_messages)
+    form = _form_of_messages(formats, save_messages)
     request = ExportRequest(
         path=Path(filepath),
         kind="jsonl",
@@ -531,5 +531,5 @@ async def consume_records(
     await asyncio.to_thread(run_export, request, tell=tell)
 
 
-def _export_calls_format_of(formats: Mapping[str, Any], save_messages: bool) -> Any:
+def _form_of_messages(formats: Mapping[str, Any], save_messages: bool) -> Any:
     return formats["atropos-messages" if save_messages else "atropos"]

@@ -291,7 +291,7 @@ def _prefix_pos_neg(pair: Preference) -> dict[str, Any]:
     return {"prefix": chosen.prompt, "pos": chosen.completion, "neg": rejected.completion}
 
 
-def _dpo_formats_messages_as_given(pair: Preference) -> dict[str, Any]:
+def _pair_messages_as_given(pair: Preference) -> dict[str, Any]:
     return {"pos": pair.chosen_messages, "neg": pair.rejected_messages}
 
 
@@ -325,7 +325,7 @@ def _axolotl_chat(pair: Preference) -> dict[str, Any]:
     return {"messages": prompt, "chosen": chosen[0], "rejected": rejected[0]}
 
 
-def _dpo_formats_openai(pair: Preference) -> dict[str, Any]:
+def _pair_openai(pair: Preference) -> dict[str, Any]:
     prompt, chosen, rejected = split_chats(
         openai_chat(pair.chosen_messages), openai_chat(pair.rejected_messages)
     )
@@ -352,7 +352,7 @@ DPO_FORMATS: Mapping[str, DpoFormat] = {
         _prefix_pos_neg, "prefix, pos, neg, score of pos", needs_text=True, has_score=True
     ),
     "atropos-messages": DpoFormat(
-        _dpo_formats_messages_as_given,
+        _pair_messages_as_given,
         "pos and neg as the environment gave them, score of pos",
         needs_messages=True,
         has_score=True,
@@ -375,7 +375,7 @@ DPO_FORMATS: Mapping[str, DpoFormat] = {
         "Axolotl, type chat_template.default: messages, chosen, rejected",
         needs_messages=True,
     ),
-    "openai": DpoFormat(_dpo_formats_openai, "OpenAI preference fine-tuning", needs_messages=True),
+    "openai": DpoFormat(_pair_openai, "OpenAI preference fine-tuning", needs_messages=True),
 }
 """The formats of `atropos-dpo-gen`, by name."""
 

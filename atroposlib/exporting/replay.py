@@ -430,7 +430,7 @@ def rescoring_text(results: Sequence[Rescored], *, num_groups: int) -> str:
     return "\n".join(lines)
 
 
-_comparing_MOST_SHOWN = 10
+_MOST_CHANGES_SHOWN = 10
 
 
 @dataclass
@@ -526,7 +526,7 @@ def _changes(
     lines = [f"mean score of {ups} of them is higher in the second run, of {downs} lower"]
     for change in sorted(by_change, key=abs, reverse=True):
         for prompt in by_change[change]:
-            if change and len(lines) <= _comparing_MOST_SHOWN:
+            if change and len(lines) <= _MOST_CHANGES_SHOWN:
                 before, after = first[prompt], second[prompt]
                 lines.append(
                     f"  {before.where} and {after.where}: {fmean(before.scores):.4g} to "

@@ -107,7 +107,7 @@ def compute_grpo_process_supervision_advantages(
 ) -> list[npt.NDArray[np.floating]]:
     """Turn the step rewards of a group of trajectories into advantages per step.
 
-    Rewards are normalised over all steps of the group together, then summed from each step to the
+    Rewards are normalized over all steps of the group together, then summed from each step to the
     end of its trajectory.
 
     Args:

@@ -342,7 +342,7 @@ class GroupIndex:
     ) -> dict[str, list[tuple[int, float]]]:
         """Return the mean score at each step by the name of the environment, steps ascending.
 
-        Where more than `max_points` steps are known, neighbours share a point. Groups of unknown
+        Where more than `max_points` steps are known, neighbors share a point. Groups of unknown
         step are left out.
         """
         found: dict[str, dict[int, list[float]]] = {}

@@ -125,7 +125,7 @@ def score_class(score: float | None) -> str:
 
 
 def score_chip(score: float | None) -> str:
-    """Show a score in its colour."""
+    """Show a score in its color."""
     return f'<b class="v-score {score_class(score)}">{number(score)}</b>'
 
 
@@ -329,7 +329,7 @@ def _row(position: int, row: GroupSummary, is_selected: bool) -> str:
 
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|gif|webp);base64,([A-Za-z0-9+/=\s]+)")
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
-_images_MAX_ANSWER_CHARACTERS = 3000
+_MAX_CAPTION_CHARACTERS = 3000
 _MAX_ADDRESS_CHARACTERS = 120
 
 
@@ -341,7 +341,7 @@ def images_page(group: Group, texts: list[RolloutText]) -> str:
     answers = "".join(
         f'<section class="v-card" data-rollout="{rollout.number}" tabindex="0">'
         f"<h4>rollout {rollout.number} {score_chip(rollout.score)}</h4>"
-        f"{block(text.answer, max_characters=_images_MAX_ANSWER_CHARACTERS)}</section>"
+        f"{block(text.answer, max_characters=_MAX_CAPTION_CHARACTERS)}</section>"
         for rollout, text in zip(group.rollouts, texts, strict=True)
     )
     shown_images = "".join(image_markup(image) for image in images)
@@ -679,7 +679,7 @@ def tokens_page(
         group: the group of the rollout.
         rollout: what to show.
         reader: gives tokens their text.
-        colour: what the colours tell.
+        colour: the quantity that colors encode.
         start: position of the first token.
     """
     if not len(rollout):
