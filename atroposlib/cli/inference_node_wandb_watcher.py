@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--node_num", type=int, required=True, help="index of this node")
     args = parser.parse_args()
     if args.tp < 1:
-        parser.error(f"argument --tp: expected an integer of 1 or more, got {args.tp}")
+        parser.error(f"argument --tp: expected 1 or more, got {args.tp}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
