@@ -27,7 +27,7 @@ def find_cards(folder: Path = FOLDER) -> dict[str, EnvironmentCard]:
     """Return path of the module below `folder` -> its card, in the order of the paths.
 
     Raises:
-        ConfigError: a card is no call with plain strings, or lacks a field.
+        ConfigError: a card is not a call with plain strings, or lacks a field.
     """
     cards = {}
     for path in sorted(folder.rglob("*.py")):
@@ -65,7 +65,7 @@ def _read_card(path: Path, source: str) -> EnvironmentCard:
                 f"{path}: CARD cannot be read ({error}); expected EnvironmentCard(...) with plain "
                 "strings by name"
             ) from error
-    raise ConfigError(f"{path}: CARD is no call of EnvironmentCard")
+    raise ConfigError(f"{path}: expected CARD to be a call of EnvironmentCard")
 
 
 def _card_calls(tree: ast.Module) -> Iterator[ast.Call]:

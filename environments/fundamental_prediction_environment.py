@@ -71,7 +71,7 @@ LONG_FRACTION, LONG_PENALTY = 0.95, 0.5
 
 
 class Prediction(NamedTuple):
-    """What a completion forecasts."""
+    """The forecast in a completion."""
 
     direction: str
     magnitude: str
@@ -91,7 +91,7 @@ class FundamentalPredictionEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
 
 
 def read_prediction(completion: str, metric: str) -> Prediction | None:
-    """Return the one forecast behind the thinking; None when there is none, or more than one."""
+    """Return the one forecast after the thinking; None without one, or with more than one."""
     answer = answer_after_thinking(completion)
     if answer is None:
         return None
@@ -105,7 +105,7 @@ def read_prediction(completion: str, metric: str) -> Prediction | None:
 
 
 def magnitude_score(predicted: str, expected: str) -> float:
-    """Return how near two percentages are, 1.0 to 0.0; 0.0 where one is no number."""
+    """Return how near two percentages are, 1.0 to 0.0; 0.0 where one is not a number."""
     try:
         difference = abs(float(predicted) - float(expected.strip().rstrip("%")))
     except ValueError:

@@ -63,7 +63,7 @@ SYSTEM_PROMPT = (
 
 
 Problem = Mapping[str, str]
-"""One row: `question`, and `answer`, a worked solution with the gold answer behind its last `#`."""
+"""One row: `question`, and `answer`, a worked solution with the gold answer after its last `#`."""
 
 
 class GSM8kEnvConfig(HubItemsConfig):
@@ -74,7 +74,7 @@ class GSM8kEnvConfig(HubItemsConfig):
 
 
 def gold_answer(answer: str) -> str:
-    """Return the number behind the last `#` of a worked solution, without thousands commas."""
+    """Return the number after the last `#` of a worked solution, without thousands commas."""
     return answer.rsplit("#", 1)[-1].strip().replace(",", "")
 
 

@@ -213,7 +213,7 @@ class MathEnv(SolvingEnv):
         return self._group(kept.messages, kept.trajectories, kept.scores)
 
     def check_gold_answer(self, item: MathItem) -> str:
-        """Return the gold answer behind a thought; asked by `check`."""
+        """Return the gold answer after a thought; called by `check`."""
         return f"<think>Straight to it.</think>The answer is {item.answer}."
 
     async def answer_for_evaluation(self, problem: MathProblem) -> tuple[bool, dict[str, Any]]:
@@ -235,7 +235,7 @@ class MathEnv(SolvingEnv):
         }
 
     async def _retry(self, item: MathItem, verification: str, later: list[MathItem]) -> float:
-        """Solve again, told what is wrong; returns the share that is right."""
+        """Solve again with the reasons of the verdict; returns the share that is right."""
         messages = retry_messages(item.problem, item.solutions[0], verification)
         trajectories = await self._sample(messages)
         answers = [trajectory.completion for trajectory in trajectories]

@@ -55,7 +55,7 @@ LEADS = (
     r"(?i:\bthe\s{1,9}(?:(?:correct|best)\s{1,9})?answer\s{1,9}is|\bfinal\s{1,9}answer\b)"
     r"[ :*\n]{0,9}"
 )
-"""What an answer is announced by; the bounds keep the search short on any text."""
+"""Phrases that announce an answer; the bounds keep the search short on any text."""
 
 LETTER_END = r"(?=$|[^\w\s'\u2019-]|\s*\n|\s+(?:(?i:because|since|as|for)\b|[^\w\s]))"
 """Behind a letter: the sentence ends or goes on with a reason, so that 'a dog' is no A."""
@@ -100,7 +100,7 @@ def read_question(row: Mapping[str, Any]) -> Question:
     """Return the question of a row in either of the two sets of columns.
 
     Raises:
-        ConfigError: the row has neither, or its answer is none of the options.
+        ConfigError: the row has neither, or its answer is not among the options.
     """
     options = row.get("options") or row.get("choices")
     body = row.get("prompt") or row.get("question")
@@ -113,7 +113,7 @@ def read_question(row: Mapping[str, Any]) -> Question:
     gold = row.get("ground_truth") or row["answer"]
     letter = letters[gold] if isinstance(gold, int) and 0 <= gold < len(letters) else str(gold)
     if len(letter) != 1 or letter.upper() not in letters:
-        raise ConfigError(f"the answer {gold!r} is none of the options {', '.join(letters)}")
+        raise ConfigError(f"the answer {gold!r} is not among the options {', '.join(letters)}")
     if not row.get("prompt"):
         pairs = zip(letters, options, strict=True)
         body = "\n".join([str(body), *(f"{name}. {option}" for name, option in pairs)])
@@ -123,7 +123,7 @@ def read_question(row: Mapping[str, Any]) -> Question:
 def named_options(answer: str, options: Sequence[str]) -> set[int]:
     """Return the indices of the options that an answer names, by letter or by their exact text.
 
-    What follows an option behind `or`, `and` or a comma is named as well.
+    An option after `or`, `and` or a comma counts as named, too.
     """
     last = ascii_uppercase[len(options) - 1]
     texts = OptionTexts(options)
@@ -152,7 +152,7 @@ def named_options(answer: str, options: Sequence[str]) -> set[int]:
 class OptionTexts:
     """The texts of the options, to be found at a place of an answer.
 
-    An option that is itself one letter is left out: it cannot be told from an option's letter.
+    A one-letter option is left out: it cannot be distinguished from an option's letter.
     """
 
     def __init__(self, options: Sequence[str]) -> None:

@@ -75,7 +75,7 @@ class Chat(NamedTuple):
 
 
 class RLAIFConfig(HubItemsConfig, SingleTurnEnvConfig):
-    """What is preferred, and how it is found out."""
+    """Settings of the preference and of its judge."""
 
     preference: str = Field(PREFERENCE, description="What makes an answer the better one.")
     steering_probability: float = Field(

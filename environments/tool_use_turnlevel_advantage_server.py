@@ -58,7 +58,7 @@ FAILED = -1.0
 
 
 class MTGRPOEnvConfig(ToolDialogueConfig):
-    """What turns are worth."""
+    """The rewards of turns."""
 
     turn_level_advantage_lambda: float = Field(
         1.0, ge=0, description="Weight of the outcome in the advantage of each turn."

@@ -1,1 +1,1 @@
-"""Command-line doors."""
+"""Entry points of the console commands."""

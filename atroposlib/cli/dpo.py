@@ -73,7 +73,8 @@ def grab_group_data(
         tok: tokenizer with `decode`; not used with `save_messages`.
         datagroup: `tokens`, `scores`, and where there are some `masks` and `messages`.
         save_messages: give chats as `pos` and `neg`, without `prefix`.
-        save_n_pairs_per_group: the most to make; the rejected sides are among so many worst.
+        save_n_pairs_per_group: maximum number of pairs, and of worst trajectories that the rejected
+            sides are drawn from.
         allow_negative_scores: let scores of 0 and below be the better side.
         minimum_score_diff_max_min: what the better score must exceed the other one by.
 
@@ -120,7 +121,7 @@ async def dpo_data_grabber(
     minimum_score_diff_max_min: float,
     append_to_previous: bool,
 ) -> None:
-    """Be the trainer at an address until so many pairs are written; arguments as the flags.
+    """Act as the trainer at an address until `num_seqs_to_save` pairs are written.
 
     Raises:
         ConfigError: the output exists and may not be added to; the service was not touched.

@@ -1,8 +1,7 @@
-"""Running an export for a person: progress bar, report, messages, exit codes.
+"""The command line of an export: flags, progress bar, report, messages and exit codes.
 
-The flags that `atropos-sft-gen` and `atropos-dpo-gen` share, and the request they make.
-
-What `atroposlib.cli.sft` and `atroposlib.cli.dpo` let scripts call, besides their commands.
+`atropos-sft-gen` and `atropos-dpo-gen` share this page. It also holds what `atroposlib.cli.sft`
+and `atroposlib.cli.dpo` offer to scripts.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def add_shared_flags(
         "--group-size",
         type=_count,
         default=2,
-        help="trajectories per group that environments make; told to the service where this "
+        help="trajectories per group that environments make; sent to the service where this "
         "command stands in for a trainer, which takes batches of 64 such groups (%(default)s)",
     )
     source.add_argument(
@@ -89,7 +88,7 @@ def add_shared_flags(
         type=_count,
         action=_StoreGiven,
         default=2048,
-        help="longest trajectory in tokens; told to the service where this command stands in for "
+        help="longest trajectory in tokens; sent to the service where this command stands in for "
         "a trainer (%(default)s with --consume; else no limit unless given)",
     )
     _add_choice_flags(parser, min_score_diff=min_score_diff)
@@ -104,7 +103,7 @@ def _add_choice_flags(parser: argparse.ArgumentParser, *, min_score_diff: float)
         default=100,
         help="records to write, at least 1 (%(default)s)",
     )
-    choice.add_argument("--all", action="store_true", help="as many as there are")
+    choice.add_argument("--all", action="store_true", help="every record")
     choice.add_argument("--allow-negative-scores", action="store_true", help="also 0 and below")
     choice.add_argument(
         "--minimum-score-diff-max-min", type=float, default=min_score_diff, help="(%(default)s)"
@@ -146,7 +145,7 @@ def _records(text: str) -> int:
         count = 0
     if count < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number of 1 or more; --all writes as many records as there are"
+            f"expected an integer of 1 or more, got {text!r}; --all writes every record"
         )
     return count
 
@@ -336,7 +335,7 @@ def _export_and_report(
     """Export, print the report, push; ends the process with a message when that fails.
 
     Exit codes: 2 nothing was done, 1 the export ended early or the output holds no record at its
-    end, 130 somebody stopped it.
+    end, 130 it was interrupted.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -381,7 +380,7 @@ def _shortfall(request: ExportRequest, report: ExportReport) -> str:
             "--env.include_messages true, or choose a --format made of text"
         )
     if not report.num_groups and request.mode == "resume" and request.path.exists():
-        return f"nothing was added: {request.path} has as many records as were asked for, or more"
+        return f"nothing was added: {request.path} already holds at least the requested number"
     if not report.num_groups:
         return "nothing was written: there are no groups"
     return "nothing was written: no trajectory passed, the reasons are above"
@@ -477,7 +476,7 @@ def grab_group(
         )
     group = msgspec.convert(dict(datagroup), ExportGroup)
     made = recipe(
-        _export_calls_format_of(formats, save_messages), None if save_messages else decoder_of(tok)
+        _form_of_messages(formats, save_messages), None if save_messages else decoder_of(tok)
     )
     built = made.build(made.pick(group, "the group").picks)
     return [(entry.record, entry.score) for entry in built if entry.record is not None]
@@ -495,7 +494,7 @@ async def consume_records(
     appends: bool,
     register: Callable[[int], None],
 ) -> None:
-    """Be the trainer of a service until so many records are written.
+    """Act as the trainer of a service until `max_records` records are written.
 
     Args:
         filepath: JSONL to write.
@@ -506,13 +505,13 @@ async def consume_records(
         tokenizer: name or folder.
         max_records: to write.
         appends: whether to add to a file that exists.
-        register: resets the run and registers for so many steps.
+        register: resets the run and registers for this number of steps.
 
     Raises:
         ConfigError: the output exists and may not be added to; the service was not touched.
         ExportStoppedError: the service went away; what was written is valid.
     """
-    form = _export_calls_format_of(formats, save_messages)
+    form = _form_of_messages(formats, save_messages)
     request = ExportRequest(
         path=Path(filepath),
         kind="jsonl",
@@ -532,5 +531,5 @@ async def consume_records(
     await asyncio.to_thread(run_export, request, tell=tell)
 
 
-def _export_calls_format_of(formats: Mapping[str, Any], save_messages: bool) -> Any:
+def _form_of_messages(formats: Mapping[str, Any], save_messages: bool) -> Any:
     return formats["atropos-messages" if save_messages else "atropos"]

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--node_num", type=int, required=True, help="index of this node")
     args = parser.parse_args()
     if args.tp < 1:
-        parser.error(f"argument --tp: {args.tp} is no size; expected 1 or more")
+        parser.error(f"argument --tp: expected 1 or more, got {args.tp}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -70,7 +70,7 @@ def update_wandb(health_statuses: Mapping[str, float], step: int | None = None) 
 
 
 class Watcher:
-    """Asks service and engines; an outage of either is no reason to stop.
+    """Polls the service and the engines; continues through an outage of either.
 
     Args:
         api_addr: address of the trajectory service.

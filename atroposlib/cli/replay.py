@@ -1,4 +1,4 @@
-"""`atropos-replay`: score recorded groups anew, post them to a service, compare two runs."""
+"""`atropos-replay`: rescore recorded groups, post them to a service, compare two runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _INTERRUPTED = 130
 def main() -> None:
     """Run a sub-command.
 
-    Exit codes: 2 nothing was done, 1 it ended early or scored no group, 130 somebody stopped it.
+    Exit codes: 2 nothing was done, 1 it ended early or scored no group, 130 it was interrupted.
     """
     parser = _parser()
     words = sys.argv[1:]
@@ -238,7 +238,7 @@ def _parser() -> CommandParser:
 def _pace(text: str) -> float:
     pace = float(text)
     if not 0 < pace < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no pace; expected groups per second, above 0")
+        raise argparse.ArgumentTypeError(f"expected groups per second, above 0, got {text}")
     return pace
 
 

@@ -85,7 +85,7 @@ def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None
     import uvicorn
     from uvicorn.supervisors import ChangeReload
 
-    # The supervisor watches and restarts; each process it starts builds the service anew.
+    # The supervisor watches and restarts; each process it starts builds its own service.
     watched = uvicorn.Config(_APP, host=host, port=port, reload=True, log_level="warning")
     sock = watched.bind_socket()
     print(_start_message(settings, host, sock.getsockname()[1]), flush=True)
@@ -111,7 +111,7 @@ def _server(
     run: Run = application.state.run
 
     class AnnouncingServer(uvicorn.Server):
-        """Says where it listens once it does; lets nobody wait any longer once it is to stop."""
+        """Prints its address once it listens; releases waiting clients when it stops."""
 
         was_interrupted = False
 
@@ -145,7 +145,7 @@ def _server(
         port=port,
         http=ObservedHttpProtocol,
         ws="none",
-        # One line per request says nothing to an operator and fills a pipe nobody reads.
+        # One line per request does not help an operator and fills a pipe without a reader.
         access_log=False,
         log_config=logging,
         timeout_keep_alive=_KEEP_ALIVE_S,
@@ -214,7 +214,7 @@ def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> ApiS
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no port; expected a whole number from 0 to 65535 (0: any free port)"
+            f"expected a port from 0 to 65535 (0: any free port), got {text!r}"
         )
     return int(text)
 

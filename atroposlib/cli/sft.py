@@ -105,7 +105,7 @@ async def sft_data_grabber(
     append_to_previous: bool,
     tasks_per_step: int = 64,
 ) -> None:
-    """Be the trainer at an address until so many records are written; arguments as the flags.
+    """Act as the trainer at an address until `num_seqs_to_save` records are written.
 
     Raises:
         ConfigError: the output exists and may not be added to; the service was not touched.

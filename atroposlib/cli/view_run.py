@@ -1,7 +1,7 @@
-"""`view-run`: look at the rollouts of a live service, a stored run or a file, in a browser.
+"""`view-run`: show the rollouts of a live service, a stored run or a file in a browser.
 
-Nothing is taken or reset: a training run goes on as if nobody looked. At a service without a
-trainer the command stands in for one, so that environments start; a trainer takes its place.
+The command takes no groups and resets nothing, so a training run is not affected. At a service
+without a trainer it stands in for one, so that environments start; a trainer takes its place.
 """
 
 from __future__ import annotations
@@ -282,7 +282,9 @@ def _host_name(text: str) -> str:
 def _whole(least: int, most: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+            raise argparse.ArgumentTypeError(
+                f"expected an integer from {least} to {most}, got {text!r}"
+            )
         return int(text)
 
     return convert

@@ -1,18 +1,13 @@
-"""Records of examples to imitate, one function per format; pure.
+"""Records of SFT examples and preference pairs: one pure function per format.
 
-What a function gets is a trajectory with everything a format may need; what it returns is one line
-of the output, without the score.
+A format receives a trajectory, or a pair, with every field that some format needs. It returns one
+line of the output, without the score. A chat that a format cannot hold is refused with a reason,
+which the report counts.
 
-Records of preference pairs, one function per format; pure.
-
-From a decoded group to records: what an SFT and a DPO export do differently; pure.
+Two recipes lead from decoded groups to records:
 
 pick(group) ─► picks, a few per group          build(picks of many groups) ─► records
                └ reasons for all left out                  texts decoded together
-
-Chats of trajectories in the forms that trainers take; pure.
-
-A chat that a form cannot hold is refused with a reason, which the report counts.
 """
 
 from __future__ import annotations
@@ -154,7 +149,7 @@ class Example(NamedTuple):
     segments: Sequence[str]
     """Text of each of `spans`, where the format asks for them."""
     messages: Any
-    """The chat, whatever the environment gave."""
+    """The chat as the environment gave it."""
 
     def spans(self) -> list[Span]:
         """Return what is trained on and what is not."""
@@ -180,7 +175,7 @@ class SftFormat(NamedTuple):
 
 
 def spans_of(tokens: Sequence[int], mask: Sequence[int] | None, prompt_length: int) -> list[Span]:
-    """Return trained and other stretches; without a mask all behind the prompt is trained on."""
+    """Return trained and other spans; without a mask every token after the prompt is trained."""
     if mask:
         return trained_spans(mask)
     spans = [Span(0, prompt_length, False), Span(prompt_length, len(tokens), True)]
@@ -296,7 +291,7 @@ def _prefix_pos_neg(pair: Preference) -> dict[str, Any]:
     return {"prefix": chosen.prompt, "pos": chosen.completion, "neg": rejected.completion}
 
 
-def _dpo_formats_messages_as_given(pair: Preference) -> dict[str, Any]:
+def _pair_messages_as_given(pair: Preference) -> dict[str, Any]:
     return {"pos": pair.chosen_messages, "neg": pair.rejected_messages}
 
 
@@ -330,7 +325,7 @@ def _axolotl_chat(pair: Preference) -> dict[str, Any]:
     return {"messages": prompt, "chosen": chosen[0], "rejected": rejected[0]}
 
 
-def _dpo_formats_openai(pair: Preference) -> dict[str, Any]:
+def _pair_openai(pair: Preference) -> dict[str, Any]:
     prompt, chosen, rejected = split_chats(
         openai_chat(pair.chosen_messages), openai_chat(pair.rejected_messages)
     )
@@ -357,7 +352,7 @@ DPO_FORMATS: Mapping[str, DpoFormat] = {
         _prefix_pos_neg, "prefix, pos, neg, score of pos", needs_text=True, has_score=True
     ),
     "atropos-messages": DpoFormat(
-        _dpo_formats_messages_as_given,
+        _pair_messages_as_given,
         "pos and neg as the environment gave them, score of pos",
         needs_messages=True,
         has_score=True,
@@ -380,7 +375,7 @@ DPO_FORMATS: Mapping[str, DpoFormat] = {
         "Axolotl, type chat_template.default: messages, chosen, rejected",
         needs_messages=True,
     ),
-    "openai": DpoFormat(_dpo_formats_openai, "OpenAI preference fine-tuning", needs_messages=True),
+    "openai": DpoFormat(_pair_openai, "OpenAI preference fine-tuning", needs_messages=True),
 }
 """The formats of `atropos-dpo-gen`, by name."""
 
@@ -396,11 +391,11 @@ class Built(NamedTuple):
     is_truncated: bool
     where: str
     reason: str = ""
-    """Why there is no record."""
+    """Reason why the format cannot hold it."""
 
 
 class Picked(NamedTuple):
-    """What is taken of one group."""
+    """The picks of one group."""
 
     picks: list[Any]
     """Opaque; for `build` of the same recipe."""

@@ -1,14 +1,11 @@
-"""The file an export writes: never overwritten unasked, valid after every write, resumable.
+"""The output of an export: JSON Lines, a Parquet file, a dataset folder, or a data set on the hub.
 
-JSON Lines grow in place, whole lines per write. Parquet and dataset folders cannot grow: their
-records are kept in `NAME.part.jsonl` beside them, which becomes the output when the export ends,
-also when it ends early; after a crash it is what `--resume` goes on with.
+Invariants: an existing output is overwritten only on request; it is valid after every write; an
+export can be resumed.
 
-Lines of the output: their text, their content keys, and what becomes of odd characters; pure.
-
-Records as Parquet: one file, or a folder that `datasets.load_dataset` takes.
-
-Putting an export on the Hugging Face hub.
+JSON Lines grow in place, whole lines per write. Parquet and dataset folders cannot grow. Their
+records are kept in `NAME.part.jsonl` in the same folder until the export ends, also when it ends
+early. After a crash `--resume` continues from that file.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class Line(NamedTuple):
     content: bytes
     """JSON, without the line break."""
     key: bytes
-    """Same for records that say the same, whatever their score."""
+    """Equal for records with equal content, regardless of their score."""
     is_repaired: bool
     """Whether half characters, which no file can hold, were replaced."""
 
@@ -100,7 +97,7 @@ def without_lone_surrogates(value: Any) -> Any:
 
 
 def _with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
-    """Put the score where it always was: behind the chosen side of a pair, else at the end."""
+    """Insert the score after the chosen side of a pair, else at the end."""
     fields: dict[str, Any] = {}
     for name, value in record.items():
         fields[name] = value
@@ -140,7 +137,7 @@ def read_columns(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: bool) -> None:
-    """Write records in place of what is at `path`; whoever looks sees the old or the new one.
+    """Write records in place of what is at `path`; a reader sees the old or the new ones.
 
     Args:
         records: with the same fields all.
@@ -196,7 +193,7 @@ _NAME_FIELD = "score"
 
 @dataclass
 class Existing:
-    """What an earlier export left in a file."""
+    """The content that an earlier export left in a file."""
 
     keys: set[bytes] = field(default_factory=set)
     """Content keys of its records."""
@@ -204,7 +201,7 @@ class Existing:
     fields: frozenset[str] | None = None
     """Names of the fields of its first record; None when there is none."""
     broken_lines: list[int] = field(default_factory=list)
-    """Numbers of lines that are no records; they are left as they are."""
+    """Numbers of lines that are not records; they are kept."""
     num_cut_bytes: int = 0
     """Half a line at the end, left by a killed export, that was removed."""
 
@@ -250,7 +247,7 @@ class Output:
     def close(self) -> None:
         """Finish the output; Parquet and dataset folders come into being here.
 
-        An export without a record leaves nothing behind.
+        An export without a record leaves no file.
 
         Raises:
             ConfigError: the records do not fit into columns; they are in `NAME.part.jsonl`.

@@ -1,4 +1,4 @@
-"""Recorded groups posted to a service at a chosen pace."""
+"""Posting recorded groups to a service at a chosen rate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED = (400, 413, 422)
 
 @dataclass
 class Posted:
-    """What became of the groups."""
+    """Counts of posted and refused groups."""
 
     num_groups: int = 0
     """Taken by the service."""

@@ -1,17 +1,17 @@
-"""Scoring recorded trajectories with the scoring code an environment has now, without a model.
+"""Replay of recorded trajectories: rescoring with current environment code, without a model.
 
 item of the environment ─► its prompt ─► groups recorded for that prompt
-                                            │ played by the recorded engine, one at a time
+                                            │ replayed by the recorded engine, one at a time
                                             ▼
-                          collect_trajectories of today ─► new scores beside the old ones
+                          current collect_trajectories ─► new scores next to the recorded ones
 
-An inference server that answers with what an earlier run's policy wrote.
+The recorded engine is an inference server that answers with tokens an earlier policy wrote:
 
-    environment asks ─► prompt ids ─► the trajectory of the group that goes on from there ─► its ids
+    environment asks ─► prompt ids ─► the trajectory that continues these ids ─► its ids
 
-A request that no recorded trajectory continues is refused: nothing is ever made up.
+A request that no recorded trajectory continues is refused; the engine never generates tokens.
 
-Two runs beside each other, prompt by prompt; pure.
+The page also compares two runs, prompt by prompt. That part is pure.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RecordedGroup(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the policy wrote at one point of a trajectory."""
+    """One completion of the policy within a trajectory."""
 
     ids: list[int]
     logprobs: list[float]
@@ -258,7 +258,7 @@ class Rescored(NamedTuple):
     new: list[float | None] | None
     """[G]; None for a trajectory that did not come back; None when the group did not."""
     reason: str = ""
-    """Why the group did not come back."""
+    """Reason why the environment returned no group."""
 
     def changes(self) -> list[tuple[int, float, float]]:
         """Return position, old and new score where they differ."""
@@ -436,12 +436,12 @@ def rescoring_text(results: Sequence[Rescored], *, num_groups: int) -> str:
     return "\n".join(lines)
 
 
-_comparing_MOST_SHOWN = 10
+_MOST_CHANGES_SHOWN = 10
 
 
 @dataclass
 class PromptRecord:
-    """What a run has of one prompt."""
+    """The trajectories of one prompt in a run."""
 
     where: str
     """Where it was first found."""
@@ -451,7 +451,7 @@ class PromptRecord:
 
 @dataclass
 class RunRecord:
-    """What a comparison needs of a run."""
+    """The data of a run that a comparison uses."""
 
     num_groups: int = 0
     scores: list[float] = field(default_factory=list)
@@ -532,7 +532,7 @@ def _changes(
     lines = [f"mean score of {ups} of them is higher in the second run, of {downs} lower"]
     for change in sorted(by_change, key=abs, reverse=True):
         for prompt in by_change[change]:
-            if change and len(lines) <= _comparing_MOST_SHOWN:
+            if change and len(lines) <= _MOST_CHANGES_SHOWN:
                 before, after = first[prompt], second[prompt]
                 lines.append(
                     f"  {before.where} and {after.where}: {fmean(before.scores):.4g} to "

@@ -1,7 +1,4 @@
-"""What an export did, counted while it runs and told at its end; pure.
-
-Histograms for a terminal; pure.
-"""
+"""Counts of an export, kept while it runs, and the text and histograms made of them; pure."""
 
 from __future__ import annotations
 

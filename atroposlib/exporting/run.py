@@ -1,12 +1,10 @@
-"""A whole export: opens output and source, checks the tokenizer, runs the pipeline, ends in order.
-
-The output is checked before anything else: an export that is refused has touched nothing.
-
-One export from source to output: groups read, chosen, decoded and written in chunks.
+"""One export from source to output: opens both, checks the tokenizer, runs the pipeline in chunks.
 
 source ─► chunk of groups ─► recipe.pick ─► recipe.build ─► new lines ─► output
                  │                                             │
                  └──────────────── report ◄────────────────────┘
+
+The output is checked first: a refused export has changed nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _OBJECTS_PER_COLLECTION = 200_000
 
 
 class Progress(Protocol):
-    """Is told how an export goes on."""
+    """Receives the progress of an export."""
 
     def begin(self) -> None:
         """All is prepared; the first group comes next."""
@@ -113,7 +111,7 @@ def export_groups(
         max_records: the most to write; None for no limit.
         keeps_duplicates: whether a record that was there before is written again.
         chunk_groups: groups handled together: more are faster, fewer are written sooner.
-        progress: is told of the beginning, and after every chunk.
+        progress: called at the beginning and after every chunk.
     """
     if progress is not None:
         progress.begin()
@@ -226,7 +224,7 @@ class SourceRequest:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Everything one export is told."""
+    """All settings of one export."""
 
     path: Path
     kind: OutputKind
@@ -267,11 +265,11 @@ def run_export(
     Args:
         request: what to do.
         tell: gets a line for everything a person should know meanwhile.
-        progress: is told after every chunk.
+        progress: called after every chunk.
 
     Raises:
         ConfigError: the output exists, the source is not there, the tokenizer is the wrong one.
-        ExportStoppedError: the service went away, the disk is full, or somebody stopped it.
+        ExportStoppedError: the service went away, the disk is full, or it was interrupted.
     """
     report = ExportReport()
     with ExitStack() as ending:
@@ -410,7 +408,7 @@ def _tell_existing(output: Output, tell: Callable[[str], None]) -> None:
         tell(f"half a line at its end ({existing.num_cut_bytes} bytes) was removed")
     if existing.broken_lines:
         named = ", ".join(map(str, existing.broken_lines[:10]))
-        tell(f"{len(existing.broken_lines)} of its lines are no records and stay: {named}")
+        tell(f"{len(existing.broken_lines)} of its lines are not records and stay: {named}")
 
 
 def _stopped(

@@ -1,6 +1,6 @@
-"""Which trajectories of a group become examples to imitate; pure.
+"""The choice of trajectories: SFT examples, preference pairs, prompt boundaries; pure.
 
-Which trajectories of a group become preference pairs; pure, random draws included.
+Strategies for pairs:
 
     best-random     the n best, each against a random one of the n worst that is low enough
     best-worst      best against worst, second best against second worst, ...
@@ -9,9 +9,8 @@ Which trajectories of a group become preference pairs; pure, random draws includ
 
 In every strategy a pair needs `rejected score < chosen score - min_score_diff`, strictly.
 
-The trajectories of a group as recipes see them; those that cannot be used are counted; pure.
-
-Where the prompt of a trajectory ends, told by masks and tokens, never by text; pure.
+The end of a prompt is found from masks and tokens, never from text. Trajectories that cannot be
+used are counted by reason. Random draws are made by a `Chooser` that is passed in.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ BEYOND_BEST = "not among the best of the group"
 
 
 class SelectionRule(NamedTuple):
-    """What a trajectory must satisfy."""
+    """The conditions on an SFT example."""
 
     num_best: int = 3
     """The most that are taken from one group."""
     allow_negative: bool = False
     """Whether scores of 0 and below pass."""
     min_score_diff: float = 0.0
-    """What a score must exceed the lowest of its group by; 0 asks for nothing."""
+    """Minimum difference to the lowest score of the group; 0 disables the condition."""
 
 
 class Selection(NamedTuple):
@@ -141,7 +140,7 @@ class GroupChooser:
 
 
 class PairRule(NamedTuple):
-    """What a pair must satisfy."""
+    """The conditions on a preference pair."""
 
     strategy: str = "best-random"
     num_pairs: int = 3
@@ -149,7 +148,7 @@ class PairRule(NamedTuple):
     allow_negative: bool = False
     """Whether a chosen trajectory may score 0 or less."""
     min_score_diff: float = 0.5
-    """What the chosen score must exceed the rejected one by."""
+    """Minimum difference between the chosen and the rejected score; exclusive."""
 
 
 class Pair(NamedTuple):
@@ -247,7 +246,7 @@ STRATEGIES: Mapping[
     "all-pairs": _all_pairs,
     "one-per-group": _one_per_group,
 }
-"""How pairs are made, by the name of the strategy."""
+"""Functions that make pairs, by the name of the strategy."""
 
 
 class Span(NamedTuple):
@@ -262,7 +261,7 @@ def prompt_lengths(group: ExportGroup) -> list[int | None]:
     """Return how many tokens the prompt of each trajectory has.
 
     The first trained token ends the prompt. When no mask of the group tells prompt from completion
-    (there are none, or all or nothing is trained on), the tokens that all trajectories begin with
+    (masks are absent, or all or nothing is trained on), the tokens that all trajectories begin with
     are the prompt, short of the last token of the shortest one; a lone trajectory has none then.
 
     Returns:
@@ -345,7 +344,7 @@ PLACEHOLDERS = "placeholder tokens of ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 
 
 class TruncationRule(NamedTuple):
-    """How to tell whether a completion was cut, and what to do then."""
+    """The signs of a truncated completion, and whether it is dropped."""
 
     end_ids: Collection[int] = ()
     """Special tokens, one of which ends every whole completion; none when that is not known."""

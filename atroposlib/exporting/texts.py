@@ -1,27 +1,21 @@
-r"""Tokens of chosen trajectories as text, whole batches at a time.
+r"""Token ids as text: batched decoding, the forms of a message, and the check of the tokenizer.
 
-The text of a prompt is what its tokens decode to; the completion is the rest of the whole text, cut
-by length. Where a boundary falls inside a character, or the tokenizer writes the parts differently
-from the whole, both sides are decoded on their own.
+Decoding. The text of a prompt is what its tokens decode to. The completion is the rest of the whole
+text, cut by length. Both sides are decoded on their own where a boundary falls inside a character,
+or where the tokenizer writes the parts differently from the whole.
 
-What the messages of a chat say, in the forms in which templates write it; pure.
-
-Whether a tokenizer is the one groups were made with.
-
-Nothing in a group names its tokenizer. What speaks against one: ids that it does not have; chats
-that do not occur in the decoded tokens; special tokens that its chat template does not write where
-they stand; prompts whose text it writes with other tokens.
-
-Whether special tokens stand in groups where the chat template of a tokenizer writes them.
+Tokenizer check. A group does not name its tokenizer. Evidence against one is: ids that it lacks;
+chats that do not occur in the decoded tokens; special tokens that its chat template does not
+write at their places; prompts whose text it encodes to other tokens.
 
 Two tokenizers may share all tokens of plain text and differ in special tokens only. Text decoded
-with the wrong one of the two holds every message, behind the wrong tokens:
+with the wrong one holds every message, after the wrong special tokens:
 
     right one    <|im_start|>user\nHow much is it?<|im_end|>
     wrong one    <|begin_of_text|>user\nHow much is it?<|eot_id|>
 
-So of each message the nearest special token before it is compared with what the template writes.
-Nothing is concluded from a tokenizer without a template, nor from text without special tokens.
+So the nearest special token before each message is compared with what the template writes. A
+tokenizer without a template, or text without special tokens, allows no conclusion.
 """
 
 from __future__ import annotations
@@ -60,7 +54,7 @@ Decoder = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer's interface that exports use."""
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Return the text of ids, special tokens included."""
@@ -187,7 +181,7 @@ _QUESTION = ({"role": "user", "content": "?"},)
 
 
 class _Opening(NamedTuple):
-    """What stands between the end of one message and the beginning of the next."""
+    """The text between the end of one message and the beginning of the next."""
 
     nearest: str
     """The special token nearest to the message."""
@@ -296,12 +290,12 @@ _TELLING_CHARS = 20
 
 
 class TokenizerVerdict(NamedTuple):
-    """What speaks against a tokenizer."""
+    """The evidence against a tokenizer."""
 
     is_wrong: bool
     """Whether it cannot be the right one."""
     reason: str | None
-    """None when nothing speaks against it."""
+    """None without evidence against it."""
 
 
 def check_tokenizer(tokenizer: Any, groups: Sequence[ExportGroup]) -> TokenizerVerdict:
@@ -354,7 +348,7 @@ def _says(text: str, chat: Any) -> bool | None:
 
 
 def _judge_openings(template: TemplateReader, texts: Sequence[tuple[str, Any]]) -> str | None:
-    """Say what is wrong when most messages stand behind other special tokens than expected."""
+    """Return the objection when most messages follow other special tokens than expected."""
     matches = [match for text, chat in texts for match in template.openings_match(text, chat)]
     if len(matches) < _MIN_SAMPLES or sum(matches) >= _MIN_FOUND * len(matches):
         return None

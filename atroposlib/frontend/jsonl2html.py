@@ -1,20 +1,15 @@
-r"""Page of groups: `python -m atroposlib.frontend.jsonl2html INPUT [OUTPUT]`.
+r"""A static HTML page of groups: `python -m atroposlib.frontend.jsonl2html INPUT [OUTPUT]`.
 
-Reads JSON Lines, one group with `messages` and `scores` a line, and writes one HTML file that can
-be opened, sent or archived by itself.
+JSON Lines (one group with `messages` and `scores` per line) ─► Markdown as safe HTML ─► one file
 
-Rendering groups as HTML: pure functions, text in, markup out.
+The file needs no other file: it can be opened, sent or archived. Rendering is pure.
 
-Model output is untrusted. Raw HTML in it is shown as text, Markdown makes plain tags of the rest,
-without links or images, and the page's content policy lets only the page's own script run and
-nothing load.
+Model output is untrusted. Raw HTML is shown as text; links and images are not made. The content
+policy of the page allows its own script only and loads nothing.
 
-Texts of messages as safe HTML that still shows each of their characters: pure.
-
-Markdown makes long answers readable, and hides what a reward may hang on: the backslash of `\{`,
-the `#` of a board, a row of `_ _ _`, the stars of `2*3*4`. So rules that swallow such characters
-are off, the page's style puts back the marks of headings and stress, and spaces stay as they are.
-Raw HTML is text, links and images are not made.
+Every character of a message stays visible. Markdown would hide characters that a reward may depend
+on: the backslash of `\{`, the `#` of a board, a row of `_ _ _`, the stars of `2*3*4`. Rules that
+drop such characters are off, CSS restores the marks of headings and emphasis, and spaces are kept.
 """
 
 from __future__ import annotations
@@ -84,7 +79,7 @@ def _converter() -> Any:
     from markdown_it.rules_inline import emphasis
 
     # Raw HTML is ordinary text and gets escaped. Links stay text as well: a reader sees the
-    # address, and nobody is led anywhere.
+    # address and cannot follow it by accident.
     converter = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("table")
     converter.disable([*ACTIVE_RULES, *SWALLOWING_RULES])
     converter.block.ruler.at(
@@ -144,7 +139,7 @@ INLINE_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\
 
 
 def get_score_class(score: Any) -> str:
-    """Return the CSS class of a score: positive, negative or zero; empty when it is no number."""
+    """Return the CSS class of a score: positive, negative or zero; empty for other types."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         return ""
     if score > 0:

@@ -2,14 +2,14 @@
 
 own pid, network, mount, user, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm
 a filter of system calls; as root each program runs as another user of the machine
-boxes are set up ahead, while the programs before them run
+boxes are set up in advance, while earlier programs run
 
-The gate of a box that bubblewrap sets up: the program waits behind it until it is opened.
+A program waits at a gate until its limits are set:
 
     bwrap sets the box up ──► reports its process ──► waits for a byte ──► runs the program
 
-So the process can be bounded from outside while nothing of the program runs yet. bwrap itself
-keeps the writing end open as long as the box is there: no byte, no program, whoever ends first.
+So the process is bounded from outside before the program starts. bwrap itself holds the writing end
+open while the box exists. Without the byte the program never starts, whichever process ends first.
 A box that still waits when this process is killed stays until the next such process ends it.
 """
 
@@ -59,7 +59,7 @@ WORDS = (b"--block-fd", b"--sync-fd", b"--disable-userns")
 
 
 class Gate:
-    """What bubblewrap reports, and the byte it waits for; made by `new_gate`."""
+    """The report of bubblewrap, and the byte it waits for; made by `new_gate`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Gate:
         os.write(self.fds[2], b"!")
 
     def kill_box(self) -> None:
-        """End whatever is in the box; behind the gate it would outlive bubblewrap."""
+        """End all processes of the box; one that waits at the gate would outlive bubblewrap."""
         if self._box is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._box, signal.SIGKILL)
@@ -155,7 +155,7 @@ def new_gate() -> Iterator[Gate]:
 
 
 def end_abandoned() -> None:
-    """End the boxes that wait behind a gate which nothing opens any more."""
+    """End the boxes that wait at a gate whose opener has ended."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, KeyError):
             if (folder / "comm").read_text() == "bwrap\n" and _is_abandoned(folder):

@@ -1,4 +1,4 @@
-"""Which sandbox is used."""
+"""Choice of the sandbox by argument or environment variable."""
 
 from __future__ import annotations
 

@@ -3,18 +3,14 @@
     config.json, files ──► runtime run ──► timeout ──► copy files ──► prlimit ──► program
     time is up, or cancelled ──► runtime delete --force
 
-There is no image: /usr of the machine is the root, read-only. The first program is preceded by
-trials of every limit: a runtime under which one does not hold is refused.
+No image is used: /usr of the machine is the root, read-only. Before the first program, trial
+programs exceed each limit; a runtime that does not enforce one is refused.
 
-What a container is allowed, as the `config.json` of the OCI runtime specification.
-
-Own pid, network, mount, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm; a user
-of its own without capabilities; a filter of system calls. The limits of each process are set
-within, by prlimit, as gVisor enforces no others.
+A container has its own pid, network, mount, ipc and host name; /usr read-only; writable: /box,
+/tmp, /dev/shm; a user of its own without capabilities; a filter of system calls. The limits of each
+process are set inside by prlimit, because gVisor enforces no others.
 
 Source: Open Container Initiative, "Runtime Specification", version 1.0.2, config.md.
-
-Programs that run into every limit, to learn whether it holds before another program runs.
 """
 
 from __future__ import annotations
@@ -96,7 +92,7 @@ def container_spec(
         root: the folder that becomes /, with `FOLDERS` in it.
         files: the folder whose content the program finds in /box.
         limits: of memory, processes and disk.
-        limit_words: what sets the limits of each process and then runs the words behind it.
+        limit_words: command prefix that sets the limits of each process and runs the rest.
         group: path of the control group the runtime makes; None for none.
         bounds_swap: whether the runtime can bound memory and swap together.
         user: whom the program runs as.
@@ -104,7 +100,7 @@ def container_spec(
         has_own_kernel: whether the runtime is gVisor.
     """
     # The first process cannot be killed from within, and with it all others end: the container
-    # outlives nobody, even when this process ends without removing it.
+    # does not outlive it, even when this process ends without removing it.
     end = ["/usr/bin/timeout", "--signal=KILL", str(math.ceil(limits.wall_s) + GRACE_S)]
     words = [*end, "/usr/bin/sh", "-c", COPY_AND_RUN, "sh", *limit_words, *command]
     linux: dict[str, Any] = {
@@ -347,7 +343,7 @@ class Containers:
 
     @contextlib.asynccontextmanager
     async def _joined(self, name: str, limits: SandboxLimits) -> AsyncIterator[list[str]]:
-        """Yield the words that put gVisor into a control group and run the words behind them.
+        """Yield the words that put gVisor into a control group and run the words after them.
 
         Other runtimes make the group themselves, and need no words.
         """

@@ -1,9 +1,4 @@
-"""What every sandbox promises: the limits, the result, the errors.
-
-Running a Python program in a sandbox.
-
-The files put into a sandbox's folder: their names, and their content without a host file.
-"""
+"""The interface of every sandbox: limits, result, errors, and the files of a program."""
 
 from __future__ import annotations
 
@@ -45,7 +40,7 @@ class SandboxUnavailableError(SandboxError):
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may use.
+    """The resources of one program.
 
     Raises:
         ValueError: a limit is not above zero.
@@ -73,7 +68,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended, and what it wrote."""
+    """The ending of a program, and its output."""
 
     exit_code: int | None
     """Of the program, 128 + the signal when one ended it; None when the sandbox ended it."""
@@ -81,7 +76,7 @@ class SandboxResult:
     """Up to `output_bytes`; bytes that are no UTF-8 are replaced."""
     stderr: str
     ended_by: Ending
-    """`exit`: by itself, with whatever code; `signal`: by one; otherwise the limit it ran into."""
+    """`exit`: by itself, with any code; `signal`: by one; otherwise the limit it exceeded."""
     duration_s: float
 
     @property
@@ -135,7 +130,7 @@ async def run_python(
         sandbox: where.
         source: the program; it becomes `main.py` in the sandbox's folder.
         stdin: its standard input.
-        files: further files beside it, relative path -> content.
+        files: further files in its folder, relative path -> content.
         limits: None for the sandbox's own.
 
     Raises:
@@ -160,13 +155,15 @@ def checked_path(path: str) -> str:
     """
     pure = PurePosixPath(path)
     if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in path:
-        raise ValueError(f"files: {path!r} is no relative path within the sandbox's folder")
+        raise ValueError(
+            f"files: expected a relative path within the sandbox's folder, got {path!r}"
+        )
     return str(pure)
 
 
 @contextlib.contextmanager
 def content_fd(content: str | bytes) -> Iterator[int]:
-    """Hold some content in memory behind a file descriptor, for another process to read only."""
+    """Provide content in memory as a file descriptor that another process can only read."""
     data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     fd = os.memfd_create("sandbox-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -1,10 +1,10 @@
-"""Bounds for all processes of a sandbox together.
+"""Limits of a sandbox: of all its processes together, and of each process.
 
-Both generations of Linux control groups: for root, and in version 2 for a user whom systemd has
-handed a part of them. Where none can be written the memory of a program is watched: it is counted
-every 50 ms, and the program killed when it has too much.
+Together: control groups of Linux, versions 1 and 2, for root, and in version 2 for a user to whom
+systemd has delegated a subtree. Where none is writable, the memory of a program is measured every
+50 ms, and the program is killed when it exceeds its limit.
 
-The limits and the user of each process of a program, and the programs that set them.
+Each process: resource limits and a user, set by programs that run before the sandboxed one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Membership:
     was_killed_here: bool = False
 
     def add(self, pid: int) -> bool:
-        """Put a process, and whatever it starts from now on, into the groups.
+        """Move a process, and all that it starts later, into the groups.
 
         Returns:
             False when it has ended already.
@@ -142,7 +142,7 @@ class ControlGroups:
 
     @property
     def count_memory(self) -> bool:
-        """Whether the memory of a program can be bounded, whoever of the kernel holds it."""
+        """Whether the memory of a program can be bounded, whichever part of the kernel holds it."""
         return any(name in MEMORY_LIMITS for names in self._limits.values() for name in names)
 
     @contextlib.asynccontextmanager
@@ -270,7 +270,7 @@ def _separate(root: Path) -> tuple[Path, ...]:
             parent.mkdir(exist_ok=True)
         except OSError:
             continue
-        if os.access(parent, os.W_OK, effective_ids=True):  # it may be somebody else's
+        if os.access(parent, os.W_OK, effective_ids=True):  # it may belong to another user
             parents.append(parent)
     return tuple(parents)
 
@@ -278,7 +278,7 @@ def _separate(root: Path) -> tuple[Path, ...]:
 def _delegated(root: Path, own: Path) -> tuple[Path, ...]:
     """The parent in version 2 in the part that is this user's, as `user@1000.service`.
 
-    It lies beside the group of this process, as the kernel moves a process only within a part
+    It is a sibling of the group of this process, as the kernel moves a process only within a part
     that is the user's, and hands controllers down only from groups that hold no process.
     """
     if not (root / "cgroup.controllers").exists():
@@ -305,7 +305,7 @@ def _memory_bytes(limits: SandboxLimits) -> int:
 
 
 def _values(limits: SandboxLimits) -> dict[str, str]:
-    """What is written to each of the files `LIMITS`."""
+    """The content of each of the files `LIMITS`."""
     memory = str(_memory_bytes(limits))
     processes = str(limits.max_processes + 1)  # and the sandbox's own
     return dict(zip(LIMITS, (memory, "0", processes, memory, memory, memory), strict=True))
@@ -377,7 +377,7 @@ def _files_of(pid: int) -> int:
 
 
 def _kills(file: str) -> int:
-    """How many processes the kernel killed for memory, by one of the files `COUNTS`."""
+    """Number of processes the kernel killed for memory, from one of the files `COUNTS`."""
     try:
         rows = [line.split() for line in _read(file).splitlines()]
     except FileNotFoundError:
@@ -443,7 +443,7 @@ def find_program(program: str, *, package: str) -> str:
 
 
 def limit_words(prlimit: str, limits: SandboxLimits, *, processes: bool = True) -> list[str]:
-    """Return what sets the limits and then runs the words behind it.
+    """Return the command prefix that sets the limits and then runs the words after it.
 
     Args:
         prlimit: path of the program.
@@ -470,7 +470,7 @@ def may_limit_others() -> bool:
 
 
 def limit_process(pid: int, limits: SandboxLimits) -> bool:
-    """Set the limits of a process and of whatever it starts from now on.
+    """Set the limits of a process and of all that it starts later.
 
     Returns:
         False when it has ended already.

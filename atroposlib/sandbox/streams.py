@@ -1,7 +1,4 @@
-"""A child process with bounded output and a deadline.
-
-The result of a program, from how the processes around it ended.
-"""
+"""A child process with bounded output and a deadline, and the result of its program."""
 
 from __future__ import annotations
 
@@ -101,7 +98,7 @@ async def run_bounded(
 
 
 class _Record(asyncio.SubprocessProtocol):
-    """What a child writes, up to `max_bytes` to each stream."""
+    """The output of a child, up to `max_bytes` per stream."""
 
     def __init__(
         self, max_bytes: int, *, ended: asyncio.Future[None], full: asyncio.Future[None]

@@ -28,7 +28,7 @@ __all__ = ["DENIED", "FAMILIES", "UNCOUNTED", "call_filter", "call_rules", "has_
 
 
 class Architecture(NamedTuple):
-    """What the kernel calls an architecture, and the place of its numbers below."""
+    """The kernel's name of an architecture, and the column of its numbers below."""
 
     audit: int
     column: int
@@ -191,7 +191,7 @@ def call_rules(*, is_memory_counted: bool, has_own_kernel: bool = False) -> dict
     Args:
         is_memory_counted: whether a control group bounds the memory of a container.
         has_own_kernel: whether it is gVisor, whose filter knows the error EPERM alone: no thread
-            would start if it answered clone3, and its namespaces are none of the machine's.
+            would start if it answered clone3, and its namespaces are not those of the machine.
     """
     denied = [*DENIED, *(() if is_memory_counted else UNCOUNTED)]
     return {
@@ -221,7 +221,7 @@ def _argument(index: int) -> Instruction:
 
 
 def _block(number: int, rules: Sequence[Instruction]) -> list[Instruction]:
-    """What applies to one call alone; it is allowed when no rule returns before."""
+    """The rules of one call; it is allowed when no rule returns before."""
     return [(JUMP_EQUAL, 0, len(rules) + 1, number), *rules, (RETURN, 0, 0, ALLOW)]
 
 
@@ -266,7 +266,7 @@ def _flags(mask: int) -> list[dict[str, Any]]:
 
 
 def _others(index: int, allowed: Sequence[int]) -> list[dict[str, Any]]:
-    """Conditions of which one holds when an argument is none of these values."""
+    """Conditions of which one holds when an argument is not among these values."""
     highest = max(allowed)
     between = [value for value in range(highest) if value not in allowed]
     conditions = [{"index": index, "value": value, "op": "SCMP_CMP_EQ"} for value in between]

@@ -1,1 +1,1 @@
-"""What the programs of `environments/` share, and what their tasks are made of."""
+"""Shared parts of the programs in `environments/`, and their tasks."""

@@ -22,7 +22,7 @@ _BOX = "\\boxed{"
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return what stands behind the last `\boxed{` as far as the next brace, stripped.
+    r"""Return the text after the last `\boxed{` as far as the next brace, stripped.
 
     None when there is no box, or the last one is not closed.
     """

@@ -99,7 +99,7 @@ class Rules(NamedTuple):
 
 
 class Hand(NamedTuple):
-    """What the player sees."""
+    """The observation of the player."""
 
     total: int
     """Sum of the hand, a usable ace counted as 11."""
@@ -237,7 +237,7 @@ MIN_REPLY_SHARE = 4
 
 
 class Prompt(NamedTuple):
-    """What the policy reads before a decision."""
+    """The prompt of a decision."""
 
     chat: list[Mapping[str, str]]
     """The turns that are in it."""
@@ -301,9 +301,9 @@ def _as_messages(chat: Chat) -> list[dict[str, Any]]:
 
 
 PREFILL = "<think>\n"
-"""What a reply begins with when thinking is asked for; not written by the policy."""
+"""Prefix of a reply when thinking is requested; not written by the policy."""
 DEFAULT_ACTION: Action = "stick"
-"""What an invalid reply plays."""
+"""The action that replaces an invalid reply."""
 BONUS = 0.2
 
 THINK_START, THINK_END = "<think>", "</think>"
@@ -322,7 +322,7 @@ TAKE_ACTION = Tool.of(take_action)
 
 
 class ScoredReply(NamedTuple):
-    """What became of a reply."""
+    """The outcome of a reply."""
 
     action: Action | None
     """None when the reply is invalid."""
@@ -335,7 +335,7 @@ class ScoredReply(NamedTuple):
 
 
 def read_action(reply: str) -> Action | None:
-    """Return the action of the one call behind the thinking; None without a valid one."""
+    """Return the action of the one call after the thinking; None without a valid one."""
     answer = visible_text(reply)
     if answer.count("<tool_call>") != 1:
         return None
@@ -380,7 +380,7 @@ def score_reply(
         reply: with the prefill.
         rules: of the game.
         thinking_active: whether thinking is asked for.
-        is_cut: whether the token limit ended it; half a move is no move.
+        is_cut: whether the token limit ended it; half a move is invalid.
         length_share: tokens of the reply, as a share of `max_token_length`.
         tiebreak_factor: what the shortest reply earns more than the longest.
     """
@@ -410,10 +410,10 @@ def shorten_thinking(reply: str, *, max_chars: int) -> str:
 
 
 def _around_thinking(reply: str) -> tuple[str, str | None, str]:
-    """Return what stands before, in and behind the first thought; None in it without one.
+    """Return the text before, in and after the first thought; None for a missing thought.
 
-    Without a pattern: this runs in the event loop, and one would look for the end of the thought
-    anew behind each of a thousand opening tags.
+    Without a pattern: this runs in the event loop, and one would search for the end of the thought
+    again after each of a thousand opening tags.
     """
     before, opened, rest = reply.partition(THINK_START)
     inside, closed, behind = rest.partition(THINK_END)

@@ -1,4 +1,4 @@
-"""What the table of environments says of one; each module has one as its constant `CARD`."""
+"""The row of an environment in the table of environments; each module has one as `CARD`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class EnvironmentCard:
     """
 
     task: str
-    """What is asked, in a few words."""
+    """The task, in a few words."""
     turns: str
     """How many: `1`, `up to 10`."""
     reward: str
-    """What a completion, or a turn, earns."""
+    """The reward of a completion, or of a turn."""
     data: str
     """Where the items come from."""
     command: str
     """The smallest run, what follows `python FILE`: `process --env.total_steps 4`."""
     needs: str = "core install"
-    """What must be installed or running beyond the core, as `pip install '.[examples]'`."""
+    """Requirements beyond the core, such as `pip install '.[examples]'`."""

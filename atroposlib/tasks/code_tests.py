@@ -45,7 +45,7 @@ class Test(NamedTuple):
     input: Any
     """Standard input as text; of a function a list of arguments, or text with one per line."""
     output: Any
-    """What it must print; of a function what it must return, as a value or as JSON text."""
+    """Expected output; of a function its return value, as a value or as JSON text."""
 
 
 class Problem(NamedTuple):

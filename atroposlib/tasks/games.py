@@ -1,4 +1,4 @@
-"""What games share: an item per seed, words with clues, gymnasium, and how many games were won.
+"""Shared parts of games: an item per seed, words with clues, gymnasium, metrics of won games.
 
 seed -> item {"seed": n} -> the same game for every rollout of a group
 
@@ -114,7 +114,7 @@ def read_words(text: str, *, name: str) -> dict[str, str]:
         name: of the file, for messages.
 
     Raises:
-        ConfigError: a line is no word with a clue, or a word occurs twice.
+        ConfigError: a line is not a word with a clue, or a word occurs twice.
     """
     clues: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):

@@ -109,7 +109,7 @@ class HubItems(LocalItems):
         hub_subset: name of its configuration.
         hub_test_split: split of `hub_dataset` for evaluations; None keeps a part of the other.
         test_fraction: part of a single split or file that is kept for evaluations.
-        num_test_rows: so many rows of a split of the hub instead.
+        num_test_rows: number of rows of a split of the hub instead.
         optional_columns: columns a row may lack; None stands in for them.
     """
 

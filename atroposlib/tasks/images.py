@@ -86,7 +86,7 @@ def png_base64(source: Any, *, folder: Path | None = None) -> str:
     Args:
         source: PIL image; encoded bytes; a mapping with `bytes` or `path`; a `data:` address;
             base64; or the name of a file in `folder`.
-        folder: where files are looked up; None: a name is no image.
+        folder: where files are looked up; None: names are refused.
 
     Raises:
         ImageError: there is no such file, or what there is cannot be read as an image.
@@ -105,7 +105,7 @@ def png_base64(source: Any, *, folder: Path | None = None) -> str:
 
 
 async def fetch_image(address: str, *, timeout_s: float) -> bytes:
-    """Wait for the bytes behind an address.
+    """Wait for the bytes at an address.
 
     Args:
         address: `http://` or `https://`.

@@ -1,6 +1,6 @@
 """Endless exercises in seven levels: generators, reading of answers, the level from the results.
 
-level ─► ProblemSource (mathgenerator, our own generators, told as a story) ─► Problem
+level ─► ProblemSource (mathgenerator, our own generators, reworded as a story) ─► Problem
 completion ─► answer ─► equal to the gold one? ─► MathCurriculum ─► level
 """
 
@@ -269,7 +269,7 @@ class ProblemSource:
         except Exception as error:  # noqa: BLE001 - third-party code that fails in many ways
             # It stays among the others: what an exercise is may not depend on those before it.
             if generator_id not in self._failed:
-                logger.warning("generator %d failed (%r); told once", generator_id, error)
+                logger.warning("generator %d failed (%r); logged once", generator_id, error)
             self._failed.add(generator_id)
             return "", ""
         return _plain(question), _plain(solution)
@@ -296,7 +296,7 @@ BOX = "\\boxed{"
 MAX_ANSWER = 2000
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
 MIXED = re.compile(r"(-?)\b([0-9]{1,20})\s{0,3}\\[dt]?frac\{([0-9]{1,20})\}\{([0-9]{1,20})\}")
-"""A whole number with a fraction behind it means their sum."""
+"""An integer followed by a fraction means their sum."""
 NAMED = re.compile(r"^[a-z]=(?=[-+]?[0-9.])")
 BASE = re.compile(r"^([01]+)_\(?2\)?$")
 FORMATTING = re.compile(
@@ -325,7 +325,7 @@ def first_boxed(text: str) -> str | None:
 
 
 def read_answer(completion: str) -> str:
-    """Return the first boxed answer behind the thinking, else the last line there."""
+    """Return the first boxed answer after the thinking, else the last line there."""
     text = visible_text(completion)
     if BOX in text:
         return first_boxed(text) or ""

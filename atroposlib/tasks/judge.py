@@ -4,7 +4,7 @@ r"""A model as judge between two answers, asked so that an answer cannot speak t
           └► A = second, B = first  ─► verdicts ─┴► Votes
 
 The conversation and the answers stand between tags with a code that depends on every character
-of them: whoever writes an answer cannot know it, so an imitated tag closes nothing. Asking in
+of them: the author of an answer cannot know it, so an imitated tag closes nothing. Asking in
 both orders cancels a preference for the place.
 """
 
@@ -57,7 +57,7 @@ class Case(NamedTuple):
     first: str
     second: str
     criterion: str
-    """What is better, in words."""
+    """The criterion, in words."""
 
     def reversed(self) -> Case:
         """Return the same case with the answers exchanged."""
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 class Votes(NamedTuple):
-    """What the judge said."""
+    """The votes of the judge."""
 
     first: int
     """Verdicts for the first answer."""
@@ -82,7 +82,7 @@ class Votes(NamedTuple):
 
 
 def quotation_code(*parts: str) -> str:
-    """Return the code of the tags around texts: 16 digits that whoever wrote one cannot know."""
+    """Return the code of the tags around texts: 16 digits that the author of a text cannot know."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()[:16]
 
 
@@ -115,14 +115,14 @@ def quoted_answers(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str] | N
 
 
 def read_verdict(verdict: str) -> str | None:
-    """Return `A` or `B`, from the last box behind the thinking; None when it names neither."""
+    """Return `A` or `B` from the last box after the thinking; None when it names neither."""
     _, box, rest = visible_text(verdict).rpartition(BOX)
     letter = LETTER.match(rest) if box else None
     return letter[1] if letter else None
 
 
 async def ask_judge(server: Any, case: Case, *, num_verdicts: int, **sampling: Any) -> Votes:
-    """Wait for the verdicts on a case, as many in either order.
+    """Wait for the verdicts on a case, equally many in either order.
 
     Args:
         server: anything with `chat_completion`.

@@ -175,7 +175,7 @@ def _problems(
             name = str((row.get("subset") if subset == "test" else None) or subset)
             problems.append(MathProblem(row[question], f"\\boxed{{{gold}}}", name))
     if len(problems) < len(rows):
-        logger.warning("%d problems left out: answers are no text", len(rows) - len(problems))
+        logger.warning("%d problems left out: answers are not text", len(rows) - len(problems))
     return problems
 
 
@@ -372,7 +372,7 @@ class MathItem(NamedTuple):
     r"""The gold answer inside `\boxed{}`."""
     kind: Kind = "normal"
     solutions: tuple[str, ...] = ()
-    """What is judged, without thinking: one for `judge`, two for `rlaif`."""
+    """The judged solutions, without thinking: one for `judge`, two for `rlaif`."""
     is_right: bool = False
     """Of `judge`: whether the solution is."""
     kept: int = -1
@@ -392,7 +392,7 @@ class KeptGroups:
     """Trajectories that items of the backlog name by a number.
 
     Args:
-        most: so many are held; the oldest is forgotten first, and its item then gives no group.
+        most: maximum number held; the oldest is dropped first, and its item gives no group.
     """
 
     def __init__(self, most: int = MOST_KEPT) -> None:
@@ -458,13 +458,13 @@ class MathFigures:
         self._rows[kind].append([prompt, completion, score, gold])
 
     def take(self) -> dict[str, float]:
-        """Return the means, and begin anew."""
+        """Return the means and clear them."""
         means = {name: statistics.fmean(values) for name, values in self._values.items() if values}
         self._values.clear()
         return means
 
     def take_tables(self) -> dict[str, list[list[Any]]]:
-        """Return the rows of each table that has some, and begin anew."""
+        """Return the rows of each table that has some, and clear them."""
         tables = {TABLES[kind]: list(rows) for kind, rows in self._rows.items() if rows}
         for rows in self._rows.values():
             rows.clear()

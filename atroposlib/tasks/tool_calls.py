@@ -15,7 +15,7 @@ __all__ = ["ReadCalls", "calls_match", "covers", "read_calls"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_DEPTH = 50
-"""JSON nested deeper is no call."""
+"""Maximum nesting depth of a call's JSON."""
 MAX_LITERAL_CHARACTERS = 20_000
 
 
@@ -27,7 +27,7 @@ class ReadCalls(NamedTuple):
     num_broken: int
     """Blocks that hold none."""
     rest: str
-    """What stands outside the blocks."""
+    """The text outside the blocks."""
 
 
 def read_calls(text: str, *, allow_literals: bool = False) -> ReadCalls:
@@ -78,7 +78,7 @@ def covers(expected: Any, actual: Any, *, coerce: bool = False) -> bool:
     Args:
         expected: parsed JSON.
         actual: parsed JSON.
-        coerce: take a text that is JSON for its value where the other side is no text, so that
+        coerce: take a text that is JSON for its value where the other side is not text, so that
             `"5"` equals 5.
     """
     if coerce and isinstance(expected, str) != isinstance(actual, str):
@@ -99,7 +99,7 @@ def covers(expected: Any, actual: Any, *, coerce: bool = False) -> bool:
 
 
 def _split(text: str) -> tuple[list[str], str]:
-    """Return what stands in closed blocks, and the rest; linear, whatever the text."""
+    """Return the content of closed blocks, and the rest; linear in the text."""
     blocks: list[str] = []
     rest: list[str] = []
     position = 0

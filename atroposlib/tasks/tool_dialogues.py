@@ -126,7 +126,7 @@ class Dialogue(NamedTuple):
     """One item."""
 
     messages: tuple[ChatMessage, ...]
-    """What the policy reads first."""
+    """The first messages that the policy reads."""
     expected_calls_by_turn: tuple[tuple[str, ...], ...]
     """[T] calls as canonical JSON; none where the turn is to be a text."""
     inter_turns: tuple[tuple[ChatMessage, ...], ...]
@@ -139,12 +139,12 @@ class Dialogue(NamedTuple):
 
 
 class Helpers(NamedTuple):
-    """Texts put behind what the policy reads, by what its next turn is to be; may be empty."""
+    """Texts appended to what the policy reads, by the kind of its next turn; may be empty."""
 
     sequential: str = ""
     """Behind a request that needs calls one after the other."""
     narration: str = ""
-    """Behind the answers of tools that are to be told to the user."""
+    """Appended to answers of tools that the policy is to summarize for the user."""
     continuation: str = ""
     """Behind the answers of tools after which more calls are needed."""
     relevance: str = ""
@@ -153,11 +153,11 @@ class Helpers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DialogueRule:
-    """What is taken from a row."""
+    """The content of a row."""
 
     scenario: Scenario = "multiturn"
     max_call_turns: int = 2
-    """Call turns of the policy; the dialogue is cut behind them."""
+    """Call turns of the policy; the dialogue ends after them."""
     generate_all: bool = False
     """Whether the policy also writes the texts between calls; else those of the data are shown."""
     system_prompt: str = ""
@@ -166,7 +166,7 @@ class DialogueRule:
 
 
 class TurnCheck(NamedTuple):
-    """What is known of one turn."""
+    """The record of one turn."""
 
     is_call_turn: bool
     """Whether calls were expected."""
@@ -384,15 +384,15 @@ class ToolDialogueEnv(HubItems, MultiTurnEnv):
         return f"An example, with tools of its own.\nUser: {request}\nYou: {thought}\n{answer}"
 
     def get_sequential_helper(self) -> str:
-        """Return what stands behind a request that needs calls one after the other."""
+        """Return the text appended to a request that needs sequential calls."""
         return SEQUENTIAL
 
     def get_narration_helper(self) -> str:
-        """Return what stands behind answers of tools that are to be told to the user."""
+        """Return the text appended to answers of tools that the user is to read."""
         return NARRATION
 
     def get_continuation_helper(self) -> str:
-        """Return what stands behind answers of tools after which more calls are needed."""
+        """Return the text appended to answers of tools after which more calls are needed."""
         return CONTINUATION
 
     def validate_tool_call_turn(self, text: str, expected: Sequence[str]) -> TurnCheck:

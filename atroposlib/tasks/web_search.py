@@ -1,9 +1,9 @@
-"""Where pages come from: a corpus on disk, or the web through a search service.
+"""Sources of pages: a corpus on disk, or the web through a search service.
 
     corpus.jsonl (id, title, text) ─► LocalCorpus: BM25 over titles and texts ─► hits, pages
     search service ─► WebSearch ─► hits, pages
 
-Whatever a page says is data: `inert` makes it harmless before it is read.
+The text of a page is untrusted data: `inert` neutralizes it before the policy reads it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class LocalCorpus:
             import bm25s
         except ImportError as error:
             raise MissingExtraError("bm25s", extra="examples") from error
-        # On import it gives its logger a level that lets through what nobody asked for.
+        # On import it gives its logger a level that lets unwanted messages through.
         logging.getLogger("bm25s").setLevel(logging.NOTSET)
         rows = read_records(path, ["id", "title", "text"])
         pages = {str(row["id"]): Page(str(row["title"]), str(row["text"])) for row in rows}

@@ -1,4 +1,4 @@
-"""Leaves: one subject per file, imported by whoever needs it."""
+"""Leaves with several users: one subject per file."""
 
 from __future__ import annotations
 

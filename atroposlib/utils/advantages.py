@@ -107,7 +107,7 @@ def compute_grpo_process_supervision_advantages(
 ) -> list[npt.NDArray[np.floating]]:
     """Turn the step rewards of a group of trajectories into advantages per step.
 
-    Rewards are normalised over all steps of the group together, then summed from each step to the
+    Rewards are normalized over all steps of the group together, then summed from each step to the
     end of its trajectory.
 
     Args:
@@ -119,7 +119,7 @@ def compute_grpo_process_supervision_advantages(
         [G] arrays of shape (T,).
 
     Raises:
-        ValueError: the rewards are equal up to `std_tol`, or there are none.
+        ValueError: the rewards are equal up to `std_tol`, or empty.
 
     Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.3. Differs in allowing a
     discount.

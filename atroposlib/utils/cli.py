@@ -1,4 +1,4 @@
-"""What command lines and configuration files need: prefixed models, merging, usage errors."""
+"""Helpers for command lines and configuration files: prefixed models, merging, usage errors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def extract_namespace(model: Any, prefix: str) -> dict[str, Any]:
         prefix: As in `env.`.
 
     Raises:
-        TypeError: `model` is none of these.
+        TypeError: `model` has another type.
     """
     if isinstance(model, Mapping):
         values: Mapping[str, Any] = model

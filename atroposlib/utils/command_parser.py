@@ -1,7 +1,7 @@
-"""What console commands share: a parser, and how they end.
+"""The argument parser of the console commands, and their exit codes.
 
-Refusals of the parser are one line with the near name, and its help has parts: `--help` shows what
-is often needed where a command names that, and `--help all` everything.
+Usage errors are one line with the nearest known name. Where a command names its common flags,
+`--help` shows those only, and `--help all` shows every flag.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEAR = 0.6
 
 
 _REFUSED_SETTINGS = (401, 403, 409)
-"""What a service answers to a wrong token, and to settings that are not those of its run."""
+"""Statuses of a service for a wrong token, and for settings that differ from its run's."""
 
 
 def exit_code_of(error: Exception) -> int:
@@ -74,7 +74,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def refuse_unknown(self, words: Iterable[str]) -> None:
-        """Exit with 2 when words that look like flags are none of this command's."""
+        """Exit with 2 when words that look like flags are unknown to this command."""
         known = self._known_flags()
         unknown = [word for word in words if self._is_unknown_flag(word, known)]
         if unknown:
@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
         return not self._often or is_help or action.dest in self._often or _is_required(action)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of the choices, naming the near one."""
+        """Refuse a value that is not among the choices, naming the nearest one."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]

@@ -39,7 +39,7 @@ class ConfigHandler:
     """Loads `<config_dir>/envs/<env>.yaml` and what belongs to it.
 
     Args:
-        config_dir: folder with `envs/`, `agents/` and `datasets/`; `configs` beside the package
+        config_dir: folder with `envs/`, `agents/` and `datasets/`; `configs` next to the package
             when None.
     """
 

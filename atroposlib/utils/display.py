@@ -16,7 +16,7 @@ def format_metrics_table(task_name: str | None, metrics: Mapping[str, Any]) -> s
 
     Args:
         task_name: first column of every row.
-        metrics: name to value; a value that is no number is shown as it is.
+        metrics: name to value; a value that is not a number is shown as it is.
 
     Returns:
         One header, one rule and one row per metric, columns as wide as needed.

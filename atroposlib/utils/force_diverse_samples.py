@@ -14,7 +14,7 @@ _TOP_LOGPROBS = 20
 
 
 class _HasServer(Protocol):
-    """What the environment that borrows the function must have."""
+    """The attributes that an environment needs to call the function."""
 
     server: Any
 

@@ -1,4 +1,4 @@
-"""Streams that stand in for those of a terminal while a live view is drawn on it."""
+"""Stand-ins for the streams of a terminal while a live view is drawn on it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LineStream:
             self.write("\n")
 
     def isatty(self) -> bool:
-        """Answer no, so that nobody moves the cursor."""
+        """Return False, so that writers do not move the cursor."""
         return False
 
     def __getattr__(self, name: str) -> Any:

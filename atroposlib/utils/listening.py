@@ -1,4 +1,4 @@
-"""Whether an address can be listened on, found out before a server says so in words of its own."""
+"""A check whether an address can be listened on, made before a server starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checking a mathematical answer in a completion against the gold answer.
 
-    completion -> text behind the last </think> -> boxed LaTeX -> compared with the gold answer
+    completion -> text after the last </think> -> boxed LaTeX -> compared with the gold answer
 
 Checking may take long and, on odd input, for ever: call it through a `ScorePool`. The time limits
 of math-verify itself work by signals, in the main thread only, and are switched off.
@@ -21,14 +21,14 @@ THINK_END = "</think>"
 
 
 class MathVerdict(NamedTuple):
-    """What became of one check."""
+    """The result of one check."""
 
     is_correct: bool
     """Whether the answer equals the gold answer."""
     is_gold_readable: bool
     """False when the gold answer could not be parsed: the item is at fault, not the completion."""
     gold_parsed: str
-    """What was compared, for records."""
+    """The parsed gold answer, for records."""
     answer_parsed: str
     """The same of the completion; empty when no answer was found."""
 

@@ -76,7 +76,7 @@ def ensure_trajectory_token_limit(
     and `seed`, `parsed_actions`. Messages leave from the front, equally in every alternative; the
     first message, the last assistant message and an `environment` message right before it stay.
     The last assistant message is what a shortened step trains on. Lists that run along the tokens,
-    such as `advantages`, are cut in the same places, or left out where that cannot be told.
+    such as `advantages`, are cut in the same places, or left out where that is unknown.
 
     Args:
         trajectory: [T] steps; not changed.
@@ -128,7 +128,7 @@ def _shorten_step(step: Step, tokenizer: Any, max_tokens: int) -> Step | None:
 
 
 def _removable_unit(chat: Sequence[Mapping[str, Any]]) -> int:
-    """How many messages behind the first leave together next: a pair where two may go, or one."""
+    """Number of messages after the first to remove next: a pair where possible, else one."""
     last = max(
         (i for i, message in enumerate(chat) if message.get("role") in UNMASKED_ROLES),
         default=len(chat) - 1,

@@ -1,13 +1,11 @@
-"""Where the metrics of one run go: always a local file, and what else was asked for.
+"""Destinations of a run's metrics: a local file always, TensorBoard and wandb on request.
 
 `log` -> one line of JSON in `metrics_path` (needs no account and no network)
-      -> a TensorBoard event file in `tensorboard/` beside it, when asked for (no account either)
+      -> a TensorBoard event file in `tensorboard/` in the same folder (no account either)
       -> `wandb.log` when a run is open (online, offline or disabled by `WANDB_MODE`)
 
-Writing metrics as TensorBoard event files, without TensorFlow or torch.
-
-One event per `log`, with all its values: numbers become scalars, text and tables become text.
-A thread of the writer puts them on disk, so that nobody waits for it.
+Event files are written without TensorFlow or torch, one event per `log` with all its values:
+numbers become scalars, text and tables become text. The writer's own thread does the disk I/O.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class TensorboardLog:
     """The event file of one run.
 
     Args:
-        directory: where a new file is begun; several runs of one training may share it.
+        directory: where a new file is created; several runs of one training may share it.
         steps_done: steps that stand; what older files there hold of later ones is no longer shown.
             None: all of it is.
 
@@ -70,8 +68,8 @@ class TensorboardLog:
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(directory), flush_secs=FLUSH_INTERVAL_S)
         if steps_done is not None:
-            begun = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(step=steps_done + 1, session_log=begun))
+            started = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=steps_done + 1, session_log=started))
 
     def log(self, metrics: Mapping[str, Any], *, step: int, time_s: float) -> None:
         """Add one event; on disk within five seconds, or when the log is closed.
@@ -149,7 +147,7 @@ class RunLog:
     Args:
         use_wandb: open a Weights & Biases run in `start`.
         metrics_path: JSON Lines file, appended to; None sends the numbers to the log instead.
-        use_tensorboard: also write event files, to the folder `tensorboard` beside `metrics_path`.
+        use_tensorboard: also write event files, to `tensorboard/` in the folder of `metrics_path`.
         now: clock, seconds since the epoch.
 
     Raises:
@@ -307,7 +305,7 @@ class RunLog:
 
     def _to_record(self, value: Any) -> Any:
         """Give a value JSON does not know a form it can have in the local file."""
-        # Authors make such tables with or without a run; nobody does without the package.
+        # Authors make such tables with or without a run; never without the package.
         wandb = sys.modules.get("wandb")
         if wandb is not None and isinstance(value, wandb.Table):
             return {"columns": list(value.columns), "rows": [list(row) for row in value.data]}

@@ -1,12 +1,12 @@
-"""Running scoring code beside the event loop, each call under a time limit.
+"""Running scoring code outside the event loop, each call with a time limit.
 
-Checking an answer can cost any amount of time: a completion such as `9**9**9**9` keeps a symbolic
-parser busy for ever and holds the interpreter while it does. In a worker process it stalls nobody,
-and the worker is ended when its time is up.
+Checking an answer can take unbounded time: a completion such as `9**9**9**9` keeps a symbolic
+parser busy and holds the interpreter meanwhile. In a worker process it does not stall the event
+loop, and the worker is ended when its time is up.
 
     score = await self.score_pool.run(check_answer, completion, gold, timeout=5, default=0.0)
 
-Where scoring functions run: worker processes, threads, or a Ray cluster.
+Backends:
 
 | backend | a call whose time is up | a call that kills its worker |
 |---|---|---|
@@ -148,7 +148,7 @@ class ThreadBackend:
         return value
 
     def close(self) -> None:
-        """Start nothing more; a call that still runs is left behind."""
+        """Start no more calls; a call that still runs is abandoned."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()
@@ -234,7 +234,7 @@ def _prepare_worker(owner_pid: int) -> None:
 
 
 def _end_with_owner(owner_pid: int) -> None:
-    """Keep a worker from outliving a killed owner, whatever it is computing."""
+    """Keep a worker from outliving a killed owner, also during a computation."""
     if sys.platform == "linux":
         import ctypes
 

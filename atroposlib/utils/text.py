@@ -1,13 +1,7 @@
-"""Text from anywhere, made harmless for a terminal or a page: pure.
+"""Text made safe for people to read: untrusted text, repeated log lines, scores, secrets; pure.
 
-A model may write anything, and errors quote it: codes that clear the screen, move the cursor or set
-the window's title, characters that turn the writing direction, half a surrogate pair.
-
-When something that repeats is told in the log: at first, then ever more rarely. Pure.
-
-Scores for people: sums of tenths without the digits that floating point adds.
-
-Hiding keys and passwords in settings before they are shown or saved.
+Models write any characters, and errors quote them: codes that clear the screen, move the cursor or
+set the window's title, characters that reverse the writing direction, half a surrogate pair.
 """
 
 from __future__ import annotations
@@ -66,7 +60,7 @@ def shown_name(name: str) -> str:
 
 
 def inert_block(text: str) -> str:
-    """Return text with its lines and tabs kept and all else that is no glyph made visible."""
+    """Return text with its lines and tabs kept, other unprintable characters made visible."""
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(c if c in "\n\t" or c.isprintable() else _visible(c) for c in text)
@@ -101,7 +95,7 @@ def short_score(score: Any) -> Any:
 
 
 MASK = "***"
-"""What stands in place of a secret."""
+"""Replacement for a secret."""
 
 SECRET_NAME = re.compile(
     r"(api_?key|secret|password|passwd|authorization|credentials?|(access|auth|hf|hub|api)_token)$",
@@ -164,7 +158,7 @@ def _hides_secrets(record: logging.LogRecord) -> bool:
 
 def without_secrets(url: str) -> str:
     """Return what was given as a URL, without user, password and options, as messages show it."""
-    # A password may hold a question mark that nobody has escaped.
+    # A password may hold an unescaped question mark.
     user = USER_INFO.match(url)
     start = user.end() if user else 0
     address = url[:start] + url[start:].partition("?")[0]

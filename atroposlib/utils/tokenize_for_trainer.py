@@ -35,7 +35,7 @@ Chat = Sequence[Message] | Sequence[Mapping[str, Any]]
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer's interface that is used here."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -61,7 +61,7 @@ def tokenize_for_trainer(
         include_messages: add the chat itself under `messages`. A text here is read as the finish
             reason too, since many environments pass it in this place.
         train_on_all_assistant_turns: train on every message of `UNMASKED_ROLES`; otherwise on the
-            last message only, whatever its role.
+            last message only, of any role.
         finish_reason: `length` means the completion was cut: the end-of-text token that the
             template added is removed, for the policy never wrote it.
 

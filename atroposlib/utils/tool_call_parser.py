@@ -16,12 +16,12 @@ _NO_TOOL = "-ERROR-"
 
 
 class ParsedToolCall(NamedTuple):
-    """What a completion asks for; unpacks as `(name, arguments, is_error)`."""
+    """The call in a completion; unpacks as `(name, arguments, is_error)`."""
 
     name: str
     """Name of the tool; `-ERROR-` when there is no usable call."""
     arguments: Any
-    """Usually an object; whatever JSON the completion gave."""
+    """Usually an object; any JSON value that the completion gave."""
     is_error: bool
 
 

@@ -12,7 +12,7 @@ What browsers say about a request cannot be changed by the page that makes it:
     Host              the name the page has used; foreign where a name was rebound to this machine
     User-Agent        starts with "Mozilla/" in every browser; left to judge a plain GET by
 
-Clients that are no browsers send none of the first two, and are served as ever.
+Clients other than browsers send neither of the first two and are always served.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def names_of_address(host: str) -> frozenset[str]:
 
 
 class WebPageRefusal(NamedTuple):
-    """Why a request is refused, and what to do instead."""
+    """The reason for a refusal, and the remedy."""
 
     status: int
     code: str
@@ -108,7 +108,7 @@ class WebPageRefusal(NamedTuple):
 
 @dataclass(frozen=True)
 class WebPageRule:
-    """What one application lets browsers do; pure but for a cache.
+    """The requests of browsers that one application accepts; pure except for a cache.
 
     Example: `WebPageRule(allowed_hosts=frozenset({"runs.example.org"}))` serves programs, its own
     pages under any local name and under that one, and links of other pages to what only shows.
@@ -131,9 +131,9 @@ class WebPageRule:
     may_be_framed: bool = False
     """Whether pages of other sites may show those of the application within their own."""
     host_remedy: str = ""
-    """How the name `{}` is allowed; empty when it cannot be."""
+    """Remedy that allows the name `{}`; empty without one."""
     origin_remedy: str = ""
-    """How the origin `{}` is allowed; empty when it cannot be."""
+    """Remedy that allows the origin `{}`; empty without one."""
     _passed: set[tuple[Any, ...]] = field(
         default_factory=set, init=False, repr=False, compare=False
     )
@@ -174,7 +174,7 @@ class WebPageRule:
     def _of_host(
         self, scope: Mapping[str, Any], sent: Mapping[bytes, bytes], *, is_browser: bool
     ) -> WebPageRefusal | None:
-        """Refuse names that somebody else gave this machine.
+        """Refuse names of this machine that another party chose.
 
         Between machines any name may be right: only what pages send is refused there.
         """
@@ -212,7 +212,7 @@ class WebPageRule:
         if site in _FOREIGN_SITES:
             may_pass = origin is None and self._is_link(method, sent)
         elif site == b"same-origin" or origin is None:
-            may_pass = True  # the browser has compared, behind whatever changes names on the way
+            may_pass = True  # the browser has compared them, after any proxy that changes names
         else:
             may_pass = _is_same_origin(_text(origin), _text(sent.get(b"host", b"")))
         if may_pass:
@@ -298,7 +298,7 @@ class WebPageMiddleware:
     """Refuses what a rule refuses, before a body is read.
 
     Args:
-        app: The application behind.
+        app: The wrapped application.
         rule: What is refused.
         answer: Gives the response to a refusal; default: `{"detail": text}`.
     """
@@ -353,7 +353,7 @@ def _is_loopback(address: str) -> bool:
 def _is_own_name(host: bytes, machine_name: str, is_program: bool) -> bool:
     """Whether a `Host` header names this machine.
 
-    Names that public DNS gives to nobody are believed from programs: an attacker would have to run
+    Names that public DNS never assigns are accepted from programs: an attacker would have to run
     the network, and programs load no pages.
     """
     name, _ = _name_and_port(_text(host))

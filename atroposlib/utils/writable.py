@@ -1,4 +1,4 @@
-"""Whether a place can be written to, found out before work starts."""
+"""A check whether a path can be written to, made before work starts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `view-run` shows: groups of a file, of a stored run or of a live service, never taken."""
+"""The pages of `view-run`: groups of a file, a stored run or a live service, only read."""

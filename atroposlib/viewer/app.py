@@ -1,11 +1,7 @@
-"""The viewer as a Gradio application.
+"""The viewer as a Gradio application: its widgets, their events, and the content of each page.
 
-Every event changes the view of one browser tab and shows the page it is on again; nothing reaches
-the run. Events skip Gradio's queue, which would cost more than the pages.
-
-The Gradio widgets of the viewer and where they stand.
-
-What stands on each page for a view: the viewer's data through the pages' markup.
+Every event changes the view of one browser tab and renders its page again; nothing reaches the
+run. Events skip Gradio's queue, which would take longer than rendering.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ class Widgets:
     filters: list[Any]
     """In the order in which `filter_of` takes them."""
     cleared: list[Any]
-    """What the filters hold when nothing is filtered."""
+    """Values of the filters that match every group."""
     clear: Any
     environment: Any
     status: Any
@@ -92,7 +88,7 @@ class Widgets:
 
     @property
     def shown(self) -> list[Any]:
-        """What showing a view may change."""
+        """Components that showing a view may change."""
         pages = self.html_of.values()
         return [self.head, *pages, self.status, self.environment, *self.plain]
 

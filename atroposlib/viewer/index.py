@@ -1,15 +1,11 @@
-"""All groups of a source by their figures: which match a filter, in which order.
+"""The index over all groups of a source: figures, one line of text, and text to search.
 
-Filters and orders are answered from arrays, in milliseconds for a hundred thousand groups. Rows are
-added by one thread and read by others; a row may be replaced once more is known of it.
+Filters and orders are computed from arrays, in milliseconds for a hundred thousand groups. One
+thread adds rows and others read them; a row is replaced when more is known about its group.
 
-Text of many groups, searched without holding it in memory.
-
-Texts are written, in small letters, one after the other to a file that has no name and goes with
-the process. A search walks through it; it may stop after a while and go on later, also over text
-that has come since.
-
-What the list of groups knows of each: figures, a line of its text, and text to search; pure.
+Texts for the search are kept outside memory: in lower case, one after the other, in an unnamed file
+that is removed with the process. A search scans the file. It can pause and continue later, also
+over text that was added since.
 """
 
 from __future__ import annotations
@@ -68,7 +64,7 @@ class TextStore:
             self._starts.append(self._starts[-1] + len(content))
 
     def search(self, text: str) -> TextSearch:
-        """Begin a search for text, whatever the size of its letters."""
+        """Start a search for text, ignoring case."""
         return TextSearch(self, text.lower().encode("utf-8", errors="replace"))
 
     def find(self, wanted: bytes, start: int, stop: int) -> list[int]:
@@ -137,10 +133,10 @@ class GroupSummary(NamedTuple):
     """One row of the list."""
 
     label: str
-    """What its source calls it: `line 12`, `group 7`."""
+    """Its name in the source: `line 12`, `group 7`."""
     environment: str
     step: int | None
-    """Policy version or step it was made at; None where nobody told."""
+    """Policy version or step it was made at; None where unknown."""
     num_rollouts: int
     longest: int
     """Tokens of its longest rollout."""
@@ -242,7 +238,7 @@ class GroupFilter(NamedTuple):
     min_step: int | None = None
     max_step: int | None = None
     text: str = ""
-    """Text that must occur, whatever the size of its letters."""
+    """Text that must occur, ignoring case."""
     signal: Literal["any", "differ", "equal"] = "any"
     """Whether the scores of the group differ."""
 
@@ -346,8 +342,8 @@ class GroupIndex:
     ) -> dict[str, list[tuple[int, float]]]:
         """Return the mean score at each step by the name of the environment, steps ascending.
 
-        Where more than `max_points` steps are known, neighbours share a point. Groups whose step
-        nobody told are left out.
+        Where more than `max_points` steps are known, neighbors share a point. Groups of unknown
+        step are left out.
         """
         found: dict[str, dict[int, list[float]]] = {}
         for row in self._rows[-max_groups:]:
@@ -388,7 +384,7 @@ class GroupIndex:
 
 
 def _thinned(by_step: dict[int, list[float]], max_points: int) -> list[tuple[int, float]]:
-    """Return (last step, mean score) of as many neighbouring steps as leave `max_points`."""
+    """Return (last step, mean score) per bin of neighboring steps; at most `max_points` bins."""
     steps = sorted(by_step)
     size = -(-len(steps) // max_points)
     points = []

@@ -1,26 +1,19 @@
-"""The overview: what the run is doing, and what its scores look like; pure.
+"""The HTML of every page of the viewer, from the overview to a single token; pure.
 
-The list of groups: one page of rows; pure.
+    overview          progress of the run, distribution of its scores
+    list of groups    one page of rows
+    rollout           the conversation, with tool calls and thinking folded
+    comparison        the common part of two rollouts of a group, and where they differ
+    group             its rollouts side by side
+    tokens            one rollout token by token
+    images            the images of a group next to the answers about them
 
-One rollout as a conversation, with tool calls and thinking folded; pure.
+Text from a run is data. `shown` and `block` escape it and make control characters visible; CSS
+isolates its writing direction. Images come from the data only: a remote address is shown as text
+and never loaded.
 
-What two rollouts of a group have in common and where they part; pure.
-
-The rollouts of one group beside each other; pure.
-
-One rollout token by token; pure.
-
-A token is `<b>`: its class says whether it is trained on and how likely it was, `data-t` what the
-page's script shows beside the pointer.
-
-The images of a group beside what the model said of them; pure.
-
-Only images that are in the data are shown; an address elsewhere is named, never loaded.
-
-Small pieces of HTML that all pages share; pure.
-
-Text from a run is data: `shown` and `block` escape it and make control characters visible, and CSS
-isolates its writing direction.
+A token is one `<b>`: its class encodes whether it is trained on and how likely it was. Its
+`data-t` holds the text that the page's script shows at the pointer.
 """
 
 from __future__ import annotations
@@ -132,7 +125,7 @@ def score_class(score: float | None) -> str:
 
 
 def score_chip(score: float | None) -> str:
-    """Show a score in its colour."""
+    """Show a score in its color."""
     return f'<b class="v-score {score_class(score)}">{number(score)}</b>'
 
 
@@ -198,7 +191,7 @@ def overview_page(
     """Return the page.
 
     Args:
-        figures: what the run tells of itself.
+        figures: values that the run reports.
         problems: what could not be read.
         scores: of the latest groups, by the name of their environment.
         rewards: (step, mean score) by the name of their environment, steps ascending.
@@ -292,7 +285,7 @@ def _drops(figures: ServiceFigures, metric_drops: Mapping[str, float]) -> str:
             "None known. What environments drop stands in the metrics files they write: "
             "name their folder with --metrics."
         )
-    return table(("reason", "told by", "count"), rows)
+    return table(("reason", "reported by", "count"), rows)
 
 
 def _problems(problems: Problems) -> str:
@@ -336,7 +329,7 @@ def _row(position: int, row: GroupSummary, is_selected: bool) -> str:
 
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|gif|webp);base64,([A-Za-z0-9+/=\s]+)")
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
-_images_MAX_ANSWER_CHARACTERS = 3000
+_MAX_CAPTION_CHARACTERS = 3000
 _MAX_ADDRESS_CHARACTERS = 120
 
 
@@ -348,7 +341,7 @@ def images_page(group: Group, texts: list[RolloutText]) -> str:
     answers = "".join(
         f'<section class="v-card" data-rollout="{rollout.number}" tabindex="0">'
         f"<h4>rollout {rollout.number} {score_chip(rollout.score)}</h4>"
-        f"{block(text.answer, max_characters=_images_MAX_ANSWER_CHARACTERS)}</section>"
+        f"{block(text.answer, max_characters=_MAX_CAPTION_CHARACTERS)}</section>"
         for rollout, text in zip(group.rollouts, texts, strict=True)
     )
     shown_images = "".join(image_markup(image) for image in images)
@@ -530,7 +523,7 @@ _SHORTEST_FOLDED = 200
 
 
 def compare_page(left: Rollout, right: Rollout, left_text: str, right_text: str) -> str:
-    """Return the page: both answers beside each other, what only one has in colour."""
+    """Return the page: both answers side by side, their differences in color."""
     if left.number == right.number:
         return empty("Choose two different rollouts to compare.")
     if left_text == right_text:
@@ -686,7 +679,7 @@ def tokens_page(
         group: the group of the rollout.
         rollout: what to show.
         reader: gives tokens their text.
-        colour: what the colours tell.
+        colour: the quantity that colors encode.
         start: position of the first token.
     """
     if not len(rollout):

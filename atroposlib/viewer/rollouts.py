@@ -1,9 +1,8 @@
-"""A group as the pages read it, whatever its lines hold: tolerant where the wire is strict; pure.
+"""A group as the pages read it: tolerant where the wire format is strict; pure.
 
-Files come from older versions and from other programs. A field of the wrong type counts as absent,
-a rollout that lacks one is shown without it.
-
-The image and the question in the text of a multimodal chat, where it was saved as text; pure.
+Files may come from older versions and from other programs. A field of the wrong type counts as
+absent, and a rollout that lacks a field is shown without it. Multimodal chats that were saved as
+text are split into image and question again.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Group:
 
     rollouts: list[Rollout]
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What was read, for fields that belong to the whole group."""
+    """The group as read, for fields that belong to all of it."""
 
     @property
     def scores(self) -> list[float]:
@@ -101,7 +100,7 @@ class Group:
 
     @property
     def num_shared_messages(self) -> int:
-        """How many messages all rollouts begin with; the last one is never counted."""
+        """Number of messages that all rollouts share; the last one is never counted."""
         chats = [rollout.chat for rollout in self.rollouts]
         shortest = min((len(chat) for chat in chats), default=0)
         if shortest == 0:

@@ -1,8 +1,7 @@
-"""Text of single tokens, and whether a tokenizer is the one a run was made with.
+"""The text of tokens and rollouts, and whether a tokenizer is the one of a run.
 
-The tokenizer is loaded in the background: pages show ids until it is there.
-
-What a rollout says, from its messages or else from its tokens: prompt and answer; pure.
+The tokenizer is loaded in the background: pages show ids until it is loaded. The text of a rollout
+comes from its messages, else from its tokens.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ class TokenReader:
         name: what `load` is given.
         load: returns a tokenizer; called once, in a thread of its own.
         is_lazy: load when tokens are first asked for, or at `start`, and not at once: where groups
-            have messages nobody may ask.
+            have messages, token texts may never be needed.
     """
 
     def __init__(self, name: str, load: Callable[[str], Any], *, is_lazy: bool = False) -> None:
         self.name = name
         self.problem: str | None = None
-        """Why there is no tokenizer; None while it is being loaded and when it is there."""
+        """Reason why no tokenizer was loaded; None while it loads and once it is loaded."""
         self._tokenizer: Any = None  # transformers carries no types
         self._pieces: dict[int, TokenPiece] = {}
         self._special: frozenset[int] = frozenset()

@@ -1,10 +1,9 @@
-"""One source of groups with all that pages need of it: index, tokenizer, groups read lately.
+"""One source of groups with everything the pages need: index, tokenizer, cache, dropped groups.
 
 source ──► reading thread ──► index        pages ◄── viewer ◄── index, source, token reader
 
-What one browser tab looks at.
-
-What environments dropped, by reason, from the metrics files they write beside a run.
+Each browser tab has a view of its own. Counts of dropped groups, by reason, come from the metrics
+files that environments write next to a run.
 """
 
 from __future__ import annotations
@@ -291,7 +290,7 @@ def filter_of(
         environment: a name, or `all`.
         order: one of `ORDERS`.
         signal: `any`, `differ` or `all equal`.
-        ranges: least and most score, tokens and step as typed, in this order; what is no number
+        ranges: least and most score, tokens and step as typed, in this order; other text
             leaves an end open.
     """
     low, high, shortest, longest, first, last = (*ranges, *[None] * 6)[:6]
@@ -311,7 +310,7 @@ def filter_of(
 
 
 def _number(value: Any) -> float | None:
-    """Read what was typed; what is no number leaves the end open."""
+    """Read what was typed; None, an open end, unless it is a number."""
     try:
         number = float(str(value).replace(",", ".") if value is not None else "nan")
     except ValueError:

@@ -2,7 +2,7 @@
 
     row -> [system, user] (+ prefill) -> G completions -> reward functions, for the group -> scores
 
-A YAML file is all it takes; see `README.md` beside this file.
+A YAML file is all it takes; see `README.md` next to this file.
 
     python environments/dataset_environment/dataset_env.py process \
         --env.dataset_path environments/data/gsm8k_sample --env.total_steps 4
@@ -213,7 +213,7 @@ def make_reward(config: DatasetEnvConfig) -> RewardFunction:
 
     Raises:
         ConfigError: none is named, or both lists are used.
-        UnknownRewardError: there is none of a name.
+        UnknownRewardError: a name is not registered.
     """
     if bool(config.reward_functions) == bool(config.reward_funcs):
         raise ConfigError(
@@ -334,7 +334,7 @@ class DatasetEnv(SingleTurnEnv):
         return self.test
 
     def prompt(self, item: Row) -> list[dict[str, str]]:
-        """Return the question of a row behind the system message."""
+        """Return the system message and the question of a row."""
         user = {"role": "user", "content": str(item[self.config.prompt_field])}
         if not self.config.system_prompt:
             return [user]
@@ -376,7 +376,7 @@ class DatasetEnv(SingleTurnEnv):
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: Row) -> str | None:
-        """Return the gold answer behind a thought, boxed; None where no column holds one."""
+        """Return the gold answer after a thought, boxed; None where no column holds one."""
         column = self.config.ground_truth_field or self.config.answer_field
         if column is None:
             return None

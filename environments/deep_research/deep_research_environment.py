@@ -2,7 +2,7 @@
 
     question -> search, open, find ... -> answer with citations -> right? borne out? how many calls?
 
-Pages come from a corpus on disk, or from a search service. Rules and reward: README.md beside this
+Pages come from a corpus on disk, or from a search service. Rules and reward: README.md next to this
 file. Without a hub, with a vLLM server on port 9001:
 
     python environments/deep_research/deep_research_environment.py process --env.total_steps 4 \
@@ -53,7 +53,7 @@ MIN_QUOTE_WORDS = 4
 MAX_QUOTE_WORDS = 60
 MAX_CITATIONS = 5
 MAX_JUDGED = 10
-"""Citations behind these count as false."""
+"""Citations after these count as false."""
 MAX_ANSWER_CHARACTERS = 200
 ARTICLES = frozenset({"a", "an", "the"})
 
@@ -87,14 +87,14 @@ class Citation(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the last turn says."""
+    """The content of the last turn."""
 
     text: str
     citations: Sequence[Citation]
 
 
 class Verdict(NamedTuple):
-    """What is known of an answer."""
+    """The assessment of an answer."""
 
     score: float
     is_right: bool = False
@@ -140,7 +140,7 @@ def judge(
         question: what was asked.
         read: page -> whole text, of the pages opened in this rollout.
         num_calls: tool calls that were made, wrong ones too.
-        max_calls: as many leave nothing of the reward for economy.
+        max_calls: number at which the reward for economy reaches 0.
     """
     if answer is None:
         return Verdict(0.0)
@@ -213,9 +213,9 @@ DEFAULT_RESULTS = 5
 MAX_RESULTS = 10
 MAX_QUERY_CHARACTERS = 400
 PART_CHARACTERS = 2000
-"""What `open` shows of a page at once."""
+"""Characters of a page that one `open` shows."""
 MAX_PAGE_CHARACTERS = 100_000
-"""What is kept of a page; the rest is not there."""
+"""Characters kept of a page; the rest is dropped."""
 MAX_PASSAGES = 5
 PASSAGE_MARGIN = 150
 MAX_TITLE_CHARACTERS = 200

@@ -1,4 +1,4 @@
-"""What evaluations share: prompts that ask for reasoning, and finding the reasoning in an answer.
+"""Shared parts of evaluations: prompts that request reasoning, and its extraction from answers.
 
 Providers put reasoning in different places; these look in all of them, in one order:
 
@@ -112,7 +112,7 @@ def extract_reasoning_from_completion(completion: Any, choice_idx: int = 0) -> C
 
 
 def _field(owner: Any, name: str) -> Any:
-    # What providers add to an answer is no declared field, so the name has to be asked for.
+    # Fields that providers add are not declared, so they are read by name.
     return owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
 
 

@@ -23,7 +23,7 @@ __all__ = ["InfiniteMath", "Submission"]
 
 
 class Submission(NamedTuple):
-    """What became of an answer."""
+    """The outcome of an answer."""
 
     is_correct: bool
     is_over: bool

@@ -101,7 +101,7 @@ class InfiniteMathEnvConfig(SingleTurnEnvConfig):
 
     @property
     def best_wrong_reward(self) -> float:
-        """What a wrong answer earns at best: with a thought and in a box."""
+        """Maximum reward of a wrong answer: with a thought and in a box."""
         return self.incorrect_reward + self.think_block_bonus + self.boxed_answer_bonus
 
 
@@ -230,7 +230,7 @@ class InfiniteMathEnv(SingleTurnEnv):
     async def collect_trajectories(
         self, item: tuple[Problem, int]
     ) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Roll out an exercise; one that nobody solved may be asked again."""
+        """Roll out an exercise; an unsolved one may be asked again."""
         problem, num_asked = await self._told(item)
         group, backlog = await super().collect_trajectories((problem, num_asked))
         self.curriculum.advance()

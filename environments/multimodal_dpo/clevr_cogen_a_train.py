@@ -37,7 +37,7 @@ def gold_count(solution: str) -> str:
     """Return the one or two digits inside the `<answer>` pair of a solution.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the solution states no count.
     """
     found = _COUNT.search(solution)
     if found is None:

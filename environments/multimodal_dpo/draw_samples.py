@@ -90,7 +90,7 @@ def labelled_scene(index: int, rng: random.Random) -> Drawn:
 
 
 def explained_scene(index: int, rng: random.Random) -> Drawn:
-    """Return a scene of one thing and its colour or shape."""
+    """Return a scene of one thing and its color or shape."""
     picture, [(colour, shape)] = scene(1, rng)
     if index % 2:
         return picture, {"question": f"What colour is the {shape}?", "inline_text": [colour]}
@@ -131,7 +131,7 @@ def at(turn: float, radius: float) -> tuple[float, float]:
 
 
 def scene(num_things: int, rng: random.Random) -> tuple[Any, list[tuple[str, str]]]:
-    """Return a picture of things that do not touch, and colour and shape of each."""
+    """Return a picture of things that do not touch, and color and shape of each."""
     picture, pen = canvas()
     cell = SIZE // 3
     things = []

@@ -37,7 +37,7 @@ HOURS_OF_DIAL = 12
 
 
 def clock_time(text: str) -> tuple[int, int] | None:
-    """Return hour (0 to 11) and minute of a text such as `03:15`; None when it is no time.
+    """Return hour (0 to 11) and minute of a text such as `03:15`; None when it is not a time.
 
     A dial has twelve hours: an hour above 12 is not read from it.
     """

@@ -202,7 +202,7 @@ class ReasoningGymEnv(BaseEnv):
         )
 
     def check_gold_answer(self, item: TaskItem) -> str | None:
-        """Return the package's answer behind a thought; None where it names no answer."""
+        """Return the package's answer after a thought; None where it names no answer."""
         answer = item.entry["answer"]
         return None if answer is None else f"<think>Done.</think><answer>{answer}</answer>"
 

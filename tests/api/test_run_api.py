@@ -122,7 +122,10 @@ def test_run_api_wrong_port_is_a_usage_error_that_names_the_range(monkeypatch, c
         main()
 
     assert stop.value.code == 2
-    assert f"argument --port: '{port}' is no port; expected" in capsys.readouterr().err
+    assert (
+        f"argument --port: expected a port from 0 to 65535 (0: any free port), got '{port}'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

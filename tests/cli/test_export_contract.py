@@ -133,4 +133,4 @@ def test_no_records_cannot_be_asked_for(
         module._parser().parse_args(["out.jsonl", "--num-seqs-to-save", count])
 
     assert refused.value.code == 2
-    assert f"'{count}' is no whole number of 1 or more; --all" in capsys.readouterr().err
+    assert f"expected an integer of 1 or more, got '{count}'; --all" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_help_answers_without_loading_gradio(module: str) -> None:
         (["--run", "none"], "there is no stored run"),
         (["--run", "../x y"], "there is no stored run"),
         (["--file", "a", "--run", "b"], "not allowed with"),
-        (["--port", "x"], "is no whole number"),
+        (["--port", "x"], "expected an integer from"),
         (["--group-size", "0"], "from 1 to 64"),
     ],
 )

@@ -3,7 +3,7 @@
 Several scorers of the reasoning-gym package run the answer as Python, by `eval` or by sympy's
 `parse_expr`. A completion is not trusted to be run: such a scorer sees an answer only when its
 syntax tree holds nothing but literals or, for sympy, names, arithmetic and well-known functions. A
-name is no literal: `eval` looks it up among the scorer's variables, the right answer among them.
+name is not a literal: `eval` looks it up among the scorer's variables, the right answer among them.
 Other scorers repeat a move as often as an answer says; such a count has few digits.
 """
 
@@ -62,7 +62,7 @@ def extract_answer(completion: str) -> str | None:
     """Return the one answer a completion gives, or None.
 
     Text inside `<think>` does not count; a chat template may have opened it in the prompt, and a
-    block that is never closed reaches to the end. Several answers are none.
+    block that is never closed reaches to the end. Several answers count as no answer.
     """
     text = _without_thinking(completion)
     if text.count("<answer>") != 1:
@@ -98,7 +98,7 @@ def is_safe_answer(answer: str, task: str, *, gold: str | None = None) -> bool:
     if task in MANY_MOVES:
         return MANY_MOVES[task].search(answer) is None
     if task == "propositional_logic":
-        # Its scorer tries out all values of whatever is written where a variable may stand.
+        # Its scorer tries all values of any text in the place of a variable.
         return PROPOSITION.fullmatch(answer) is not None
     if task == "string_insertion" and STRING_OF_LETTERS.fullmatch(answer):
         return True
@@ -127,7 +127,7 @@ def _is_arithmetic(tree: ast.Expression) -> bool:
             if not named or node.keywords:
                 return False
         elif isinstance(node, ast.Constant):
-            # sympy runs texts as well; complex and boolean constants are no answers.
+            # sympy runs texts as well; complex and boolean constants are not answers.
             if type(node.value) not in (int, float):
                 return False
         elif not isinstance(node, LITERAL_NODES + ARITHMETIC_NODES):

@@ -1,4 +1,4 @@
-"""How hard the next item of a task should be, from the scores of the last ones."""
+"""The difficulty of a task's next item, from the scores of its last ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the reasoning-gym package offers: its tasks, their generators and their levels.
+"""Access to the reasoning-gym package: its tasks, their generators and their levels.
 
-The only module that imports the package, and only when something is asked of it.
+The only module that imports the package, and only when one of its functions is called.
 """
 
 from __future__ import annotations
@@ -121,5 +121,5 @@ def _package() -> Any:
 if multiprocessing.parent_process() is not None:
     # A worker that scores: it imports this module before the time of its first call begins, and
     # the package takes seconds to load, on a busy machine longer than an answer may take.
-    with contextlib.suppress(MissingExtraError):  # told when something is asked of it
+    with contextlib.suppress(MissingExtraError):  # raised by the first call instead
         _package()

@@ -14,7 +14,7 @@ __all__ = ["RolloutDump"]
 
 
 class RolloutDump:
-    """Writes the trajectories that the settings ask for, each beside its own score.
+    """Writes the trajectories that the settings ask for, each with its own score.
 
     Args:
         config: `dump_rollouts`, `dump_failed_rollouts`, the score threshold and the folder.

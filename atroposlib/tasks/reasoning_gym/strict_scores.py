@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 TRIED = 0.01
-"""What the package gives for a wrong answer to puzzle24."""
+"""The package's score for a wrong answer to puzzle24."""
 TOLERANCE = 1e-3
 PLAIN = re.compile(r"[0-9+\-*/()\s]{1,2000}")
 NOT_FINITE = re.compile(r"nan|inf", re.IGNORECASE)
@@ -55,7 +55,7 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 
 
 def highest_score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """Return the most an answer can be worth, whatever the package's scorer says.
+    """Return the maximum score of an answer, regardless of the package's scorer.
 
     Args:
         task: name in the package.
@@ -133,7 +133,7 @@ OTHER_JOINTS = "\u2228\u2192\u2194"
 ScoreAnswer = Callable[[str, Mapping[str, Any]], float]
 """The package's score of an answer to an entry."""
 NOT_VALID = 0.05
-"""What the package gives for a conclusion that does not follow."""
+"""The package's score for a conclusion that does not follow."""
 
 
 def repeats_a_premise(answer: str, entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
@@ -154,7 +154,7 @@ def repeats_a_premise(answer: str, entry: Mapping[str, Any], score: ScoreAnswer)
 
 
 def concludes_anything(entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
-    """Return whether an entry of propositional_logic is no question.
+    """Return whether an entry of propositional_logic cannot be used as a question.
 
     Its premises contradict each other, so that everything follows from them, or its own example
     does not follow.
@@ -213,7 +213,7 @@ def _dead_or_unchanged(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _all_alike(entry: Mapping[str, Any]) -> list[str]:
-    """Return the answers that nobody lies, and that everybody does."""
+    """Return two answers: all are knights, and all are knaves."""
     terms, names = entry["metadata"]["knight_knave_terms"], entry["metadata"]["names"]
     kinds = (terms["a_knight"], terms["a_knave"])
     return [", and ".join(f"{name} is {kind}" for name in names) for kind in kinds]
@@ -239,7 +239,7 @@ SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "string_insertion": lambda metadata: str(metadata["string"]),
     "string_manipulation": lambda metadata: str(metadata["string"]),
 }
-"""What of a question may be its answer already."""
+"""The part of a question that may already be its answer."""
 
 
 def _makes_24(answer: str, numbers: list[int]) -> bool:
@@ -263,7 +263,7 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
-    raise ValueError(f"{type(node).__name__} is no arithmetic")
+    raise ValueError(f"{type(node).__name__} is not arithmetic")
 
 
 def _is_probability(answer: str, entry: Mapping[str, Any]) -> bool:

@@ -69,14 +69,14 @@ EXACT_ANSWER_TASKS = frozenset(["game_of_life_halting"])
 
 @dataclass(frozen=True)
 class TaskItem:
-    """One question of one task; enough to make its scorer anew in another process."""
+    """One question of one task; enough to build its scorer in another process."""
 
     task: str
     """Name in the reasoning-gym package."""
     params: dict[str, Any]
     """Generator parameters besides seed and size."""
     entry: dict[str, Any]
-    """What the package made: `question`, `answer` (None where many are right), `metadata`."""
+    """The package's entry: `question`, `answer` (None where many are right), `metadata`."""
     complexity: float | None = None
     """In [0, 1]; None means the package's default parameters."""
 

@@ -1,8 +1,8 @@
 """A Qwen tokenizer whose chat template keeps what the model wrote.
 
 The templates that ship with these models drop the thinking of earlier turns, so that a rendered
-history differs from the tokens that were sampled. The one beside this module renders every message
-as it is.
+history differs from the tokens that were sampled. The template next to this module renders every
+message as it is.
 """
 
 from __future__ import annotations

@@ -220,18 +220,18 @@ UNSOLVED = -0.5
 INVALID = -0.2
 """More than the wrong letters of a turn can cost, so that trying is better."""
 WRONG_CELL = 0.1
-"""What a wrong letter costs, as a share of what a right one earns."""
+"""Penalty of a wrong letter, as a share of the reward of a right one."""
 
 _LINE = re.compile(r"[\s*-]*([0-9]+)\s*-\s*(across|down)\b(.*)", re.IGNORECASE | re.ASCII)
 _WORD = re.compile(r"\s*:[\s*]*([A-Za-z]+)[\s*.,;]*", re.ASCII)
 
 
 class Outcome(NamedTuple):
-    """What became of a turn."""
+    """The outcome of a turn."""
 
     reward: float
     message: str
-    """What the player is told."""
+    """The reply to the player."""
 
 
 class CrosswordGame:

@@ -65,7 +65,7 @@ class Traffic(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an action leads to."""
+    """The result of an action."""
 
     state: int
     is_done: bool
@@ -174,7 +174,7 @@ STATE = "```\n{map}\n```\n{description}\nAvailable actions: {actions}"
 
 
 def read_action(answer: str) -> int | None:
-    """Return the action whose number is the last character; None when it is no such number."""
+    """Return the action whose number is the last character; None without such a number."""
     last = answer.strip()[-1:]
     return int(last) if last.isascii() and last.isdigit() and int(last) < len(ACTIONS) else None
 

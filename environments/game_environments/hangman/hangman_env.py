@@ -79,11 +79,11 @@ def hidden_word(
         words: word -> clue.
         level: how long the word may be.
         seed: of the game; evaluations have those from `NUM_TRAINING_SEEDS` on.
-        held_out_share: about as many of the words are hidden in evaluations and in no training
+        held_out_share: about this share of the words occurs in evaluations and in no training
             game; with a list so short that one side has none, both have all.
 
     Raises:
-        ConfigError: no word has as many letters as the level asks for.
+        ConfigError: no word has the number of letters of the level.
     """
     fitting = sorted(w for w in words if level.min_letters <= len(w) <= level.max_letters)
     if not fitting:
@@ -100,11 +100,11 @@ def _place(word: str) -> float:
 
 
 class Outcome(NamedTuple):
-    """What became of a guess."""
+    """The outcome of a guess."""
 
     reward: float
     message: str
-    """What the player is told."""
+    """The reply to the player."""
 
 
 class HangmanGame:
@@ -146,7 +146,7 @@ class HangmanGame:
 
     @property
     def forfeit(self) -> float:
-        """What giving up costs: as much as an invalid guess for each life, and the loss."""
+        """Reward of giving up: that of one invalid guess per life, and of the loss."""
         return self.lives * INVALID + LOSS
 
     def guess(self, text: str | None) -> Outcome:

@@ -71,7 +71,7 @@ class BlackjackEnv(BaseEnv):
     """Games of blackjack; an item is `(seed, 0)`.
 
     Attributes:
-        iter: training games begun; kept in checkpoints.
+        iter: training games started; kept in checkpoints.
         games_since_log: finished games whose figures the next log carries.
     """
 
