@@ -10,7 +10,6 @@ Settings of the inference engine and of how it gets new weights, one class per g
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.model_paths import missing_folder
+from atroposlib.utils.text import near_name
 from example_trainer.loss_choice import (
     DEFAULT_CLIP,
     DEFAULT_DUAL_CLIP,
@@ -600,9 +600,9 @@ class TrainingConfig(
     def _suggest_near_names(cls, values: Any) -> Any:
         for name in values if isinstance(values, dict) else ():
             if name not in cls.model_fields:
-                near = difflib.get_close_matches(name, cls.model_fields, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown trainer setting {name!r}{hint}")
+                raise ValueError(
+                    f"unknown trainer setting {name!r}{near_name(name, cls.model_fields)}"
+                )
         return values
 
     @field_validator("device", mode="before")

@@ -66,9 +66,9 @@ from atroposlib.errors import (
     NoDataError,
     TrajectoryApiError,
 )
-from atroposlib.utils.cli import UsageError, near_name, refused_values
+from atroposlib.utils.cli import UsageError, refused_values
 from atroposlib.utils.command_parser import exit_code_of
-from atroposlib.utils.text import without_secrets
+from atroposlib.utils.text import near_name, without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:

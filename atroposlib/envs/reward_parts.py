@@ -13,7 +13,7 @@ from pydantic import Field
 
 from atroposlib.envs.admission import as_number
 from atroposlib.errors import ConfigError
-from atroposlib.utils.cli import near_name
+from atroposlib.utils.text import near_name
 
 __all__ = [
     "PartSums",

@@ -47,10 +47,9 @@ from atroposlib.utils.cli import (
     UsageError,
     extract_namespace,
     merge_dicts,
-    near_name,
     refused_values,
 )
-from atroposlib.utils.text import is_masked, mask_secrets
+from atroposlib.utils.text import is_masked, mask_secrets, near_name
 
 __all__ = [
     "COMMANDS",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import copy
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -22,7 +21,6 @@ __all__ = [
     "get_double_dash_flags",
     "get_prefixed_pydantic_model",
     "merge_dicts",
-    "near_name",
     "refused_values",
 ]
 
@@ -156,20 +154,6 @@ def get_double_dash_flags() -> dict[str, str | bool | None]:
         else:
             flags[name] = None if following == "None" else following
     return flags
-
-
-def near_name(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` with the most similar known name, or an empty string.
-
-    A name given without its prefix finds the full one: `group_size` suggests `env.group_size`.
-    """
-    choices = list(known)
-    close = get_close_matches(name, choices, n=1, cutoff=0.75)
-    if not close:
-        by_last_part = {choice.rpartition(".")[2]: choice for choice in reversed(choices)}
-        last_parts = get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=0.6)
-        close = [by_last_part[part] for part in last_parts]
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def refused_values(error: ValidationError, prefix: str = "") -> UsageError:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
+from atroposlib.utils.text import near_name
 
 __all__ = ["CommandParser", "end_command", "exit_code_of"]
-
-_NEAR = 0.6
-
 
 _REFUSED_SETTINGS = (401, 403, 409)
 """Statuses of a service for a wrong token, and for settings that differ from its run's."""
@@ -110,7 +107,7 @@ class CommandParser(argparse.ArgumentParser):
             return
         choices = [str(choice) for choice in action.choices]
         raise argparse.ArgumentError(
-            action, f"invalid choice: {value!r}{_hint(str(value), choices)} (choose from "
+            action, f"invalid choice: {value!r}{near_name(str(value), choices)} (choose from "
             f"{', '.join(choices)})",
         )  # fmt: skip
 
@@ -163,9 +160,4 @@ def _is_flag_needed(action: argparse.Action) -> bool:
 
 
 def _explain(word: str, known: Iterable[str]) -> str:
-    return f"unrecognized argument {word}{_hint(word.split('=', 1)[0], known)}"
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, list(known), n=1, cutoff=_NEAR)
-    return f", did you mean {near[0]}?" if near else ""
+    return f"unrecognized argument {word}{near_name(word.split('=', 1)[0], known)}"

@@ -2,6 +2,8 @@
 
 Models write any characters, and errors quote them: codes that clear the screen, move the cursor or
 set the window's title, characters that reverse the writing direction, half a surrogate pair.
+
+Also the hint for a misspelt name.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import html
 import logging
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "is_masked",
     "is_milestone",
     "mask_secrets",
+    "near_name",
     "short_score",
     "shown_name",
     "without_secrets",
@@ -165,3 +169,17 @@ def without_secrets(url: str) -> str:
     access, at, place = address.rpartition("@")
     scheme = re.match(r"\w+://", access)
     return f"{scheme.group() if scheme else ''}{MASK}@{place}" if at else address
+
+
+def near_name(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` with the most similar known name, or an empty string.
+
+    A name given without its prefix finds the full one: `group_size` suggests `env.group_size`.
+    """
+    choices = list(known)
+    close = get_close_matches(name, choices, n=1, cutoff=0.75)
+    if not close:
+        by_last_part = {choice.rpartition(".")[2]: choice for choice in reversed(choices)}
+        last_parts = get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=0.6)
+        close = [by_last_part[part] for part in last_parts]
+    return f"; did you mean {close[0]}?" if close else ""

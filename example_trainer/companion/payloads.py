@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+
+from atroposlib.utils.text import near_name
 
 __all__ = ["GenerateRequest", "RequestError", "generate_answer", "read_request", "sampling_params"]
 
@@ -93,9 +94,9 @@ def sampling_params(kind: Any, given: Mapping[str, Any], **fixed: Any) -> Any:
     known = {name for name in kind.__struct_fields__ if not name.startswith("_")} - _INTERNAL
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise RequestError(f"{name}: no sampling parameter of this engine{hint}")
+            raise RequestError(
+                f"{name}: no sampling parameter of this engine{near_name(name, known)}"
+            )
     try:
         params = msgspec.convert(dict(given), kind, str_keys=True)
     except (ValueError, TypeError) as error:

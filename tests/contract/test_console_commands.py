@@ -58,7 +58,7 @@ def test_misspelt_flag_is_one_line_with_the_near_name(
     errors = capsys.readouterr().err
     assert code == 2
     assert errors.count("\n") == 1
-    assert f"unrecognized argument {misspelt}, did you mean {flag}?" in errors
+    assert f"unrecognized argument {misspelt}; did you mean {flag}?" in errors
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

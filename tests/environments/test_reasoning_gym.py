@@ -60,7 +60,7 @@ def test_evaluation_set_that_leaves_nothing_to_train_on_is_refused() -> None:
 
 
 def test_unknown_task_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'chain_sum'"):
+    with pytest.raises(ConfigError, match="did you mean chain_sum"):
         tasks.task_names(ReasoningGymEnvConfig(task_names=["chain_sums"]))
 
 

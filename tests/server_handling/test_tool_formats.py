@@ -288,11 +288,6 @@ def test_registered_formats_are_found_by_any_spelling() -> None:
     assert formats.find("none") is None
 
 
-def test_nearest_name_is_suggested() -> None:
-    assert registry.nearest("herme") == "hermes"
-    assert registry.nearest("zzzz") is None
-
-
 def test_arguments_that_are_no_json_are_written_as_text() -> None:
     text = HermesFormat().render([FunctionCall(name="f", arguments="{")])
 

@@ -148,7 +148,7 @@ def test_value_out_of_bounds_is_described_by_its_flag():
 
 
 def test_unknown_setting_suggests_the_near_name():
-    with pytest.raises(ValidationError, match="did you mean 'training_steps'"):
+    with pytest.raises(ValidationError, match="did you mean training_steps"):
         TrainingConfig(model_name="m", training_step=3)
 
 

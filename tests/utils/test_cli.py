@@ -17,9 +17,9 @@ from atroposlib.utils.cli import (
     get_double_dash_flags,
     get_prefixed_pydantic_model,
     merge_dicts,
-    near_name,
     refused_values,
 )
+from atroposlib.utils.text import near_name
 
 
 class Sample(BaseModel):

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from atroposlib.envs.settings import ENV_PREFIX
-from atroposlib.utils.cli import near_name
+from atroposlib.utils.text import near_name
 
 __all__ = [
     "RULES",

@@ -8,7 +8,6 @@ underscores. Those of this package are registered when the package is imported.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import logging
@@ -25,6 +24,7 @@ from atroposlib.envs.reward_fns.reward_names import (
     required_names,
 )
 from atroposlib.errors import ConfigError, UnknownRewardError
+from atroposlib.utils.text import near_name
 
 __all__ = ["LegacyFunctionWrapper", "RewardRegistry", "registry"]
 
@@ -150,9 +150,8 @@ class RewardRegistry:
             if entry is not None:
                 self._add(name, entry)
                 return entry
-        near = difflib.get_close_matches(name, self._entries, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(self._entries)}"
-        raise UnknownRewardError(f"no reward function is called {name!r}; {hint}")
+        hint = near_name(name, self._entries) or f"; known are {', '.join(self._entries)}"
+        raise UnknownRewardError(f"no reward function is called {name!r}{hint}")
 
 
 def _split_config(config: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -51,6 +51,7 @@ from atroposlib.envs.server_handling.turn_matching import (
     spoken_text,
 )
 from atroposlib.errors import ConfigError, PromptError
+from atroposlib.utils.text import near_name
 from atroposlib.utils.tokenizers.earlier_calls import no_template_text
 
 if TYPE_CHECKING:
@@ -612,11 +613,10 @@ class ToolCallTranslator:
         self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
         self._answers: dict[str, _ToolAnswer] = {}
         if self.parser is None:
-            near = registry.nearest(parser_name)
             logger.warning(
-                "no tool-call format %r, so tool calls stay text; %sknown formats: %s",
+                "no tool-call format %r, so tool calls stay text%s; known formats: %s",
                 parser_name,
-                f"did you mean {near!r}? " if near else "",
+                near_name(parser_name.lower(), registry.names()),
                 ", ".join(registry.names()),
             )
 

@@ -10,7 +10,6 @@ Mistral; the registry that finds a format by name. To add a format, pass a subcl
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -626,11 +625,6 @@ class ToolFormatRegistry:
     def names(self) -> list[str]:
         """Return every name in alphabetical order."""
         return sorted(self._names)
-
-    def nearest(self, name: str) -> str | None:
-        """Return the known name most similar to `name`; None without a similar one."""
-        near = difflib.get_close_matches(name.lower(), self.names(), n=1)
-        return near[0] if near else None
 
 
 def _key(name: str) -> str:

@@ -6,7 +6,6 @@ The only module that imports the package, and only when one of its functions is 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import logging
 import multiprocessing
@@ -15,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.utils.text import near_name
 
 __all__ = ["as_key", "buildable_tasks", "complexity_params", "make_dataset", "scoring_dataset"]
 
@@ -52,9 +52,7 @@ def buildable_tasks(wanted: tuple[str, ...], params_key: str) -> tuple[str, ...]
     params = json.loads(params_key)
     for name in (*wanted, *params):
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"reasoning-gym has no task {name!r}{hint}")
+            raise ConfigError(f"reasoning-gym has no task {name!r}{near_name(name, known)}")
     if not wanted:
         return tuple(name for name in sorted(known) if _refusal(name, params.get(name)) is None)
     for name in wanted:

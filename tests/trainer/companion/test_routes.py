@@ -74,7 +74,7 @@ def test_keys_of_a_json_object_become_token_ids(client, engine):
         ({"prompt": {"prompt_token_ids": [1, -2]}}, r"prompt.prompt_token_ids[1]: -2"),
         ({"prompt": {"prompt_token_ids": [1, "2"]}}, r"prompt.prompt_token_ids[1]: '2'"),
         ({"prompt": "x", "stream": "yes"}, "stream: expected true or false"),
-        ({"prompt": "x", "max_token": 3}, "did you mean 'max_tokens'?"),
+        ({"prompt": "x", "max_token": 3}, "did you mean max_tokens?"),
         ({"prompt": "x", "output_kind": "final"}, "output_kind: no sampling parameter"),
         ({"prompt": "x", "temperature": "hot"}, "Expected `float`, got `str` - at `$.temperature`"),
         ({"prompt": "x", "n": 0}, "n must be at least 1"),
