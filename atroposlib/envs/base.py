@@ -529,11 +529,11 @@ class BaseEnv(EnvHooks):
 
     def count_failure(self, name: str) -> None:
         """Count a failed rollout, evaluation or hook under a name."""
-        self.reporter.count_failure(name)
+        self.failure_counts[name] += 1
 
     def count_straggler(self, name: str) -> None:
         """Count a straggling rollout under its outcome."""
-        self.reporter.count_straggler(name)
+        self.straggler_counts[name] += 1
 
     @property
     def derived_batch_size(self) -> int:
