@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
+# Tests run in two processes; those that share an engine stay together (tests/conftest.py).
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Every process of the demo and of the tests imports the same large packages: let the first cache them.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -14,16 +16,16 @@ demo:  ## Watch a small model get better through every real part (ARGS="--seed 1
 	@.ci/install.sh examples,trainer
 	@$(BIN)/atropos-demo $(ARGS)
 
-test: lint types  ## Lint, types and every test, the end-to-end test with a real engine included
-	$(BIN)/python -m pytest $(ARGS)
+test: lint types  ## Lint, types and the tests, those with a real engine included
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-fast:  ## The tests that start no engine
 	@.ci/install.sh all,dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
 test-long:  ## What takes minutes each: thousands of histories, kill loops, every constant answer
 	@.ci/install.sh all,dev
-	$(BIN)/python -m pytest --run-long -m long $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --run-long -m long $(ARGS)
 
 test-clients:  ## Third-party agents and trainers, each installed for itself (docs/clients.md)
 	@.ci/install.sh all,dev

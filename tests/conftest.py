@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.redis_server import RedisServer
 
+FOLDERS_THAT_SHARE = ("end_to_end", "exporting", "packaging")
+"""Their fixtures of the session start an engine, a service or an installation."""
 OPTIONS = (
     ("providers", "--runproviders"),
     ("gpu", "--run-gpu"),
@@ -23,9 +29,63 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-gpu", action="store_true", help="run tests that need a GPU")
     parser.addoption("--run-long", action="store_true", help="run tests that take minutes each")
     parser.addoption("--run-clients", action="store_true", help="run third-party programs")
+    parser.addoption(
+        "--long-part", metavar="K/N", type=_part, default=(0, 1),
+        help="run only the long tests of part K of N, counted by file; K may exceed N",
+    )  # fmt: skip
+    parser.addoption(
+        "--long-minutes", metavar="M", type=float, default=float("inf"),
+        help="skip the long tests that would start after M minutes",
+    )  # fmt: skip
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
+    if found is None:
+        raise pytest.UsageError(f"--long-part takes K/N such as 3/8, not {text!r}")
+    return int(found[1]) % int(found[2]), int(found[2])
+
+
+_STARTED = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--long-minutes")
+    is_long = item.get_closest_marker("long") is not None
+    if is_long and time.monotonic() - _STARTED > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes of --long-minutes have passed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_option(config, items)
+    _skip_other_parts(config, items)
+    # What takes longest starts first, so that no worker is left alone with it at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+class ByFolderOrFile(LoadScopeScheduling):
+    """Keeps tests that share an engine, an installation or a service in one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        return path.parent.name if path.parent.name in FOLDERS_THAT_SHARE else str(path)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolderOrFile:
+    return ByFolderOrFile(config, log)
+
+
+def _skip_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the long tests of other parts; a part has whole files, which share fixtures."""
+    part, count = config.getoption("--long-part")
+    long = [item for item in items if item.get_closest_marker("long") is not None]
+    files = sorted({item.path for item in long})
+    for item in long:
+        if files.index(item.path) % count != part:
+            item.add_marker(pytest.mark.skip(reason=f"not in part {part} of {count} (--long-part)"))
+
+
+def _skip_without_option(config: pytest.Config, items: list[pytest.Item]) -> None:
     for marker, option in OPTIONS:
         if config.getoption(option):
             continue
@@ -41,6 +101,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def offline_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let downloads fail at once instead of after the retries of the hub's client."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture

@@ -428,6 +428,7 @@ def test_the_same_pages_do_harm_where_nothing_is_refused(
 
 
 @pytest.mark.parametrize("target", ["service"], indirect=True)
+@pytest.mark.long
 def test_links_and_typed_addresses_show_and_change_nothing(target, hostile_port, open_page):
     before = target.state()
     page = open_page(f"http://{EVIL}:{hostile_port}")
@@ -503,6 +504,7 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
         sink.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.long
 def test_viewer_works_under_local_names_through_forwarded_ports_and_in_frames(
     forwarded, hostile_port, open_page
 ):

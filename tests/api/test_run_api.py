@@ -210,6 +210,7 @@ def test_run_api_goes_on_with_a_named_run_after_it_was_killed(free_port, tmp_pat
     assert "--run mine" in output
 
 
+@pytest.mark.long
 def test_run_api_without_a_name_starts_a_fresh_run_each_time(free_port, tmp_path):
     for count in (1, 2):
         with running(free_port, "--data-dir", str(tmp_path)) as process:
@@ -232,6 +233,7 @@ def test_run_api_store_that_cannot_be_used_ends_it_with_one_line(free_port, tmp_
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_run_api_reload_serves_with_its_settings(free_port, tmp_path):
     flags = ("--reload", "--data-dir", str(tmp_path), "--run", "mine")
     with running(free_port, *flags) as process:
@@ -329,6 +331,7 @@ def test_run_api_refuses_a_misspelt_run_without_a_terminal(free_port, tmp_path):
     assert (tmp_path / "mien.sqlite3").exists()
 
 
+@pytest.mark.long
 def test_run_api_refuses_a_misspelt_run_in_redis_too(free_port, redis_server):
     command = ("--store", redis_server.url, "--run")
     with running(free_port, *command, "math-7b-train") as process:

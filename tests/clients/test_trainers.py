@@ -74,6 +74,7 @@ async def check_end(env: SmallEnv, service: LiveService, *, num_steps: int) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("trainer", ARGUMENTS)
+@pytest.mark.long
 async def test_trl_ends_with_all_acknowledged_and_the_environment_ended(
     trainer: str, tmp_path: Path, service: LiveService, make_env: Callable[..., Any]
 ) -> None:

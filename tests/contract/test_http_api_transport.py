@@ -15,7 +15,7 @@ from tests.api.helpers import REGISTRATION, Service, make_group
 
 GZIP = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
 GROUP = json.dumps(make_group(2, length=300)).encode()
-PACKED = gzip.compress(GROUP)
+PACKED = gzip.compress(GROUP, mtime=0)
 NESTED = "[" * 50_000 + "]" * 50_000
 
 

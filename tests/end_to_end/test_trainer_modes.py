@@ -79,6 +79,7 @@ def to_earlier_layout(checkpoint: Path) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("engine_variables")
+@pytest.mark.long
 def test_default_checkpoints_are_what_an_engine_restarts_on(
     tmp_path: Path, service: Replica
 ) -> None:

@@ -245,6 +245,7 @@ def test_engine_says_its_logprobs_are_raw(vllm_engine: EngineWithModel) -> None:
     assert answer is False
 
 
+@pytest.mark.long
 def test_launched_engine_follows_a_model_with_tied_embeddings(
     vllm_engine: EngineWithModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +286,7 @@ def test_launched_engine_follows_a_model_with_tied_embeddings(
     assert max(gaps(model, engine, *after)) < TOLERANCE
 
 
+@pytest.mark.long
 def test_engine_restarted_on_adapters_reports_the_trainers_logprobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,6 +205,7 @@ def test_environment_passes_the_check() -> None:
     assert report.passed, report.text
 
 
+@pytest.mark.long
 def test_environment_passes_the_check_with_a_prefill() -> None:
     report = check_environment(DatasetEnv, prefill="Let us see. ")
 

@@ -57,6 +57,7 @@ def check_output(folder: Path, tokenizer: Any) -> None:
     assert (folder / "groups.html").exists()
 
 
+@pytest.mark.long
 async def test_reasoning_gym_process(tmp_path: Path, tokenizer: Any) -> None:
     params = {"chain_sum": {"min_terms": 2, "max_terms": 2, "max_digits": 1, "min_digits": 1}}
     async with ScriptedEngine(lambda _: "<answer>5</answer>", tokenizer=tokenizer) as engine:

@@ -118,6 +118,7 @@ def test_placeholder_tokens_reach_no_export(tokenizer: Any, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the trainers themselves
+@pytest.mark.long
 async def test_exports_train_a_model_in_trl(tokenizer: Any, tmp_path: Path) -> None:
     import datasets
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer

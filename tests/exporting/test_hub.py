@@ -42,6 +42,7 @@ def test_what_is_uploaded_is_what_was_written(
     assert pushed == [(3, "me/mine", True), (3, "me/mine", False)]
 
 
+@pytest.mark.long
 def test_hub_that_is_away_leaves_the_export_and_says_how_to_push_it(
     run_command: Run, groups_file: Path, free_port: int, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ Start = Callable[..., Service]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.long
 def test_looking_takes_and_resets_nothing(
     start_service: Start, run_command: Run, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_no_trainer_is_said_when_nothing_comes(start_service: Start) -> None:
     ]
 
 
+@pytest.mark.long
 def test_service_that_goes_away_leaves_a_valid_file_and_says_how_to_go_on(
     start_service: Start, run_command: Run, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -161,6 +163,7 @@ def test_ctrl_c_keeps_what_is_written(start_service: Start, tokenizer: Any, tmp_
     assert len(datasets.load_dataset("parquet", data_files=str(path), split="train")) == 6
 
 
+@pytest.mark.long
 def test_consuming_says_so_resets_registers_and_stops_exactly(
     start_service: Start, run_command: Run, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -190,6 +193,7 @@ def _post_when_registered(service: Service, tokenizer: Any) -> None:
     service.post(make_groups(tokenizer, 3))
 
 
+@pytest.mark.long
 def test_output_is_checked_before_the_service_is_touched(
     start_service: Start, run_command: Run, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -268,6 +268,7 @@ def test_what_was_not_recorded_is_never_made_up() -> None:
         model.answer([1, 2], 1)
 
 
+@pytest.mark.long
 def test_groups_are_posted_at_a_pace(
     start_service: Callable[..., Service], run_command: Run, groups_file: Path, tmp_path: Path
 ) -> None:
@@ -297,6 +298,7 @@ def test_groups_are_posted_at_a_pace(
     assert "2 groups, 8 trajectories posted" in again.stdout, again.stderr
 
 
+@pytest.mark.long
 def test_service_that_is_gone_is_said_with_how_to_go_on(
     run_command: Run, groups_file: Path, free_port: int
 ) -> None:

@@ -115,6 +115,7 @@ def serve(
     return start_environment
 
 
+@pytest.mark.long
 async def test_export_without_trainer_makes_environments_start_and_go_on(
     serve: Any, start: Any, service: Service, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ async def test_export_without_trainer_makes_environments_start_and_go_on(
     assert environment.process.poll() is None, environment.output
 
 
+@pytest.mark.long
 async def test_trainer_takes_over_from_an_export_that_goes_on_by_looking(
     serve: Any, start: Any, service: Service, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -176,6 +178,7 @@ async def test_trainer_takes_over_from_an_export_that_goes_on_by_looking(
     )
 
 
+@pytest.mark.long
 async def test_second_export_says_who_takes_the_groups_and_looks(
     serve: Any, start: Any, service: Service, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -205,6 +208,7 @@ async def test_second_export_says_who_takes_the_groups_and_looks(
     assert len(read_records(tmp_path / "b.jsonl")) == 3
 
 
+@pytest.mark.long
 async def test_view_run_without_trainer_makes_environments_start_and_takes_nothing(
     serve: Any, start: Any, service: Service, tokenizer: Any
 ) -> None:
@@ -226,6 +230,7 @@ async def test_view_run_without_trainer_makes_environments_start_and_takes_nothi
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.long
 async def test_view_run_that_is_stopped_frees_the_place_of_the_trainer(
     start: Any, service: Service, tokenizer: Any, signum: signal.Signals
 ) -> None:
@@ -245,6 +250,7 @@ async def test_view_run_that_is_stopped_frees_the_place_of_the_trainer(
     assert service.ask("/info")["batch_size"] == -1
 
 
+@pytest.mark.long
 async def test_export_of_an_older_service_takes_its_batches_and_says_what_it_cannot_do(
     start: Any, tokenizer: Any, tmp_path: Path, free_port: int
 ) -> None:
@@ -267,6 +273,7 @@ async def test_export_of_an_older_service_takes_its_batches_and_says_what_it_can
     assert "cannot hand over" in export.output
 
 
+@pytest.mark.long
 async def test_consumer_that_takes_nothing_starts_a_service_that_cannot_hand_over(
     free_port: int,
 ) -> None:

@@ -40,6 +40,7 @@ def test_every_command_answers_help(name: str, light: Installed, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 async def test_new_environment_is_checked_and_rolled_out(
     kind: str, light: Installed, tmp_path: Path
 ) -> None:

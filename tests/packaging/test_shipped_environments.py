@@ -42,6 +42,7 @@ def copy_alone(path: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("path", find_cards())
+@pytest.mark.long
 def test_copied_file_runs(path: str, with_examples: Installed, tmp_path: Path) -> None:
     done = with_examples.run("python", copy_alone(path, tmp_path), "--help", cwd=tmp_path)
 
@@ -50,6 +51,7 @@ def test_copied_file_runs(path: str, with_examples: Installed, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("path", "sample"), CHECKED.items(), ids=CHECKED)
+@pytest.mark.long
 def test_copied_file_passes_its_check(
     path: str, sample: str | None, with_examples: Installed, tmp_path: Path
 ) -> None:
@@ -62,6 +64,7 @@ def test_copied_file_passes_its_check(
 
 
 @pytest.mark.parametrize("path", EXTENDED)
+@pytest.mark.long
 def test_copy_without_the_file_it_extends_names_that_file(
     path: str, with_examples: Installed, tmp_path: Path
 ) -> None:
@@ -74,6 +77,7 @@ def test_copy_without_the_file_it_extends_names_that_file(
     assert f"it extends {Path(EXTENDED[path]).name}" in done.stderr
 
 
+@pytest.mark.long
 def test_environment_of_the_clone_runs_from_another_folder(
     light: Installed, tmp_path: Path
 ) -> None:
@@ -82,6 +86,7 @@ def test_environment_of_the_clone_runs_from_another_folder(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_copied_file_without_its_sample_says_where_that_is(
     light: Installed, tmp_path: Path
 ) -> None:
@@ -91,6 +96,7 @@ def test_copied_file_without_its_sample_says_where_that_is(
     assert "environments/data/gsm8k_sample" in " ".join(done.stdout.split())
 
 
+@pytest.mark.long
 def test_missing_extra_is_named(light: Installed, tmp_path: Path) -> None:
     file = copy_alone("game_environments/gymnasium/gym_taxi.py", tmp_path)
 

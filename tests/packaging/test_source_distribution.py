@@ -58,6 +58,7 @@ def test_wheel_of_the_sdist_is_the_wheel_of_the_clone(
         assert sorted(first.namelist()) == sorted(second.namelist())
 
 
+@pytest.mark.long
 def test_tests_of_the_sdist_pass(unpacked: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SAMPLE_OF_TESTS],

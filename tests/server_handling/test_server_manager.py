@@ -292,6 +292,7 @@ async def test_session_at_a_given_url(make_manager: MakeManager) -> None:
                 pass
 
 
+@pytest.mark.usefixtures("offline_hub")
 @pytest.mark.parametrize("switch", ["1", "true", "YES"])
 async def test_openai_session_needs_the_switch(
     switch: str, monkeypatch: pytest.MonkeyPatch

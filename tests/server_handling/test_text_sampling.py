@@ -378,6 +378,7 @@ async def test_manager_opens_a_session_of_text_unless_placeholders_are_asked_for
     assert node.full_text.endswith("one")
 
 
+@pytest.mark.usefixtures("offline_hub")
 async def test_without_a_tokenizer_the_session_names_what_helps(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

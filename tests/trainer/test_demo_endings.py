@@ -34,6 +34,7 @@ def demo(tmp_path: Path) -> Iterator[RunningCommand]:
 
 
 @LINUX_ONLY
+@pytest.mark.long
 def test_demo_finished_has_written_its_report_and_leaves_nothing(tmp_path: Path) -> None:
     with running_demo(tmp_path, steps=3) as demo:
         demo.wait_for("5. Reinforcement")
@@ -59,7 +60,7 @@ def test_demo_finished_has_written_its_report_and_leaves_nothing(tmp_path: Path)
         pytest.param("2. Teaching", signal.SIGINT, 130, marks=pytest.mark.long),
         pytest.param("3. Waiting", signal.SIGTERM, 143, marks=pytest.mark.long),
         pytest.param("4. Measuring", signal.SIGINT, 130, marks=pytest.mark.long),
-        ("5. Reinforcement", signal.SIGINT, 130),
+        pytest.param("5. Reinforcement", signal.SIGINT, 130, marks=pytest.mark.long),
         pytest.param("step ", signal.SIGINT, 130, marks=pytest.mark.long),
     ],
 )
@@ -81,7 +82,7 @@ def test_demo_interrupted_leaves_nothing(
     ("piece_of_command", "name"),
     [
         pytest.param("vllm.entrypoints", "inference engine", marks=pytest.mark.long),
-        ("VLLM::Worker", "inference engine"),
+        pytest.param("VLLM::Worker", "inference engine", marks=pytest.mark.long),
         pytest.param("atroposlib.cli.run_api", "trajectory service", marks=pytest.mark.long),
         pytest.param("reasoning_gym_environment.py", "environment", marks=pytest.mark.long),
         pytest.param("example_trainer.grpo", "trainer", marks=pytest.mark.long),

@@ -24,6 +24,7 @@ def compare(tmp_path, *, kills, steps, span_s, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_trainer_killed_twice_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
     compare(tmp_path, kills=2, steps=40, span_s=0.3, seed=2)
 

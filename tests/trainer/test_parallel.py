@@ -95,6 +95,7 @@ def test_two_data_parallel_ranks_equal_one_over_twenty_steps(runs_folder, start_
 @pytest.mark.slow
 @pytest.mark.usefixtures("sharded")
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.long
 def test_checkpoint_of_sharded_ranks_continues_on_any_number_of_ranks(
     runs_folder, start_service, one_rank, ranks
 ):

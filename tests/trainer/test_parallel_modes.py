@@ -25,6 +25,7 @@ RUNS = {
 
 @pytest.mark.usefixtures("fake_vllm")
 @pytest.mark.parametrize("mode", RUNS)
+@pytest.mark.long
 def test_two_sharded_ranks_with_an_engine_equal_one_process_also_when_resumed(
     tmp_path, free_port, mode
 ):

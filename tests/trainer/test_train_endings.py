@@ -75,6 +75,7 @@ def wait_for_step(command: RunningCommand, step: int) -> None:
 
 
 @LINUX_ONLY
+@pytest.mark.long
 def test_train_on_two_files_ends_with_results_and_leaves_nothing(
     tmp_path: Path, model: Path
 ) -> None:

@@ -133,6 +133,7 @@ def wait_for(condition, timeout_s=300.0):
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.long
 def test_signal_ends_the_trainer_and_its_engine(tmp_path, service, fake_vllm, how):
     save_tiny_model(tmp_path / "model")
     port = find_free_port()

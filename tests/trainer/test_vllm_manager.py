@@ -184,6 +184,7 @@ def test_memory_of_an_engine_on_a_cpu_is_bounded_unless_it_was_chosen(
     assert space in ("1", "2", "3", "4") if expected is True else space == expected
 
 
+@pytest.mark.long
 def test_resumed_run_waits_for_the_engine_of_the_killed_one(tmp_path, free_port, fake_vllm, caplog):
     script = (
         "import os, signal, sys\n"

@@ -152,6 +152,7 @@ async def test_pool_on_ray_without_ray_names_the_extra(monkeypatch: pytest.Monke
         await pool.run(double, 1)
 
 
+@pytest.mark.long
 async def test_pool_on_ray_ends_and_replaces_workers() -> None:
     pytest.importorskip("ray")
     pool = ScorePool(num_workers=1, backend="RAY")

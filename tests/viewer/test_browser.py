@@ -79,6 +79,7 @@ def test_overview_tells_scores_and_broken_lines(url: str, open_page: OpenPage) -
     assert watched.complaints == []
 
 
+@pytest.mark.long
 def test_filters_narrow_the_list_and_clear_widens_it(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     page = show(watched, "groups", "tbody tr")
@@ -94,6 +95,7 @@ def test_filters_narrow_the_list_and_clear_widens_it(url: str, open_page: OpenPa
     assert watched.complaints == []
 
 
+@pytest.mark.long
 def test_what_is_typed_while_the_page_is_renewed_is_kept(
     url: str, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_what_is_typed_while_the_page_is_renewed_is_kept(
     assert page.locator(".v-groups tbody tr").count() == 1
 
 
+@pytest.mark.long
 def test_pages_of_the_list_are_turned(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     page = show(watched, "groups", "tbody tr")
@@ -155,6 +158,7 @@ def test_keys_walk_through_groups_and_rollouts(url: str, open_page: OpenPage) ->
     assert watched.complaints == []
 
 
+@pytest.mark.long
 def test_hovering_a_token_shows_its_id_logprob_and_position(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     page = open_group(watched, "three plus four")
@@ -173,6 +177,7 @@ def test_hovering_a_token_shows_its_id_logprob_and_position(url: str, open_page:
     assert watched.complaints == []
 
 
+@pytest.mark.long
 def test_conversation_folds_thinking_and_calls(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     open_group(watched, "three plus four")
@@ -184,6 +189,7 @@ def test_conversation_folds_thinking_and_calls(url: str, open_page: OpenPage) ->
     assert page.inner_text("#v-conversation .v-think .v-text") == "hidden"
 
 
+@pytest.mark.long
 def test_compare_marks_what_differs(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     open_group(watched, "answer 57")
@@ -193,6 +199,7 @@ def test_compare_marks_what_differs(url: str, open_page: OpenPage) -> None:
     assert page.inner_text("#v-compare .v-diff >> nth=1") == "none"
 
 
+@pytest.mark.long
 def test_a_page_of_one_group_opens_the_first_where_none_is_open(
     url: str, open_page: OpenPage
 ) -> None:
@@ -204,6 +211,7 @@ def test_a_page_of_one_group_opens_the_first_where_none_is_open(
     assert watched.complaints == []
 
 
+@pytest.mark.long
 def test_images_are_shown_and_plain_text_pads_its_boxes(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     open_group(watched, "what is it")

@@ -51,6 +51,7 @@ def test_killed_sqlite_service_loses_nothing(kills: int, tmp_path: Path):
 @needs_redis
 @pytest.mark.parametrize("kills", [FEW, MANY])
 @pytest.mark.parametrize("victim", ["replica", "redis"])
+@pytest.mark.long
 def test_killed_part_of_a_redis_run_loses_nothing(kills: int, victim: str, tmp_path: Path):
     ledger = attack(tmp_path, kills=kills, store="redis", victims=[victim])
 

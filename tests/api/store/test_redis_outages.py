@@ -353,6 +353,7 @@ async def test_close_does_not_wait_for_a_redis_that_is_gone(start_redis: StartRe
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.long
 async def test_close_ends_whatever_a_beat_is_doing(redis_server: RedisServer) -> None:
     for beats in range(60):
         async with replicas(redis_server.url, 1, expiry_s=0.003, poll_s=0.001) as (replica,):

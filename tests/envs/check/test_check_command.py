@@ -125,6 +125,7 @@ def test_check_with_a_stand_in_says_that_no_template_was_tried() -> None:
     assert any("chat template was not tried" in note for note in report.notes)
 
 
+@pytest.mark.long
 def test_check_environment_reasoning_gym_passes_every_rule() -> None:
     report = check_environment(ReasoningGymEnv, max_eval_tasks=3)
 

@@ -13,7 +13,7 @@ from tests.envs.soak.chaos import chaos
 @pytest.mark.parametrize(
     ("groups", "kill_every_s"),
     [
-        pytest.param(60, (0.5, 1.5), id="few"),
+        pytest.param(60, (0.5, 1.5), id="few", marks=pytest.mark.long),
         pytest.param(
             10_000,
             (2.0, 8.0),

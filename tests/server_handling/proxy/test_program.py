@@ -80,6 +80,7 @@ def test_public_names_of_the_module_exist() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_program_serves_agents(tmp_path: Path, free_port: int) -> None:
     save_byte_tokenizer(tmp_path / "tokenizer")
     async with ScriptedEngine(["one"]) as engine:

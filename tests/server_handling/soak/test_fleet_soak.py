@@ -6,6 +6,7 @@ from tests.server_handling.soak.fleet_soak import NAMES, run_soak
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_killing_one_of_three_engines_loses_no_rollout_and_it_gets_work_again() -> None:
     outcome = await run_soak(num_rollouts=200, seconds=6.0)
 

@@ -144,6 +144,7 @@ print((peak() - before) / 1024)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_chunks_take_a_fraction_of_the_memory_of_whole_logits():
     mebibytes = {
         how: float(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.envs import conftest as envs_conftest
@@ -63,6 +64,7 @@ def train(url: str) -> list[list[dict[str, Any]]]:
     return list(loader)
 
 
+@pytest.mark.long
 async def test_a_dataset_that_polls_leaves_nothing_leased_and_the_environment_ends(
     service: LiveService, make_env: Any
 ) -> None:

@@ -144,6 +144,7 @@ def test_the_last_batch_is_acknowledged_when_trl_has_ended_its_training():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_trl_learns_from_groups_that_wait_at_a_real_service(tmp_path, free_port):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
