@@ -14,7 +14,15 @@ import torch
 
 from atroposlib.utils.run_log import RunLog
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
-from example_trainer.api import TrajectoryFeed, open_client
+from example_trainer.api import (
+    SMALLEST_LIMIT_BYTES,
+    BatchJournal,
+    DurableFeed,
+    GroupFeed,
+    TrajectoryFeed,
+    checkpoint_bytes,
+    open_client,
+)
 from example_trainer.checkpointing import (
     find_intact_checkpoint,
     load_feed_state,
@@ -23,13 +31,6 @@ from example_trainer.checkpointing import (
     move_training_state,
 )
 from example_trainer.config import TrainingConfig, require_reference
-from example_trainer.feed import (
-    SMALLEST_LIMIT_BYTES,
-    BatchJournal,
-    DurableFeed,
-    GroupFeed,
-    checkpoint_bytes,
-)
 from example_trainer.metrics import (
     metrics_path_of,
     open_run_log,
@@ -38,8 +39,7 @@ from example_trainer.metrics import (
 )
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
-from example_trainer.policy import Policy, prepare_policy, setup_line
-from example_trainer.reference import Reference, open_reference
+from example_trainer.policy import Policy, Reference, open_reference, prepare_policy, setup_line
 from example_trainer.training import StepView, Trainer
 from example_trainer.weight_sync import FollowerFeed, FollowerSync, WeightSync, make_weight_sync
 

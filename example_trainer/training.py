@@ -1,20 +1,8 @@
-"""The training loop: lease a batch, take one optimiser step, let the engine have the weights.
+"""The training loop: lease a batch, take one optimizer step, publish the weights.
 
-service --lease--> feed --> batch --> loss --> optimiser --> checkpoint, weight sync --> engine
-   ^                                                                |
-   +------------------------- acknowledge --------------------------+
-
-What is measured and shown of a step beside its loss: age of its groups, time split, MFU.
-
-What the log says about a step beside its figures: whatever a person would act on.
-
-How long the parts of a step's computing take.
-
-What groups tell of how they were sampled: their age, and how many were cut; pure.
-
-How much of the device a step uses: FLOPs of the model over the peak of the device (MFU).
-
-What the log says before the first step: shapes, memory, and advice where it will not fit.
+service --lease--> batch --> loss --> optimizer --> checkpoint, weight sync --> engine
+^                                                        |
++--------------------- acknowledge ----------------------+
 """
 
 from __future__ import annotations
@@ -33,7 +21,9 @@ import torch
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.utils.run_log import RunLog
+from example_trainer.api import JOURNAL_DIRECTORY, GroupFeed
 from example_trainer.batch import (
     Batch,
     BatchSummary,
@@ -42,11 +32,15 @@ from example_trainer.batch import (
     padded_length,
     split_batch,
 )
+from example_trainer.checkpointing import (
+    drop_old_checkpoints,
+    random_states,
+    replace_directory,
+    save_checkpoint,
+)
 from example_trainer.config import TrainingConfig
-from example_trainer.feed import GroupFeed
-from example_trainer.grpo_loss import compute_grpo_loss
-from example_trainer.logprobs import auto_chunk_tokens
-from example_trainer.loss import LossInputs, make_loss
+from example_trainer.logprobs import auto_chunk_tokens, log_ratio_BT, token_logprobs_BT
+from example_trainer.loss import BatchTotals, Grpo, LossInputs, TrainingLoss, make_loss
 from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.metrics import (
     StepStats,
@@ -58,22 +52,22 @@ from example_trainer.metrics import (
 )
 from example_trainer.model import autocast, learning_rate_at
 from example_trainer.parallel import ONE_PROCESS, Parallel
-from example_trainer.policy import Policy, prepare_policy
-from example_trainer.publishing import Publisher, TrainingParts
-from example_trainer.reference import Reference
+from example_trainer.policy import Policy, Reference, prepare_policy
 from example_trainer.rows import RowRules, is_cut_by_engine
 from example_trainer.scoring import TokenScores, at_sampling_temperature
-from example_trainer.weight_sync import WeightSync
+from example_trainer.weight_sync import WeightSync, is_sync_due
 
 __all__ = [
     "ComputeUse",
     "GroupFeed",
     "ModelShape",
     "PhaseClock",
+    "Publisher",
     "StepNotes",
     "StepObserver",
     "StepView",
     "Trainer",
+    "TrainingParts",
     "compute_grpo_loss",
     "group_metrics",
     "log_step_plan",
@@ -84,6 +78,235 @@ __all__ = [
     "sizes_of",
     "step_setup",
 ]
+
+
+def compute_grpo_loss(
+    model: Any,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    advantages: torch.Tensor,
+    temperatures: torch.Tensor,
+    gradient_accumulation_steps: int,
+    inference_logprobs: torch.Tensor | None,
+    clip_eps: float = 0.2,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Compute one micro-batch's GRPO loss, anchored on the inference engine's logprobs.
+
+    Formula: `max(-A r, -A clip(r, 1 - eps, 1 + eps))` with `r = exp(l - mu)`, the mean over each
+    row's trained tokens, then over the rows, divided by `gradient_accumulation_steps`. Logits are
+    divided by the row's temperature. Tokens without an inference logprob have ratio 1. The trainer
+    itself uses `make_loss`, whose denominators count the whole batch.
+
+    Args:
+        model: Called as `model(input_ids=...)`, answers with `.logits`.
+        tokens: (B, T) inputs, already shifted.
+        labels: (B, T) ids or `IGNORE_INDEX`.
+        advantages: (B, 1) or (B, T).
+        temperatures: (B, 1, 1) or (B,); values at most 0 count as 1.
+        gradient_accumulation_steps: Micro-batches of the step.
+        inference_logprobs: (B, T), `MASKED_LOGPROB` where unknown.
+        clip_eps: Both bounds of the clip.
+
+    Returns:
+        The loss, and metrics: plain numbers, and `training_logprobs` and `inference_logprobs` as
+        flat tensors of the trained positions. Without a trained position the loss is a zero that
+        can be sent backward.
+
+    Raises:
+        ConfigError: there are no inference logprobs at all.
+    """
+    if inference_logprobs is None:
+        raise ConfigError(
+            "inference_logprobs: None, and the ratio needs them; run the environment with "
+            "--openai.server_type vllm, whose completions carry logprobs"
+        )
+    logits = model(input_ids=tokens).logits
+    logprobs_BT = token_logprobs_BT(logits, labels, temperatures.flatten())
+    advantages_BT = advantages.to(logprobs_BT.dtype).expand_as(labels)
+    inputs = LossInputs(logprobs_BT, labels, advantages_BT, inference_logprobs)
+    loss = TrainingLoss(Grpo(clip_eps, clip_eps), anchor="inference", reduction="sequence_mean")
+    terms = loss(inputs, BatchTotals(num_tokens=0, num_sequences=len(tokens)))
+    share = terms.loss / gradient_accumulation_steps
+    metrics = _metrics(logprobs_BT.detach(), labels, advantages_BT, inference_logprobs, clip_eps)
+    return share, metrics | {"interpretable_loss": float(terms.loss.detach())}
+
+
+def _metrics(
+    logprobs_BT: torch.Tensor,
+    labels_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    inference_BT: torch.Tensor,
+    clip_eps: float,
+) -> dict[str, Any]:
+    mask_BT = labels_BT != IGNORE_INDEX
+    trained = logprobs_BT[mask_BT]
+    positive = advantages_BT[mask_BT] > 0
+    inference = inference_BT[mask_BT].to(trained.dtype)
+    is_known = inference != MASKED_LOGPROB
+    difference = torch.where(is_known, trained - inference, 0.0)
+    ratio = torch.where(is_known, log_ratio_BT(trained, inference).exp(), 1.0)
+    outside = (ratio < 1.0 - clip_eps) | (ratio > 1.0 + clip_eps)
+    return {
+        "pos_logp": _mean(trained[positive]),
+        "neg_logp": _mean(trained[~positive]),
+        "avg_logp": _mean(trained),
+        "pos_count": float((advantages_BT[:, 0] > 0).sum()),
+        "neg_count": float((advantages_BT[:, 0] <= 0).sum()),
+        "training_logprobs": trained,
+        "inference_logprobs": inference,
+        "mean_ratio": _mean(ratio),
+        "clipped_fraction": _mean(outside.to(trained.dtype)),
+        "logprob_diff_mean": _mean(difference),
+        "logprob_diff_abs_mean": _mean(difference.abs()),
+        "logprob_diff_max": float(difference.abs().max()) if difference.numel() else 0.0,
+    }
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.mean()) if values.numel() else 0.0
+
+
+class TrainingParts(NamedTuple):
+    """What a run trains and whom it deals with; the loop and the publisher share them."""
+
+    model: Any
+    """The trained model; each rank's part of it where weights are sharded."""
+    tokenizer: Any
+    """Saved beside the model."""
+    optimizer: Any
+    """Saved in checkpoints that can be resumed from."""
+    feed: GroupFeed
+    """Brings batches; is told which weights the engine serves and what is on disk."""
+    weight_sync: WeightSync
+    """How the engine gets new weights."""
+    parallel: Parallel
+    """The ranks that train together."""
+
+
+class Publisher:
+    """Saves and publishes what is due; every rank calls it, rank 0 writes and speaks.
+
+    Args:
+        config: Settings.
+        parts: What is saved, and who is told.
+        clock: Monotonic seconds, for checkpoints that go by minutes.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        parts: TrainingParts,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._model = parts.model
+        self._tokenizer = parts.tokenizer
+        self._optimizer = parts.optimizer
+        self._feed = parts.feed
+        self._weight_sync = parts.weight_sync
+        self._parallel = parts.parallel
+        self._step_metrics: Mapping[str, float] = {}
+        self._clock = clock
+        self._saved_at = clock()
+
+    def before_step(self, step: int) -> None:
+        """Let the engine make room for the optimiser step number `step`."""
+        self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and publish what is due after a step; the final model is `finish`'s business.
+
+        Args:
+            step: Optimiser steps done.
+            metrics: Of the step as far as they are known, kept with a checkpoint.
+        """
+        self._step_metrics = metrics
+        publishes = self._is_sync_due(step) and step < self._config.training_steps
+        # Clock and journal are those of rank 0, and saving takes all ranks.
+        saves, cuts_journal = self._parallel.broadcast(
+            (self._is_checkpoint_due(step), self._feed.wants_checkpoint())
+        )
+        cuts_journal = cuts_journal and not saves
+        if not saves and not publishes and not cuts_journal:
+            return
+        model = self._parallel.whole_model(self._model)
+        checkpoint: Path | None = None
+        if saves:
+            checkpoint = self._save(model, step, is_resumable=True)
+            self._note_saved(step)
+        if cuts_journal:
+            self._save(model, step, is_resumable=True, folder=JOURNAL_DIRECTORY)
+            self._feed.saved(step)
+        if publishes:
+            self._publish(model, step, checkpoint)
+
+    def finish(self, step: int) -> Path:
+        """Write the final model and publish it where somebody uses it; returns its directory."""
+        model = self._parallel.whole_model(self._model)
+        final = self._save(model, step, is_final=True)
+        if self._is_sync_due(step):
+            self._publish(model, step, final)
+        if self._config.uses_lora and self._parallel.is_main:
+            replace_directory(
+                Path(self._config.save_path) / "tokenizer", self._tokenizer.save_pretrained
+            )
+        return final
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        interval = self._config.checkpoint_interval
+        if interval is not None:
+            return interval > 0 and step % interval == 0
+        # The final model follows the last step at once.
+        waited_s = self._clock() - self._saved_at
+        return step < self._config.training_steps and (
+            waited_s >= 60 * self._config.checkpoint_minutes
+        )
+
+    def _is_sync_due(self, step: int) -> bool:
+        return is_sync_due(step, self._config, publishes_final=self._weight_sync.publishes_final)
+
+    def _save(
+        self,
+        model: Any,
+        step: int,
+        *,
+        is_final: bool = False,
+        is_resumable: bool = False,
+        folder: str = "",
+    ) -> Path:
+        optimizer_state, states = None, None
+        if is_resumable:
+            optimizer_state = self._parallel.whole_optimizer_state(self._optimizer)
+            states = self._parallel.gather(random_states())
+        return save_checkpoint(
+            model,
+            self._tokenizer,
+            Path(self._config.save_path) / folder,
+            step,
+            is_final,
+            final_name="final_adapter" if self._config.uses_lora else "final_model",
+            optimizer=self._optimizer if is_resumable else None,
+            feed_state=self._feed.state(),
+            optimizer_state=optimizer_state,
+            states_by_rank=states,
+            step_metrics=self._step_metrics,
+            writes=self._parallel.is_main,
+        )
+
+    def _note_saved(self, step: int) -> None:
+        self._saved_at = self._clock()
+        self._feed.saved(step)
+        if self._parallel.is_main and self._config.keep_checkpoints is not None:
+            drop_old_checkpoints(
+                self._config.save_path,
+                keep=self._config.keep_checkpoints,
+                run_id=self._feed.state().get("run_id"),
+            )
+
+    def _publish(self, model: Any, step: int, checkpoint: Path | None) -> None:
+        self._weight_sync.publish(model, checkpoint=checkpoint, step=step)
+        self._feed.report_policy(step)
 
 
 class PhaseClock:

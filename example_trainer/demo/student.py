@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from example_trainer.demo.settings import WarmUpSettings
-from example_trainer.demo.task import Problem, training_problems
-from example_trainer.demo.tiny_model import (
+from example_trainer.demo.settings import (
     TinyModelShape,
+    WarmUpSettings,
     build_model,
     save_tiny_model,
     train_tokenizer,
 )
+from example_trainer.demo.task import Problem, training_problems
 
 if TYPE_CHECKING:
     import torch
