@@ -41,7 +41,7 @@ from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import Policy, Reference, open_reference, prepare_policy, setup_line
 from example_trainer.training import StepView, Trainer
-from example_trainer.weight_sync import FollowerFeed, FollowerSync, WeightSync, make_weight_sync
+from example_trainer.weight_sync import WeightSync, make_weight_sync
 
 __all__ = ["train", "train_legacy", "train_lora", "train_lora_restart", "train_shared_vllm"]
 
@@ -70,7 +70,7 @@ def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
         weight_sync = make_weight_sync(config)
         stack.callback(weight_sync.close)
         if not parallel.is_main:
-            return _follow(config, parallel, FollowerSync(weight_sync))
+            return _follow(config, parallel, weight_sync)
         return _lead(config, parallel, weight_sync, stack, view)
 
 
@@ -147,7 +147,7 @@ def _open_feed(
     return DurableFeed(service, journal, state, journal_limit_bytes=limit_bytes)
 
 
-def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: FollowerSync) -> Path:
+def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync) -> Path:
     """Train as another rank: all that concerns others comes from rank 0."""
     loaded = _load(config, parallel, parallel.broadcast(None))
     parallel.whole_model(loaded.model)
@@ -155,7 +155,7 @@ def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: FollowerSyn
         config,
         parallel,
         loaded,
-        FollowerFeed(),
+        None,
         weight_sync,
         RunLog(use_wandb=False, metrics_path=None),
         processed_logprobs=bool(parallel.broadcast(None)),
@@ -194,7 +194,7 @@ def _make_trainer(
     config: TrainingConfig,
     parallel: Parallel,
     loaded: _Loaded,
-    feed: GroupFeed,
+    feed: GroupFeed | None,
     weight_sync: WeightSync,
     run_log: RunLog,
     *,

@@ -29,7 +29,6 @@ from example_trainer.batch import (
     BatchSummary,
     Microbatch,
     build_batch,
-    padded_length,
     split_batch,
 )
 from example_trainer.checkpointing import (
@@ -39,9 +38,8 @@ from example_trainer.checkpointing import (
     save_checkpoint,
 )
 from example_trainer.config import TrainingConfig
-from example_trainer.logprobs import auto_chunk_tokens, log_ratio_BT, token_logprobs_BT
+from example_trainer.logprobs import log_ratio_BT, token_logprobs_BT
 from example_trainer.loss import BatchTotals, Grpo, LossInputs, TrainingLoss, make_loss
-from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.metrics import (
     StepStats,
     StepTimes,
@@ -50,12 +48,12 @@ from example_trainer.metrics import (
     step_line,
     sum_stats,
 )
-from example_trainer.model import autocast, learning_rate_at
+from example_trainer.model import autocast
 from example_trainer.parallel import ONE_PROCESS, Parallel
-from example_trainer.policy import Policy, Reference, prepare_policy
+from example_trainer.policy import Policy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules, is_cut_by_engine
 from example_trainer.scoring import TokenScores, at_sampling_temperature
-from example_trainer.weight_sync import WeightSync, is_sync_due
+from example_trainer.weight_sync import WeightSync
 
 __all__ = [
     "ComputeUse",
@@ -70,14 +68,14 @@ __all__ = [
     "TrainingParts",
     "compute_grpo_loss",
     "group_metrics",
-    "log_step_plan",
+    "is_sync_due",
+    "learning_rate_at",
     "make_loss",
     "peak_flops_of",
     "row_rules",
-    "shape_lines",
-    "sizes_of",
-    "step_setup",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def compute_grpo_loss(
@@ -175,12 +173,26 @@ class TrainingParts(NamedTuple):
     """Saved beside the model."""
     optimizer: Any
     """Saved in checkpoints that can be resumed from."""
-    feed: GroupFeed
-    """Brings batches; is told which weights the engine serves and what is on disk."""
+    feed: GroupFeed | None
+    """Source of batches; None on ranks other than 0."""
     weight_sync: WeightSync
-    """How the engine gets new weights."""
+    """How the engine gets new weights; only rank 0 calls it."""
     parallel: Parallel
     """The ranks that train together."""
+
+
+def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> bool:
+    """Say whether weights are published after the optimiser step number `step` (from 1).
+
+    Every `vllm_restart_interval` steps, 0 meaning never; after the last step only where somebody
+    goes on using the engine.
+    """
+    interval = config.vllm_restart_interval
+    if interval == 0:
+        return False
+    if step >= config.training_steps:
+        return publishes_final
+    return step % interval == 0
 
 
 class Publisher:
@@ -212,7 +224,8 @@ class Publisher:
 
     def before_step(self, step: int) -> None:
         """Let the engine make room for the optimiser step number `step`."""
-        self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
+        if self._parallel.is_main:
+            self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and publish what is due after a step; the final model is `finish`'s business.
@@ -224,9 +237,8 @@ class Publisher:
         self._step_metrics = metrics
         publishes = self._is_sync_due(step) and step < self._config.training_steps
         # Clock and journal are those of rank 0, and saving takes all ranks.
-        saves, cuts_journal = self._parallel.broadcast(
-            (self._is_checkpoint_due(step), self._feed.wants_checkpoint())
-        )
+        wants_cut = self._feed is not None and self._feed.wants_checkpoint()
+        saves, cuts_journal = self._parallel.broadcast((self._is_checkpoint_due(step), wants_cut))
         cuts_journal = cuts_journal and not saves
         if not saves and not publishes and not cuts_journal:
             return
@@ -237,7 +249,8 @@ class Publisher:
             self._note_saved(step)
         if cuts_journal:
             self._save(model, step, is_resumable=True, folder=JOURNAL_DIRECTORY)
-            self._feed.saved(step)
+            if self._feed is not None:
+                self._feed.saved(step)
         if publishes:
             self._publish(model, step, checkpoint)
 
@@ -287,7 +300,7 @@ class Publisher:
             is_final,
             final_name="final_adapter" if self._config.uses_lora else "final_model",
             optimizer=self._optimizer if is_resumable else None,
-            feed_state=self._feed.state(),
+            feed_state=None if self._feed is None else self._feed.state(),
             optimizer_state=optimizer_state,
             states_by_rank=states,
             step_metrics=self._step_metrics,
@@ -296,8 +309,10 @@ class Publisher:
 
     def _note_saved(self, step: int) -> None:
         self._saved_at = self._clock()
+        if self._feed is None:
+            return
         self._feed.saved(step)
-        if self._parallel.is_main and self._config.keep_checkpoints is not None:
+        if self._config.keep_checkpoints is not None:
             drop_old_checkpoints(
                 self._config.save_path,
                 keep=self._config.keep_checkpoints,
@@ -305,8 +320,9 @@ class Publisher:
             )
 
     def _publish(self, model: Any, step: int, checkpoint: Path | None) -> None:
-        self._weight_sync.publish(model, checkpoint=checkpoint, step=step)
-        self._feed.report_policy(step)
+        if self._feed is not None:
+            self._weight_sync.publish(model, checkpoint=checkpoint, step=step)
+            self._feed.report_policy(step)
 
 
 class PhaseClock:
@@ -634,110 +650,6 @@ class StepNotes:
             )
 
 
-def log_step_plan(
-    batch: Batch,
-    *,
-    model: Any,
-    optimizer: Any,
-    config: TrainingConfig,
-    packs: bool,
-    reference_bytes: int = 0,
-) -> None:
-    """Log the shapes of this rank's first batch and the memory of the largest possible step.
-
-    Args:
-        batch: This rank's share.
-        model: The trained model, sharded or whole.
-        optimizer: Says by its kind how much state it keeps.
-        config: Settings.
-        packs: Whether sequences share a row.
-        reference_bytes: Memory that a reference model holds, not available to the step.
-    """
-    sizes = sizes_of(model)
-    setup = step_setup(config, sizes, optimizer=optimizer, packs=packs)
-    for line in shape_lines(batch, sizes, setup):
-        logger.info("%s", line)
-    available_bytes = _available_bytes(config.device, model, reference_bytes=reference_bytes)
-    logger.info(
-        "memory of a step with %d tokens in its largest pass, in GiB: %s",
-        setup.pass_tokens,
-        plan_memory(sizes, setup).describe(available_bytes),
-    )
-    for line in advice(sizes, setup, available_bytes):
-        logger.warning("%s", line)
-
-
-def shape_lines(batch: Batch, sizes: ModelSizes, setup: StepSetup) -> list[str]:
-    """Return the shapes of the tensors of a batch, a line each kind."""
-    shapes = [tuple(mb.tokens_BT.shape) for mb in batch.microbatches]
-    largest = max(shapes, key=lambda shape: shape[0] * shape[1])
-    trained = max(int((mb.labels_BT >= 0).sum()) for mb in batch.microbatches)
-    chunk = min(setup.chunk_tokens, max(1, trained))
-    return [
-        f"first batch: {len(shapes)} forward passes, largest tokens (B, T) = {largest}; padding "
-        f"{batch.summary.padding_fraction:.1%}",
-        f"hidden states (B, T, D) = {(*largest, sizes.hidden)}, logits by chunks (N, V) = "
-        f"{(chunk, sizes.vocabulary)}, trained tokens of a pass up to {trained}",
-    ]
-
-
-def sizes_of(model: Any) -> ModelSizes:
-    """Read the sizes of a transformers causal language model."""
-    settings = model.config.get_text_config()
-    parameters = list(model.parameters())
-    in_blocks = sum(
-        parameter.numel()
-        for module in model.modules()
-        if type(module).__name__.removeprefix("FSDP") in set(model._no_split_modules or ())
-        for parameter in module.parameters()
-    )
-    total = sum(parameter.numel() for parameter in parameters)
-    return ModelSizes(
-        num_parameters=total,
-        num_trained=sum(p.numel() for p in parameters if p.requires_grad),
-        num_outside_blocks=total - in_blocks,
-        num_layers=settings.num_hidden_layers,
-        hidden=settings.hidden_size,
-        intermediate=getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size,
-        vocabulary=settings.vocab_size,
-        weight_bytes=round(sum(p.numel() * p.element_size() for p in parameters) / max(1, total)),
-        trained_bytes=max((p.element_size() for p in parameters if p.requires_grad), default=None),
-    )
-
-
-def step_setup(
-    config: TrainingConfig, sizes: ModelSizes, *, optimizer: Any, packs: bool
-) -> StepSetup:
-    """Return what of the settings decides about memory, for the largest batch they allow."""
-    longest = padded_length(config.seq_len, multiple=1 if packs else config.pad_multiple)
-    tokens = config.batch_size * longest
-    if config.microbatch_tokens is not None:
-        tokens = min(config.sequences_per_step * longest, max(config.microbatch_tokens, longest))
-    kinds = {"AdamW8bit": "adamw_8bit", "Adafactor": "adafactor"}
-    device = torch.device(config.device)
-    return StepSetup(
-        pass_tokens=tokens,
-        chunk_tokens=config.logprob_chunk_tokens or auto_chunk_tokens(sizes.vocabulary, device),
-        activation_bytes=2 if config.autocasts else sizes.weight_bytes,
-        optimizer=kinds.get(type(optimizer).__name__, "adamw"),
-        gradient_checkpointing=config.gradient_checkpointing,
-        shards=config.world_size if config.is_sharded else 1,
-    )
-
-
-def _available_bytes(device: str, model: Any, *, reference_bytes: int) -> float:
-    """Return the device's free memory and what the model holds of it already."""
-    if device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(device)
-        return float(free + torch.cuda.memory_reserved(device) - reference_bytes)
-    import psutil
-
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
-    return float(psutil.virtual_memory().available + held)
-
-
-logger = logging.getLogger(__name__)
-
 _MOST_REFUSED_BATCHES = 3
 """Batches in a row without a group to train before the first step; then the settings are at fault.
 
@@ -762,6 +674,24 @@ def row_rules(config: TrainingConfig) -> RowRules:
     )
 
 
+def learning_rate_at(step: int, config: TrainingConfig) -> float:
+    """Return the learning rate of the optimiser step that follows `step` finished ones.
+
+    It rises linearly over `warmup_steps`, then follows `lr_schedule` from `lr` towards `min_lr`,
+    which it would reach one step after the last.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    num_steps = max(1, config.training_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / num_steps)
+    left = 1.0 - progress
+    if config.lr_schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
 class Trainer:
     """One run: the model, its optimiser and everything a step needs.
 
@@ -770,8 +700,8 @@ class Trainer:
         model: A causal language model in training mode on `config.device`.
         tokenizer: Saved beside the model, not used otherwise.
         optimizer: Over the model's trainable parameters.
-        feed: Where batches come from.
-        weight_sync: How the engine gets new weights; started already.
+        feed: Where batches come from; None on ranks other than 0.
+        weight_sync: How the engine gets new weights; started on rank 0, which alone calls it.
         run_log: Where metrics go.
         steps_done: Optimiser steps of the run that is continued.
         processed_logprobs: Whether the engine's logprobs are after temperature scaling.
@@ -789,7 +719,7 @@ class Trainer:
         model: Any,
         tokenizer: Any,
         optimizer: Any,
-        feed: GroupFeed,
+        feed: GroupFeed | None,
         weight_sync: WeightSync,
         run_log: RunLog,
         steps_done: int = 0,
@@ -809,6 +739,8 @@ class Trainer:
         self._run_log = run_log
         self._clock = clock
         self._loss = make_loss(config)
+        self._choice = config.loss_choice
+        self._autocast = autocast(config)
         self._notes = StepNotes(has_raw_logprobs=not processed_logprobs)
         self._parallel = parallel
         parts = TrainingParts(model, tokenizer, optimizer, feed, weight_sync, parallel)
@@ -828,7 +760,8 @@ class Trainer:
     def run(self) -> Path:
         """Train until `training_steps` are done; returns the directory of the final model."""
         while self.steps_done < self.config.training_steps:
-            self._weight_sync.check_alive()
+            if self._parallel.is_main:
+                self._weight_sync.check_alive()
             self._run_step()
         self._observer.note("saving the model")
         final = self._publisher.finish(self.steps_done)
@@ -859,7 +792,8 @@ class Trainer:
         computed = self._clock()
         self._observer.note("saving and publishing")
         self._publisher.after_step(self.steps_done, metrics)
-        self._feed.acknowledge(batch_id, steps_done=self.steps_done)
+        if self._feed is not None:
+            self._feed.acknowledge(batch_id, steps_done=self.steps_done)
         times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
         metrics.update(self._observer.metrics(metrics))
@@ -890,6 +824,7 @@ class Trainer:
                 is refused.
             ConfigError: the groups of an environment are none that this run can train on.
         """
+        assert self._feed is not None  # only rank 0 leases batches
         num_batches = num_groups = 0
         while True:
             leased = self._feed.next_batch(self.steps_done)
@@ -937,8 +872,7 @@ class Trainer:
             # Adafactor with relative_step finds its own rate and holds None here.
             if parameters["lr"] is not None:
                 parameters["lr"] = learning_rate
-        choice = self.config.loss_choice
-        stats = StepStats(clip_low=choice.clip_low, clip_high=choice.clip_high)
+        stats = StepStats(clip_low=self._choice.clip_low, clip_high=self._choice.clip_high)
         self._backward(batch, stats)
         with self._observer.measure("optimizer"):
             self._parallel.sum_gradients(self.model)
@@ -967,7 +901,7 @@ class Trainer:
             if batch.needs_reference and self._reference is not None:
                 with self._observer.measure("forward"):
                     reference_BT = self._reference.logprobs_BT(microbatch)
-            with self._observer.measure("forward"), autocast(self.config):
+            with self._observer.measure("forward"), self._autocast:
                 scores = self._scorer(microbatch)
             microbatch = at_sampling_temperature(
                 microbatch, scores, has_raw_logprobs=self._has_raw_logprobs
