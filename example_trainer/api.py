@@ -170,7 +170,7 @@ class TrajectoryFeed:
         """Tell the service about this run, `step` optimiser steps into it.
 
         Under `replace_run` the first call takes over a run with other settings; a service that
-        forgot this one later is not asked to, for it may serve somebody else by then.
+        forgot this one later is not asked to, since it may serve another run by then.
         """
         body = registration_of(self._config, starting_step=step)
         if self._config.replace_run and not self._is_registered:
@@ -350,7 +350,7 @@ SMALLEST_LIMIT_BYTES = 2**30
 _RECORD = re.compile(r"step_(\d+)\.batch")
 _REFUSED = re.compile(r"refused_(\d+)\.batch")
 _MOST_REFUSED_KEPT = 16
-"""The newest; whoever sends such batches must not fill the disk."""
+"""The newest ones: such batches must not fill the disk."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -611,10 +611,10 @@ class GroupFeed(Protocol):
         """Wait for the batch of the optimiser step that follows `step` finished ones."""
 
     def refuse(self, step: int, batch_id: str | None) -> None:
-        """Take that batch back: it cannot be honoured, and is no step."""
+        """Reject a batch that cannot be trained; it does not count as a step."""
 
     def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
-        """Tell whoever sent the batch that it is trained, as the last of `steps_done` steps."""
+        """Acknowledge a batch that was trained as the last of `steps_done` steps."""
 
     def report_policy(self, version: int) -> None:
         """Take note that the engine serves the weights of so many optimiser steps."""

@@ -349,7 +349,7 @@ def run_training(
 
 
 def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[StepView | None]:
-    """Return the live view where there is a terminal to show it on, and somebody wants it."""
+    """Return the live view on rank 0 if stderr is a terminal and `quiet` is off."""
     from example_trainer.metrics import LiveDisplay, can_show
 
     if config.quiet or config.trainer_rank != 0 or not can_show(sys.stderr):

@@ -823,8 +823,8 @@ class LossTerms(NamedTuple):
     """(B, T) KL estimate, 0 where masked or unknown."""
     parts: dict[str, float]
     """Micro-batch shares of the parts in use: kl_penalty (multiplied by its coefficient), policy,
-    sft and distill (before theirs), and the divergence from the teacher, which is no part of the
-    loss."""
+    sft and distill (before theirs), and the divergence from the teacher, which the loss does
+    not contain."""
 
 
 @dataclass(frozen=True)

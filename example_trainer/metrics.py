@@ -385,7 +385,7 @@ class StepStats:
         `grpo/bound_fraction` counts the tokens whose gradient the algorithm's own clip or mask
         changed, `grpo/truncated_fraction` those whose importance weight was cut.
         `grpo/policy_loss`, `sft/loss` and `distill/loss` are before their coefficients;
-        `distill/kl`, the student's divergence from the teacher, is no part of the loss. The entropy
+        `distill/kl`, the student's divergence from the teacher, is not in the loss. The entropy
         is that of the trainer's own distribution, left out where whole logits are computed; its
         estimate is minus the mean logprob of the sampled tokens.
         """

@@ -221,7 +221,7 @@ class ManagedProcess:
         return f"ended with exit code {code}"
 
     def log_tail(self, *, lines: int = 20) -> str:
-        """Return the last lines that were logged since the start, empty where there are none."""
+        """Return the last lines that were logged since the start, empty if nothing was."""
         return "\n".join(self._logged(_TAIL_BYTES).rstrip().splitlines()[-lines:])
 
     def log_cause(self) -> str:

@@ -342,7 +342,7 @@ def teacher_row(
     `vocabulary`: ids the model has; None: unknown.
 
     Raises:
-        GroupError: one array is missing, the two do not line up, or an entry is no id or number.
+        GroupError: one array is missing, the two do not line up, or an entry has the wrong type.
     """
     ids, logprobs = group.get("distill_token_ids"), group.get("distill_logprobs")
     if not ids and not logprobs:
@@ -572,7 +572,7 @@ def _row(
         labels=labels,
         advantages=advantages[keep],
         inference_logprobs=None if logprobs is None else logprobs[i][keep],
-        temperature=1.0 if is_sft else temperature_of(group, i),  # nobody sampled it
+        temperature=1.0 if is_sft else temperature_of(group, i),  # it was not sampled
         is_truncated=is_cut,
         is_cut_sampling=samples_from_a_part(group),
         is_sft=is_sft,

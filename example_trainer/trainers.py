@@ -58,7 +58,7 @@ def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
 
     Args:
         config: Settings.
-        view: Shows the run while it goes on; None: nobody watches.
+        view: Shows the run in progress; None: not shown.
 
     Raises:
         AtroposError: a setting is wrong, the engine died, the service refused or stayed away.

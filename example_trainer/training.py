@@ -184,8 +184,8 @@ class TrainingParts(NamedTuple):
 def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> bool:
     """Say whether weights are published after the optimiser step number `step` (from 1).
 
-    Every `vllm_restart_interval` steps, 0 meaning never; after the last step only where somebody
-    goes on using the engine.
+    Every `vllm_restart_interval` steps, 0 meaning never; after the last step only if the
+    engine goes on running.
     """
     interval = config.vllm_restart_interval
     if interval == 0:
@@ -255,7 +255,7 @@ class Publisher:
             self._publish(model, step, checkpoint)
 
     def finish(self, step: int) -> Path:
-        """Write the final model and publish it where somebody uses it; returns its directory."""
+        """Write the final model, publish it if the engine goes on running; return its directory."""
         model = self._parallel.whole_model(self._model)
         final = self._save(model, step, is_final=True)
         if self._is_sync_due(step):
@@ -519,7 +519,7 @@ class StepObserver:
         config: Settings.
         model: What is trained.
         num_devices: That share a step.
-        view: Shows the run; None: nobody watches.
+        view: Shows the run; None: not shown.
     """
 
     def __init__(
@@ -556,7 +556,7 @@ class StepObserver:
         return self._phases.measure(phase)
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what is to be added to the metrics of a step, and begin anew.
+        """Return the further metrics of a step and reset.
 
         Args:
             metrics: of the step, with `train/trained_tokens` and `train/compute_time`.
@@ -653,7 +653,7 @@ class StepNotes:
 _MOST_REFUSED_BATCHES = 3
 """Batches in a row without a group to train before the first step; then the settings are at fault.
 
-Later ones are passed over: whoever sends them must not end a run that trains on others' groups.
+Later ones are skipped: one environment must not end a run that trains on others' groups.
 """
 
 
@@ -708,7 +708,7 @@ class Trainer:
         policy: The model made ready for `parallel`; None: made ready here, for one process.
         reference: Scores the KL penalty's reference; None: groups carry `ref_logprobs`.
         parallel: The ranks that train together; feed, engine and log are those of rank 0.
-        view: Shows the run while it goes on; None: nobody watches.
+        view: Shows the run in progress; None: not shown.
         clock: Seconds for the time split.
     """
 
@@ -822,7 +822,7 @@ class Trainer:
         Raises:
             GroupError: a batch cannot be trained, or several in a row before the first step; each
                 is refused.
-            ConfigError: the groups of an environment are none that this run can train on.
+            ConfigError: this run cannot train on the groups of an environment.
         """
         assert self._feed is not None  # only rank 0 leases batches
         num_batches = num_groups = 0

@@ -206,7 +206,7 @@ def read_request(body: Any) -> GenerateRequest:
     """Take the body of `POST /generate` apart.
 
     Raises:
-        RequestError: it is no object, has no usable prompt, or `stream` is no boolean.
+        RequestError: not an object, no usable prompt, or `stream` is not a boolean.
     """
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object with a prompt")

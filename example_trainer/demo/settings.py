@@ -496,7 +496,7 @@ def _trainer_flags(settings: DemoSettings) -> tuple[str, ...]:
     }
     arguments = tuple(f"--{name}={value}" for name, value in flags.items())
     if settings.uses_tiny_model:
-        # So small that a GPU would not be faster, and memory is no concern.
+        # So small that a GPU would not be faster, and memory is plentiful.
         arguments += ("--device=cpu", "--no-gradient-checkpointing")
     return arguments + settings.trainer_flags
 

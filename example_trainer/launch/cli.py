@@ -304,77 +304,8 @@ def _parser() -> TrainerParser:
         allow_abbrev=False,
         often=_OFTEN_NEEDED,
     )
-    parser.add_argument(
-        "files",
-        nargs="*",
-        type=_environment_file,
-        metavar="FILE.py[=WEIGHT]",
-        help="environments; with several, their shares of each batch are as their weights "
-        "(default 1)",
-    )
-    parser.add_argument("--model", help="hub name or folder of the model to train")
-    parser.add_argument(
-        "--steps", type=_whole(1), help="optimizer steps of the whole run (default: 200)"
-    )
-    parser.add_argument(
-        "--output", type=Path, help=f"folder to write to (default: {_RUNS}/<date>-<time>)"
-    )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="FOLDER",
-        help="go on with the run in this folder, or with the newest under "
-        f"{_RUNS}/; its settings hold, --steps may be raised",
-    )
-    parser.add_argument(
-        "--lr",
-        type=_positive,
-        help="learning rate (default: 1e-6, which is usual where all weights are trained; 2e-4 "
-        "below 20 million parameters. atropos-grpo by itself takes 1e-5)",
-    )
-    parser.add_argument(
-        "--groups-per-step",
-        type=_whole(1),
-        help="groups in one optimizer step (default: 16; 4 on a CPU, except for tiny models)",
-    )
-    parser.add_argument(
-        "--context-tokens",
-        type=_whole(16),
-        help="longest prompt and completion together, in tokens (default: the largest "
-        "env.max_token_length and 1024 more, at most what the model reads)",
-    )
-    parser.add_argument("--seed", type=_whole(0), help="seed of engine and trainer (default: 0)")
-    parser.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        help="where engine and trainer run; auto: on the GPU if there is one. One GPU is "
-        "shared, of several the trainer has the first and the engine the last; "
-        "CUDA_VISIBLE_DEVICES chooses among them (default: auto)",
-    )
-    parser.add_argument(
-        "--no-evaluate",
-        action="store_true",
-        help="do not measure before and after training (default: the environments' evaluate does)",
-    )
-    parser.add_argument(
-        "--engine-url",
-        type=_address,
-        metavar="URL",
-        help="use the vLLM at this address, started with VLLM_SERVER_DEV_MODE=1 (default: one is "
-        "launched)",
-    )
-    parser.add_argument(
-        "--engine-args",
-        type=_shell_words,
-        metavar="'ARGS'",
-        help="further arguments for the launched vLLM, as one word (default: none)",
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=_fraction,
-        help="share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a GPU of its own)",
-    )
+    for name, arguments in _FLAGS:
+        parser.add_argument(name, **arguments)
     trainer = parser.add_argument_group("flags of atropos-grpo, passed on to the trainer")
     for action in create_full_parser()._actions:
         if action.dest not in _OWN_FLAGS and action.dest not in _FIXED:
@@ -649,6 +580,124 @@ def _shell_words(text: str) -> str:
             "--engine-url"
         )
     return text
+
+
+_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "files",
+        {
+            "nargs": "*",
+            "type": _environment_file,
+            "metavar": "FILE.py[=WEIGHT]",
+            "help": "environments; with several, their shares of each batch are as their weights "
+            "(default 1)",
+        },
+    ),
+    (
+        "--model",
+        {
+            "help": "hub name or folder of the model to train",
+        },
+    ),
+    (
+        "--steps",
+        {
+            "type": _whole(1),
+            "help": "optimizer steps of the whole run (default: 200)",
+        },
+    ),
+    (
+        "--output",
+        {
+            "type": Path,
+            "help": f"folder to write to (default: {_RUNS}/<date>-<time>)",
+        },
+    ),
+    (
+        "--resume",
+        {
+            "nargs": "?",
+            "const": "",
+            "metavar": "FOLDER",
+            "help": f"go on with the run in this folder, or with the newest under {_RUNS}/; its "
+            "settings hold, --steps may be raised",
+        },
+    ),
+    (
+        "--lr",
+        {
+            "type": _positive,
+            "help": "learning rate (default: 1e-6, which is usual where all weights are trained; "
+            "2e-4 below 20 million parameters. atropos-grpo by itself takes 1e-5)",
+        },
+    ),
+    (
+        "--groups-per-step",
+        {
+            "type": _whole(1),
+            "help": "groups in one optimizer step (default: 16; 4 on a CPU, except for tiny "
+            "models)",
+        },
+    ),
+    (
+        "--context-tokens",
+        {
+            "type": _whole(16),
+            "help": "longest prompt and completion together, in tokens (default: the largest "
+            "env.max_token_length and 1024 more, at most what the model reads)",
+        },
+    ),
+    (
+        "--seed",
+        {
+            "type": _whole(0),
+            "help": "seed of engine and trainer (default: 0)",
+        },
+    ),
+    (
+        "--device",
+        {
+            "choices": ["auto", "cpu", "cuda"],
+            "help": "where engine and trainer run; auto: on the GPU if there is one. One GPU is "
+            "shared, of several the trainer has the first and the engine the last; "
+            "CUDA_VISIBLE_DEVICES chooses among them (default: auto)",
+        },
+    ),
+    (
+        "--no-evaluate",
+        {
+            "action": "store_true",
+            "help": "do not measure before and after training (default: the environments' "
+            "evaluate does)",
+        },
+    ),
+    (
+        "--engine-url",
+        {
+            "type": _address,
+            "metavar": "URL",
+            "help": "use the vLLM at this address, started with VLLM_SERVER_DEV_MODE=1 (default: "
+            "one is launched)",
+        },
+    ),
+    (
+        "--engine-args",
+        {
+            "type": _shell_words,
+            "metavar": "'ARGS'",
+            "help": "further arguments for the launched vLLM, as one word (default: none)",
+        },
+    ),
+    (
+        "--gpu-memory-utilization",
+        {
+            "type": _fraction,
+            "help": "share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a GPU of "
+            "its own)",
+        },
+    ),
+)
+"""Flags of this command with the arguments of `add_argument`."""
 
 
 _GROUPS_PER_END = 16

@@ -63,7 +63,7 @@ class RewardMetric(NamedTuple):
     """What it says, with `{:.0%}` or the like where the figure belongs."""
 
     limits: tuple[float, float] | None
-    """Lowest and highest value it can have; None where there are none."""
+    """Lowest and highest value it can have; None if it is unbounded."""
 
 
 SHARE_RIGHT = RewardMetric(

@@ -243,7 +243,7 @@ def trainer_arguments(
     if plan.is_resumed:
         # The service may know the run with fewer steps.
         arguments.append("--replace-run")
-        # A trainer that ended before it had begun its run has nothing to go on with.
+        # A trainer that ended before its run started has nothing to resume.
         if (paths.checkpoints / JOURNAL_DIRECTORY / "run.json").is_file():
             arguments.append("--resume")
     return [*arguments, *plan.trainer_flags]
