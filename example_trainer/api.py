@@ -264,7 +264,6 @@ class TrajectoryFeed:
         )
 
     def _take(self, step: int) -> LeasedBatch | None:
-        """Ask once; outlast an outage."""
         try:
             return self._outlasting(
                 lambda: self._client.batch(lease_s=self._config.lease_s, wait_s=_LONG_POLL_S)
@@ -278,7 +277,6 @@ class TrajectoryFeed:
             return None
 
     def _outlasting(self, request: Callable[[], Result]) -> Result:
-        """Repeat a request while the service is away."""
         retry_s = _SHORTEST_POLL_S
         gone_since: float | None = None
         while True:

@@ -409,7 +409,6 @@ class StepStats:
         return {**result, **self._alignment()} if sums["known"] else result
 
     def _parts(self, tokens: float) -> dict[str, float]:
-        """Return what the parts of the loss that are in use have to say."""
         result = {}
         if "entropy" in self._sums:
             result["train/entropy"] = self._sums["entropy"] / tokens
@@ -623,7 +622,6 @@ class LiveDisplay:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Draw a last time, leave the picture standing and give the terminal back."""
         self.show_activity("ended" if exc is None else "failed")
         self._ending.close()
 
@@ -633,5 +631,4 @@ class LiveDisplay:
 
 
 def _write_line(console: Console, line: str) -> None:
-    """Print a line, made harmless, above the view."""
     console.print(Text(inert_block(line)), soft_wrap=True)

@@ -1,9 +1,4 @@
-"""Loading the model that is trained, and choosing which of its parameters are.
-
-LoRA adapters: putting trainable ones into a model, and which directories hold one.
-
-The optimiser and its learning-rate schedule.
-"""
+"""Loading the trained model, its LoRA adapters, and the optimizer."""
 
 from __future__ import annotations
 
@@ -215,7 +210,6 @@ def load_frozen_model(name: str, config: TrainingConfig) -> Any:
 
 
 def _load(name: str, *, dtype: Any, device: str) -> Any:
-    """Load a model with the fastest attention that it has and the device runs."""
     from transformers import AutoModelForCausalLM
 
     kinds = attention_kinds(_obstacle_to_flash_attention(device))

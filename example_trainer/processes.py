@@ -233,7 +233,6 @@ class ManagedProcess:
         return find_cause(self._logged(_CAUSE_BYTES))
 
     def _logged(self, limit_bytes: int) -> str:
-        """Return the end of what was logged since the start."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - limit_bytes))

@@ -148,7 +148,6 @@ def _open_feed(
 
 
 def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync) -> Path:
-    """Train as another rank: all that concerns others comes from rank 0."""
     loaded = _load(config, parallel, parallel.broadcast(None))
     parallel.whole_model(loaded.model)
     trainer = _make_trainer(

@@ -894,7 +894,6 @@ class Trainer:
         }
 
     def _backward(self, batch: Batch, stats: StepStats) -> None:
-        """Add the gradient of the batch to the parameters, one micro-batch at a time."""
         for cpu_microbatch in batch.microbatches:
             microbatch = cpu_microbatch.to(self.config.device)
             reference_BT = None

@@ -1,12 +1,7 @@
-"""How new weights reach the inference engine: one protocol, one object per strategy.
+"""How new weights reach the inference engine: one protocol, one class per strategy.
 
-Getting LoRA adapters into an engine: hot-swapped while it runs, or at a restart.
-
-An engine that is launched for a run, restarted on new weights and stopped at the end.
-
-Writing the trained weights for an engine that is already running.
-
-What ranks other than 0 have in place of the service and the engine: nothing that speaks.
+`NoSync` leaves the engine alone, `RestartSync` and `LoraRestartSync` restart one of ours,
+`InPlaceSync` and `LoraSwapSync` update a running one, and `AutoSync` chooses.
 """
 
 from __future__ import annotations

@@ -36,7 +36,12 @@ from example_trainer.demo.student import Student, make_student, teach_student
 from example_trainer.demo.task import Problem, held_out_problems
 from example_trainer.launch import report
 from example_trainer.launch.options import shown_path
-from example_trainer.launch.preflight import prepare_folder, read_model, require_packages
+from example_trainer.launch.preflight import (
+    prepare_folder,
+    read_model,
+    require_packages,
+    whole_number,
+)
 from example_trainer.launch.report import RunProgress, curve_text
 from example_trainer.launch.stack import Supervisor, TrainingLoop, build_stack, ending_signals
 from example_trainer.loss_choice import ALGORITHMS
@@ -130,12 +135,16 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--model", help="hub name or folder of a model to use instead of the small one"
     )
-    parser.add_argument("--seed", type=_whole(0), default=0, help="seed of everything (default 0)")
-    parser.add_argument("--steps", type=_whole(1), help="trainer steps (default: the profile's)")
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="seed of everything (default 0)"
+    )
+    parser.add_argument(
+        "--steps", type=whole_number(1), help="trainer steps (default: the profile's)"
+    )
     parser.add_argument("--lr", type=float, help="learning rate (default 2e-4; 1e-6 with --model)")
     parser.add_argument(
         "--max-tokens",
-        type=_whole(32),
+        type=whole_number(32),
         help="longest prompt and completion together (default 64; 1024 with --model)",
     )
     parser.add_argument(
@@ -154,16 +163,6 @@ def _parser() -> CommandParser:
         help="full learns visibly; quick passes once through every part in about a minute",
     )
     return parser
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is below {least}")
-        return value
-
-    return whole_number
 
 
 def _print_result(settings: DemoSettings, paths: DemoPaths, result: DemoResult) -> None:
@@ -353,7 +352,6 @@ class Demo:
         return self.settings.uses_tiny_model and self.settings.warmed_up_model is None
 
     def _make_student(self) -> Student:
-        """Write a model with random weights, good enough for the engine to start on."""
         self.progress.begin("make", "Making a small model from scratch", expected="a few seconds")
         student = make_student(
             self._env_settings(),

@@ -460,7 +460,6 @@ def environment_settings(settings: DemoSettings) -> dict[str, Any]:
 
 
 def _task_fields(settings: DemoSettings, task: TaskSettings) -> dict[str, Any]:
-    """Return the settings only the reasoning-gym environment has."""
     return {
         "task_names": [task.name],
         "task_params": {task.name: task.params},

@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -46,6 +46,7 @@ from example_trainer.launch.preflight import (
     require_new_folder,
     require_packages,
     served_model,
+    whole_number,
 )
 from example_trainer.launch.report import RunProgress, count_steps, curve_text, plain_number
 from example_trainer.launch.stack import (
@@ -177,7 +178,6 @@ def _prepare(
     arguments: argparse.Namespace,
     environment_flags: dict[str, tuple[str, ...]],
 ) -> _Prepared:
-    """Find out all that can be wrong, and make the folder."""
     is_resumed = arguments.resume is not None
     if is_resumed:
         folder = _folder_to_resume(parser, arguments, environment_flags)
@@ -391,7 +391,6 @@ def _options(
 
 
 def _refuse_run_settings(environment_flags: Mapping[str, Sequence[str]]) -> None:
-    """Refuse settings of environments that follow from the run itself."""
     for words in environment_flags.values():
         for word in words:
             setting = word.removeprefix(_ENVIRONMENT_PREFIX).partition("=")[0]
@@ -526,17 +525,6 @@ def _environment_file(text: str) -> EnvironmentFile:
     return EnvironmentFile(match["path"], _positive(match["weight"]))
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected an integer of at least {least}, got {text!r}"
-            )
-        return int(text)
-
-    return whole_number
-
-
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -602,7 +590,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--steps",
         {
-            "type": _whole(1),
+            "type": whole_number(1),
             "help": "optimizer steps of the whole run (default: 200)",
         },
     ),
@@ -634,7 +622,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--groups-per-step",
         {
-            "type": _whole(1),
+            "type": whole_number(1),
             "help": "groups in one optimizer step (default: 16; 4 on a CPU, except for tiny "
             "models)",
         },
@@ -642,7 +630,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--context-tokens",
         {
-            "type": _whole(16),
+            "type": whole_number(16),
             "help": "longest prompt and completion together, in tokens (default: the largest "
             "env.max_token_length and 1024 more, at most what the model reads)",
         },
@@ -650,7 +638,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--seed",
         {
-            "type": _whole(0),
+            "type": whole_number(0),
             "help": "seed of engine and trainer (default: 0)",
         },
     ),

@@ -1,11 +1,8 @@
-"""What `atropos-train` was asked for, and the run that follows from it; pure.
+"""The options of `atropos-train` and the plan of the run that follows from them; pure.
 
-options + facts about model, environments and machine ─► RunPlan, notes on what was chosen
+    options + facts about model, environments and machine ─► RunPlan, notes on what was chosen
 
-A run written down: which environments, model and flags, and where everything goes.
-
-Nothing here starts anything. `atropos-train` and `atropos-demo` each make a `RunPlan`; `stack`
-turns it into commands and `loop` runs them.
+`atropos-train` and `atropos-demo` each make a `RunPlan`; `stack` turns it into processes.
 """
 
 from __future__ import annotations
@@ -485,7 +482,6 @@ def _template_notes(options: TrainOptions, model: ModelFacts) -> list[str]:
 
 
 def _work(sequences: int, sizes: Sequence[int]) -> str:
-    """Describe the batch of one step."""
     if len(set(sizes)) > 1:
         return f"{sequences} tries"
     return f"{sequences // sizes[0]} items x {sizes[0]} tries"
@@ -574,7 +570,6 @@ def visible_gpus(variable: str, count: int) -> tuple[str, ...]:
 
 
 def _last_value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return what a flag was given last, None where it is not there."""
     found = None
     for position, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")

@@ -645,7 +645,6 @@ class TrainingLoop:
         )
 
     def _state(self, steps: int) -> str:
-        """Say in a few words how far the training is."""
         metrics = [environment.metrics for environment in self._plan.environments]
         if self._reward is None:
             shown, points = report.find_rewards(metrics, self._paths.trainer_metrics)

@@ -540,7 +540,6 @@ def _meanings(
     reward_parts: Sequence[Series],
     held_out: Sequence[HeldOut],
 ) -> str:
-    """Describe each reward on the page in one sentence."""
     meanings = {}
     if held_out:
         meanings["held-out result"] = (
@@ -627,7 +626,6 @@ def _framed(title: str, note: str, drawing: str, series: Sequence[Series]) -> st
 
 
 def _times(steps: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Return the parts of the time, over the steps that have them all."""
     timed = []
     for record in steps:
         if isinstance(record.get("train/compute_time"), int | float):

@@ -132,7 +132,6 @@ def _events(steps: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _collapse(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Compare the entropy at the end with that at the start."""
     for key in ("train/entropy", "train/entropy_estimate"):
         first, last = _start_mean(steps, key), _end_mean(steps, key)
         if first is None or last is None:
@@ -321,7 +320,6 @@ def _facts(
 
 
 def _change(series: Series) -> str:
-    """Write the mean of the first and of the last steps."""
     size = max(1, len(series.ys) // _END_SHARE)
     first, last = (sum(part) / size for part in (series.ys[:size], series.ys[-size:]))
     return f"{_rounded(first)} → {_rounded(last)}" if len(series.ys) > 1 else _rounded(last)
