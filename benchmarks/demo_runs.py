@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from example_trainer.demo.run import Demo, DemoResult
+from example_trainer.demo.cli import Demo, DemoResult
 from example_trainer.demo.settings import DemoPaths, DemoSettings
 from example_trainer.launch.report import RunProgress
 

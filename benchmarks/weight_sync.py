@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from example_trainer.config import TrainingConfig
-from example_trainer.demo.tiny_model import (
+from example_trainer.demo.settings import (
     TinyModelShape,
     build_model,
     save_tiny_model,

@@ -1,22 +1,15 @@
-r"""Batches: the groups of one optimiser step in, its micro-batches and counts out.
+r"""Batches: the groups of one optimizer step in, its microbatches and counts out.
 
-groups [N] --rows--> rows [L] --microbatch--> micro-batches, padded or packed
-
-Splitting a batch over ranks: each gets as many forward passes, of whole micro-batches.
-
-Micro-batches: rows in, shifted tensors of one forward pass out, padded or packed.
-
-    rows [L] --shift_row--> [L-1] --pad---> (B, T)    one sequence per row
-                                  \--pack--> (1, T)    all in one row
+    groups [N] --rows--> rows [L] --shift_row--> [L-1] --pad---> (B, T)    one sequence per row
+                                                     \--pack--> (1, T)    all in one row
 
 The causal shift happens in `shift_row` and nowhere else: position t of every tensor is about
 predicting token t+1 from tokens 0..t. Right padding needs no attention mask, because a causal
-model never looks right; packed sequences are told apart by the attention (`packed_attention`).
+model never looks right; `packed_attention` separates packed sequences. Microbatches have about the
+same number of tokens, and each rank gets as many forward passes.
 
-Shape suffixes: S sequences of one micro-batch, B its rows, T their length: B = S padded, B = 1
+Shape suffixes: S sequences of one microbatch, B its rows, T their length: B = S padded, B = 1
 packed.
-
-Which sequences share a micro-batch: as many tokens in each as in the others; pure.
 """
 
 from __future__ import annotations
@@ -514,7 +507,6 @@ def _num_cells(microbatch: Microbatch) -> int:
 
 
 def _empty_microbatch() -> Microbatch:
-    """Return two tokens, none of them trained."""
     zeros = torch.zeros((1, 2))
     return Microbatch(
         tokens_BT=zeros.long(),

@@ -280,7 +280,9 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
             "from the checkpoint before it"
         ) from error
     if not isinstance(record, dict):
-        raise ConfigError(f"the trainer's state in {path} is no object; delete {checkpoint}")
+        raise ConfigError(
+            f"the trainer's state in {path}: expected a JSON object; delete {checkpoint}"
+        )
     return record
 
 

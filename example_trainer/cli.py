@@ -1,4 +1,4 @@
-"""Command-line flags of the trainer, generated from the fields of `config`.
+"""Command-line flags of the trainer, generated from the fields of `config`, and its exit codes.
 
 `create_full_parser` serves `atropos-grpo`, `create_unified_parser` the launcher `atropos-grpo-run`.
 """
@@ -6,18 +6,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
+import signal
+import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
+from atroposlib.utils.command_parser import CommandParser, exit_code_of
 from example_trainer import config as fields
-from example_trainer.config import TrainingConfig, default_device
+from example_trainer.config import (
+    TrainingConfig,
+    default_device,
+    require_model_folder,
+    require_reference,
+)
+from example_trainer.weight_sync import require_built_mode
+
+if TYPE_CHECKING:
+    from example_trainer.training import StepView
 
 __all__ = [
     "add_atropos_args",
@@ -37,6 +52,8 @@ __all__ = [
     "describe_errors",
     "parse_args",
     "parse_layer_indices",
+    "require_extra",
+    "run_training",
     "torchrun_settings",
 ]
 
@@ -268,3 +285,80 @@ def torchrun_settings(environment: Mapping[str, str], *, device: str) -> dict[st
     if device == "cuda":
         settings["device"] = f"cuda:{local_rank}"
     return settings
+
+
+@contextmanager
+def require_extra(extra: str) -> Iterator[None]:
+    """Import optional packages inside this; a missing one raises `MissingExtraError`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "a package", extra=extra) from error
+
+
+logger = logging.getLogger("example_trainer")
+
+
+def run_training(
+    parser: argparse.ArgumentParser, make_config: Callable[[], TrainingConfig]
+) -> None:
+    """Make the config and train.
+
+    Exits with 2 when the settings can never work or torch is missing, with 1 and the cause when
+    training fails, with 128 + n after signal n. SIGINT and SIGTERM unwind the run, so every child
+    ends first.
+    """
+    try:
+        with require_extra("trainer"):
+            config = make_config()
+            import torch  # noqa: F401 - told here when missing, not in the middle of the start
+        require_built_mode(config)
+        require_reference(config)
+        require_model_folder(config.model_name)
+    except MissingExtraError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except ValidationError as error:
+        parser.error(describe_errors(error))
+    except ConfigError as error:
+        parser.error(str(error))
+    logging.basicConfig(
+        level=logging.INFO if config.trainer_rank == 0 else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per poll otherwise
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    # Heavy imports come after the flags were found to be right.
+    from transformers.utils.logging import disable_progress_bar
+
+    from example_trainer.trainers import train
+
+    disable_progress_bar()  # one bar per saved file otherwise
+    try:
+        with _live_view(config) as view:
+            train(config, view=view)
+    except KeyboardInterrupt:
+        logger.info("interrupted")
+        sys.exit(128 + signal.SIGINT)
+    except AtroposError as error:
+        logger.error("%s", error)
+        sys.exit(exit_code_of(error))
+    except Exception:
+        logger.exception("training failed")
+        sys.exit(1)
+
+
+def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[StepView | None]:
+    """Return the live view on rank 0 if stderr is a terminal and `quiet` is off."""
+    from example_trainer.metrics import LiveDisplay, can_show
+
+    if config.quiet or config.trainer_rank != 0 or not can_show(sys.stderr):
+        return contextlib.nullcontext()
+    return LiveDisplay(config.model_name, config.training_steps, stream=sys.stderr)
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
+    # The second signal of an impatient sender must not interrupt the clean-up of the first.
+    signal.signal(number, signal.SIG_IGN)
+    logger.info("received %s, ending", signal.Signals(number).name)
+    sys.exit(128 + number)

@@ -1,11 +1,7 @@
 """Settings of one training run: every field with its type, default, bounds and meaning.
 
-The fields stand in groups, one class per group of command-line flags (`cli` generates the flags
-from them); `TrainingConfig` is their union and the only class the rest of the trainer sees.
-
-Settings of advantages and losses, one class per group of flags.
-
-Settings of the inference engine and of how it gets new weights, one class per group of flags.
+There is one class per group of command-line flags (`cli` generates the flags from them);
+`TrainingConfig` is their union and the only class the rest of the trainer sees.
 """
 
 from __future__ import annotations

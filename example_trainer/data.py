@@ -1,4 +1,4 @@
-"""The earlier trainer's names for collating a batch: thin doors to `batch`."""
+"""The earlier trainer's functions for collating a batch, on top of `batch`."""
 
 from __future__ import annotations
 

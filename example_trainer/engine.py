@@ -1,11 +1,4 @@
-"""Several engines updated as one.
-
-Replacing the weights of a running vLLM over its own HTTP routes.
-
-Replacing the weights of a running SGLang over its own HTTP routes.
-
-The HTTP connection to an engine that gets new weights while it runs.
-"""
+"""HTTP control of running vLLM and SGLang engines: connection, weight updates, several as one."""
 
 from __future__ import annotations
 
@@ -150,7 +143,6 @@ class EngineControl:
         return told is not False
 
     def _settings(self) -> dict[str, Any]:
-        """Return the engine's own settings, empty when it does not tell them."""
         answer = self._engine.send("GET", "/server_info", params={"config_format": "json"})
         try:
             return dict(answer.json()["vllm_config"]) if answer.status_code == 200 else {}

@@ -14,9 +14,13 @@ if __package__ in (None, ""):
     # module names (`config`, `data`, ...) must not become importable at the top level.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from example_trainer.cli import config_from_args, create_full_parser, torchrun_settings
+from example_trainer.cli import (
+    config_from_args,
+    create_full_parser,
+    run_training,
+    torchrun_settings,
+)
 from example_trainer.config import TrainingConfig
-from example_trainer.doors import run_door
 
 __all__ = ["TrainingConfig", "first_example", "main"]
 
@@ -56,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         ranks = torchrun_settings(os.environ, device=arguments.device)
         return config_from_args(arguments, **ranks)
 
-    run_door(parser, make_config)
+    run_training(parser, make_config)
 
 
 if __name__ == "__main__":
     if __package__ in (None, "") and len(sys.argv) == 1:
         print("no flags given: training the built-in example (see --help for the flags)")
-        run_door(create_full_parser(), first_example)
+        run_training(create_full_parser(), first_example)
     else:
         main()

@@ -1,13 +1,10 @@
-"""Log-probs and entropy from hidden states, a chunk of tokens at a time.
+"""Logprobs and entropy, from hidden states chunk by chunk or from logits, and log ratios.
 
-The logits of all tokens never exist: each chunk is projected, reduced to what is wanted and thrown
+From hidden states the logits of all tokens never exist: each chunk is projected, reduced and thrown
 away, and projected again in the backward pass. Exact up to rounding.
 
-Shape suffixes: N tokens, D hidden size, V vocabulary, K targets per token.
-
-From logits to log-probabilities, and from two of them to a log ratio.
-
-Shape suffixes: B rows of one micro-batch, T padded length, V vocabulary, K teacher's choices.
+Shape suffixes: B rows of one microbatch, T padded length, N tokens, D hidden size, V vocabulary, K
+targets per token or a teacher's choices.
 """
 
 from __future__ import annotations

@@ -1,54 +1,24 @@
-"""The losses under one name: every object of `losses`, and the one the settings mean.
-
-What a policy loss is given and what it answers, and what a correction is.
-
-Notation in this package: l trainer logprob (with gradient), o the same without gradient when the
-batch was built (proximal), mu the inference engine's logprob, f the reference model's, A advantage,
-m mask, sg stop-gradient. Losses are minimised.
-
-Shape suffixes: B rows of one micro-batch, T padded length. Every tensor is already shifted
-(`batch`): position t is about token t+1.
-
-From per-token losses to one number: denominators that count the whole batch.
-
-Because they count the whole batch, the sum over micro-batches depends neither on how the batch was
-split nor on padding or packing.
-
-Shape suffixes: B rows of one micro-batch, T padded length. A row holds one sequence, or several
-when `sequence_ids_BT` says so; a sequence never spans two micro-batches.
-
-The clipped family: PPO's pessimistic surrogate under four denominators and bounds.
-
-CISPO: the weight is clipped, not the gradient.
-
-GSPO: one ratio per sequence.
-
-DPPO-style losses: tokens are dropped by how far their probability moved, not its ratio.
-
-Plain importance sampling: no bound at all.
-
-Weights against the sampler's mismatch: truncation and masks, per token and per sequence.
-
-The engine that sampled and the trainer round differently and may hold weights of different age.
-With w = exp(o - mu), detached, each class multiplies the policy loss of a token; KL, demonstrations
-and distillation are left alone. Denominator of all: the policy loss's own, which counts dropped and
-truncated tokens too, so that a correction never makes the others weigh more.
-
-Estimators of the KL divergence to a reference model, from sampled tokens alone.
-
-Demonstrations inside a batch of rollouts: plain maximum likelihood.
-
-On-policy distillation: a teacher's likeliest tokens at every position of the student's rollouts.
-
-Shape suffixes: B rows of one micro-batch, T padded length, K the teacher's choices, padded.
-
-The loss of a batch: one algorithm, and whatever else the settings put beside it.
+"""The losses: policy losses, corrections of the sampler's mismatch, KL, supervised, distillation.
 
     policy loss x correction + kl      over the policy's tokens, one denominator
     + sft                              over the demonstrations' tokens
-    + distillation                     over the positions a teacher answered for
+    + distillation                     over the positions with a teacher's answer
 
-Shape suffixes: B rows of one micro-batch, T padded length.
+Notation: l trainer logprob (with gradient), o the same without gradient when the batch was built
+(proximal), mu the inference engine's logprob, f the reference model's, A advantage, m mask, sg
+stop-gradient. Losses are minimized.
+
+Denominators count the whole batch, so the sum over microbatches depends neither on the split nor on
+padding or packing.
+
+The engine that sampled and the trainer round differently and may hold weights of different age.
+With w = exp(o - mu), detached, a correction multiplies the policy loss of a token; the other terms
+are unchanged. The denominator counts dropped and truncated tokens too, so a correction never makes
+the others weigh more.
+
+Shape suffixes: B rows of one microbatch, T padded length, K the teacher's choices, padded. Every
+tensor is already shifted (`batch`): position t is about token t+1. A row holds one sequence, or
+several if `sequence_ids_BT` is given; a sequence never spans two microbatches.
 """
 
 from __future__ import annotations
@@ -823,8 +793,8 @@ class LossTerms(NamedTuple):
     """(B, T) KL estimate, 0 where masked or unknown."""
     parts: dict[str, float]
     """Micro-batch shares of the parts in use: kl_penalty (multiplied by its coefficient), policy,
-    sft and distill (before theirs), and the divergence from the teacher, which is no part of the
-    loss."""
+    sft and distill (before theirs), and the divergence from the teacher, which the loss does
+    not contain."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,10 @@
-"""Loading the model that is trained, and choosing which of its parameters are.
-
-LoRA adapters: putting trainable ones into a model, and which directories hold one.
-
-The optimiser and its learning-rate schedule.
-"""
+"""Loading the trained model, its LoRA adapters, and the optimizer."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import logging
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -32,7 +26,6 @@ __all__ = [
     "flash_attention_obstacle",
     "freeze_other_layers",
     "is_adapter",
-    "learning_rate_at",
     "load_frozen_model",
     "load_model_and_tokenizer",
     "without_adapters",
@@ -217,7 +210,6 @@ def load_frozen_model(name: str, config: TrainingConfig) -> Any:
 
 
 def _load(name: str, *, dtype: Any, device: str) -> Any:
-    """Load a model with the fastest attention that it has and the device runs."""
     from transformers import AutoModelForCausalLM
 
     kinds = attention_kinds(_obstacle_to_flash_attention(device))
@@ -479,21 +471,3 @@ def choose_optimizer(
     if trains_bfloat16:
         return OptimizerChoice("adamw", is_stochastic=True, note=note)
     return OptimizerChoice("adamw", is_fused=on_gpu, note=note)
-
-
-def learning_rate_at(step: int, config: TrainingConfig) -> float:
-    """Return the learning rate of the optimiser step that follows `step` finished ones.
-
-    It rises linearly over `warmup_steps`, then follows `lr_schedule` from `lr` towards `min_lr`,
-    which it would reach one step after the last.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.lr
-    num_steps = max(1, config.training_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / num_steps)
-    left = 1.0 - progress
-    if config.lr_schedule == "cosine":
-        left = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.min_lr + (config.lr - config.min_lr) * left

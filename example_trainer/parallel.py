@@ -1,13 +1,11 @@
-"""The processes that train one model together: who leads, what each gets, what they add up.
+"""The processes that train one model together, and their sharded state.
 
     rank 0: service --lease--> batch --split--> one share a rank       engine, checkpoints, log
-    all:    share --forward, backward--> gradients --sum over ranks--> the same optimiser step
+    all:    share --forward, backward--> gradients --sum over ranks--> the same optimizer step
 
-`fsdp` keeps a part of weights, gradients and optimiser state on each rank (torch's FSDP2); `data`
-keeps all of them on every rank. The loss is divided by counts over the whole batch, so gradients
-are summed over ranks, never averaged, and the result is that of one process.
-
-Whole weights and optimiser states from sharded ones, and back.
+`fsdp` shards weights, gradients and optimizer state (torch's FSDP2); `data` replicates them. The
+loss is divided by counts over the whole batch, so gradients are summed over ranks, never averaged,
+and the result is that of one process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""The trained model made ready for the loop: what it can do found out, scored, shared by ranks.
+"""The trained model prepared for the loop, and the frozen reference of the KL penalty.
 
-What the model at hand can do, found out by trying it on a few tokens.
+Architectures differ in ways that no flag shows: recurrent layers carry state across packed
+sequences, heads scale or cap their logits. `probe` therefore tries the model on a few tokens.
 
-Architectures differ in ways no flag tells: recurrent layers carry state across packed sequences,
-heads scale or cap their logits. A wrong guess would train on wrong numbers, so nothing is guessed.
+    --reference-model NAME_OR_PATH    a separate model, loaded in addition to the trained one
+    a LoRA mode                       the trained model with its adapters switched off
+    --reference-model groups          nothing here: environments send `ref_logprobs`
+
+Groups that carry `ref_logprobs` keep them; only the others are scored.
 """
 
 from __future__ import annotations
@@ -17,18 +21,33 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from atroposlib.errors import ConfigError
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from example_trainer.batch import Batch, Microbatch, padded_length
 from example_trainer.config import TrainingConfig
-from example_trainer.logprobs import linear_logprobs
-from example_trainer.model import attention_note, autocast, choose_optimizer
+from example_trainer.logprobs import auto_chunk_tokens, linear_logprobs
+from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
+from example_trainer.model import (
+    attention_note,
+    autocast,
+    choose_optimizer,
+    load_frozen_model,
+    without_adapters,
+)
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.scoring import PolicyScorer, packing_arguments
 
 __all__ = [
     "Capabilities",
     "Policy",
+    "Reference",
+    "log_step_plan",
+    "open_reference",
     "prepare_policy",
     "probe",
     "setup_line",
+    "shape_lines",
+    "sizes_of",
+    "step_setup",
 ]
 
 logger = logging.getLogger(__name__)
@@ -205,3 +224,176 @@ def _layout(can: Capabilities, config: TrainingConfig) -> str:
     if can.whole_logits:
         layout += ", whole logits (the model's logits are more than its output layer)"
     return layout
+
+
+def log_step_plan(
+    batch: Batch,
+    *,
+    model: Any,
+    optimizer: Any,
+    config: TrainingConfig,
+    packs: bool,
+    reference_bytes: int = 0,
+) -> None:
+    """Log the shapes of this rank's first batch and the memory of the largest possible step.
+
+    Args:
+        batch: This rank's share.
+        model: The trained model, sharded or whole.
+        optimizer: Says by its kind how much state it keeps.
+        config: Settings.
+        packs: Whether sequences share a row.
+        reference_bytes: Memory that a reference model holds, not available to the step.
+    """
+    sizes = sizes_of(model)
+    setup = step_setup(config, sizes, optimizer=optimizer, packs=packs)
+    for line in shape_lines(batch, sizes, setup):
+        logger.info("%s", line)
+    available_bytes = _available_bytes(config.device, model, reference_bytes=reference_bytes)
+    logger.info(
+        "memory of a step with %d tokens in its largest pass, in GiB: %s",
+        setup.pass_tokens,
+        plan_memory(sizes, setup).describe(available_bytes),
+    )
+    for line in advice(sizes, setup, available_bytes):
+        logger.warning("%s", line)
+
+
+def shape_lines(batch: Batch, sizes: ModelSizes, setup: StepSetup) -> list[str]:
+    """Return the shapes of the tensors of a batch, a line each kind."""
+    shapes = [tuple(mb.tokens_BT.shape) for mb in batch.microbatches]
+    largest = max(shapes, key=lambda shape: shape[0] * shape[1])
+    trained = max(int((mb.labels_BT >= 0).sum()) for mb in batch.microbatches)
+    chunk = min(setup.chunk_tokens, max(1, trained))
+    return [
+        f"first batch: {len(shapes)} forward passes, largest tokens (B, T) = {largest}; padding "
+        f"{batch.summary.padding_fraction:.1%}",
+        f"hidden states (B, T, D) = {(*largest, sizes.hidden)}, logits by chunks (N, V) = "
+        f"{(chunk, sizes.vocabulary)}, trained tokens of a pass up to {trained}",
+    ]
+
+
+def sizes_of(model: Any) -> ModelSizes:
+    """Read the sizes of a transformers causal language model."""
+    settings = model.config.get_text_config()
+    parameters = list(model.parameters())
+    in_blocks = sum(
+        parameter.numel()
+        for module in model.modules()
+        if type(module).__name__.removeprefix("FSDP") in set(model._no_split_modules or ())
+        for parameter in module.parameters()
+    )
+    total = sum(parameter.numel() for parameter in parameters)
+    return ModelSizes(
+        num_parameters=total,
+        num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+        num_outside_blocks=total - in_blocks,
+        num_layers=settings.num_hidden_layers,
+        hidden=settings.hidden_size,
+        intermediate=getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size,
+        vocabulary=settings.vocab_size,
+        weight_bytes=round(sum(p.numel() * p.element_size() for p in parameters) / max(1, total)),
+        trained_bytes=max((p.element_size() for p in parameters if p.requires_grad), default=None),
+    )
+
+
+def step_setup(
+    config: TrainingConfig, sizes: ModelSizes, *, optimizer: Any, packs: bool
+) -> StepSetup:
+    """Return what of the settings decides about memory, for the largest batch they allow."""
+    longest = padded_length(config.seq_len, multiple=1 if packs else config.pad_multiple)
+    tokens = config.batch_size * longest
+    if config.microbatch_tokens is not None:
+        tokens = min(config.sequences_per_step * longest, max(config.microbatch_tokens, longest))
+    kinds = {"AdamW8bit": "adamw_8bit", "Adafactor": "adafactor"}
+    device = torch.device(config.device)
+    return StepSetup(
+        pass_tokens=tokens,
+        chunk_tokens=config.logprob_chunk_tokens or auto_chunk_tokens(sizes.vocabulary, device),
+        activation_bytes=2 if config.autocasts else sizes.weight_bytes,
+        optimizer=kinds.get(type(optimizer).__name__, "adamw"),
+        gradient_checkpointing=config.gradient_checkpointing,
+        shards=config.world_size if config.is_sharded else 1,
+    )
+
+
+def _available_bytes(device: str, model: Any, *, reference_bytes: int) -> float:
+    """Return the device's free memory and what the model holds of it already."""
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device) - reference_bytes)
+    import psutil
+
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    return float(psutil.virtual_memory().available + held)
+
+
+class Reference:
+    """Scores micro-batches under frozen weights, at the temperatures of sampling.
+
+    Args:
+        config: Settings; forward passes are made as those of the trained model.
+        scorer: Around the model that is asked.
+        has_adapters: Whether that is the trained model, to be asked without its adapters.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, scorer: PolicyScorer, *, has_adapters: bool = False
+    ) -> None:
+        self._config = config
+        self._scorer = scorer
+        self._has_adapters = has_adapters
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights that only the reference needs, on this rank."""
+        if self._has_adapters:
+            return 0
+        return sum(p.numel() * p.element_size() for p in self._scorer.parameters())
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def logprobs_BT(self, microbatch: Microbatch) -> torch.Tensor:
+        """Return (B, T) logprobs of the labels, `MASKED_LOGPROB` where ignored."""
+        switched_off: contextlib.AbstractContextManager[None] = (
+            without_adapters(self._scorer.model) if self._has_adapters else contextlib.nullcontext()
+        )
+        with switched_off, autocast(self._config):
+            logprobs_BT = self._scorer(microbatch).logprobs_BT
+        return torch.where(microbatch.labels_BT == IGNORE_INDEX, MASKED_LOGPROB, logprobs_BT)
+
+
+def open_reference(
+    config: TrainingConfig, model: Any, policy: Policy, parallel: Parallel = ONE_PROCESS
+) -> Reference | None:
+    """Return what scores the reference; None where nothing does.
+
+    Args:
+        config: Settings.
+        model: The trained model.
+        policy: Made ready from it.
+        parallel: The ranks that train it; a reference model is shared among them likewise.
+
+    Raises:
+        ConfigError: the reference model cannot be loaded, has fewer tokens than the trained one, or
+            cannot take packed sequences where that one can.
+    """
+    source = config.reference_source
+    if source == "base":
+        return Reference(config, policy.scorer, has_adapters=True)
+    if source != "model":
+        return None
+    name = str(config.reference_model)
+    frozen = load_frozen_model(name, config)
+    known, needed = (m.get_input_embeddings().weight.shape[0] for m in (frozen, model))
+    if known < needed:
+        raise ConfigError(
+            f"reference_model {name!r} has {known} tokens and the trained model {needed}; both "
+            "must use one tokenizer"
+        )
+    reference = prepare_policy(frozen, config, parallel)
+    if policy.packs and not reference.packs:
+        raise ConfigError(
+            f"reference_model {name!r} takes no packed sequences ({reference.layout}); use "
+            "--packing off"
+        )
+    return Reference(config, reference.scorer)

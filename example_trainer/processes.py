@@ -221,7 +221,7 @@ class ManagedProcess:
         return f"ended with exit code {code}"
 
     def log_tail(self, *, lines: int = 20) -> str:
-        """Return the last lines that were logged since the start, empty where there are none."""
+        """Return the last lines that were logged since the start, empty if nothing was."""
         return "\n".join(self._logged(_TAIL_BYTES).rstrip().splitlines()[-lines:])
 
     def log_cause(self) -> str:
@@ -233,7 +233,6 @@ class ManagedProcess:
         return find_cause(self._logged(_CAUSE_BYTES))
 
     def _logged(self, limit_bytes: int) -> str:
-        """Return the end of what was logged since the start."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - limit_bytes))

@@ -1,21 +1,11 @@
 """Rows: the trajectories of scored groups, each with everything the loss needs of it.
 
-    group [G][L] --(check, advantages, overrides, temperature, cut)--> G rows [L]
+    group [G][L] --(check, advantages, overrides, temperature, truncation)--> G rows [L]
 
-This is the border where a group is honoured field by field or refused naming the field; behind it
-nothing is re-validated. Nothing is shifted or padded here: that is `batch`.
-
-What one trajectory asks of the loss: overrides, teacher arrays, temperature; or a refusal.
-
-Everything here reads a group as the service delivers it and raises `GroupError` naming the path.
-
-What a group must satisfy beyond the wire before it is trained on: values, counts, types.
-
-`scored_data.check_group` says that the rows line up and leaves the optional fields loose, because
-the service passes them through. Here they are about to steer a gradient, so each is either right
-or refused naming its path. Pure.
-
-Group advantages: from the scores of one group to the multipliers of its log-probs.
+Each field of a group is used here or rejected by name, with a `GroupError` that gives its path;
+later code validates nothing again. `scored_data.check_group` has checked that trajectories line up,
+but leaves optional fields loose, since the service passes them through. Pure; nothing is shifted or
+padded here: that is `batch`.
 """
 
 from __future__ import annotations
@@ -342,7 +332,7 @@ def teacher_row(
     `vocabulary`: ids the model has; None: unknown.
 
     Raises:
-        GroupError: one array is missing, the two do not line up, or an entry is no id or number.
+        GroupError: one array is missing, the two do not line up, or an entry has the wrong type.
     """
     ids, logprobs = group.get("distill_token_ids"), group.get("distill_logprobs")
     if not ids and not logprobs:
@@ -572,7 +562,7 @@ def _row(
         labels=labels,
         advantages=advantages[keep],
         inference_logprobs=None if logprobs is None else logprobs[i][keep],
-        temperature=1.0 if is_sft else temperature_of(group, i),  # nobody sampled it
+        temperature=1.0 if is_sft else temperature_of(group, i),  # it was not sampled
         is_truncated=is_cut,
         is_cut_sampling=samples_from_a_part(group),
         is_sft=is_sft,

@@ -10,8 +10,7 @@ if __package__ in (None, ""):
     # Run as a file: see `grpo`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from example_trainer.cli import config_from_args, create_unified_parser
-from example_trainer.doors import run_door
+from example_trainer.cli import config_from_args, create_unified_parser, run_training
 
 __all__ = ["main"]
 
@@ -23,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     the run. The trajectory service and the environments are started separately.
     """
     parser = create_unified_parser()
-    run_door(
+    run_training(
         parser,
         lambda: config_from_args(
             parser.parse_args(argv), weight_bridge_mode="in_place", benchmark=True

@@ -1,18 +1,13 @@
-"""The policy's opinion of a micro-batch: logprobs of its tokens, entropy, teacher's choices.
+"""The policy's logprobs and entropy of a microbatch, and attention in packed rows.
 
     tokens --backbone--> hidden states --trained positions only, by chunks--> logprobs, entropy
 
-Shape suffixes: B rows of one micro-batch, T their length, N trained positions, D hidden size, V
-vocabulary, K the teacher's choices.
+A packed row holds sequences one after another. Each is a causal attention of its own, without a
+mask and without a T x T matrix: the work is the sum of the squares of the lengths. With flash-attn
+installed the model uses its variable-length kernels instead, through the same arguments.
 
-Attention within each sequence of a packed row, without a mask and without a T x T matrix.
-
-A packed row holds sequences one after another. The queries of one only ever meet the keys of the
-same one: each is a causal attention of its own, so nothing can leak and the work is the sum of the
-squares of the lengths, not the square of the sum. With flash-attn installed the model uses its
-variable-length kernels instead, by way of the same arguments.
-
-Shape suffixes: B rows, H heads, T tokens, D head size.
+Shape suffixes: B rows of one microbatch, T their length, N trained positions, D hidden or
+head size, H heads, V vocabulary, K the teacher's choices.
 """
 
 from __future__ import annotations

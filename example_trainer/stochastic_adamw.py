@@ -112,7 +112,6 @@ class AdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no types here
 
 
 def _held_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,15 @@ import torch
 
 from atroposlib.utils.run_log import RunLog
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
-from example_trainer.api import TrajectoryFeed, open_client
+from example_trainer.api import (
+    SMALLEST_LIMIT_BYTES,
+    BatchJournal,
+    DurableFeed,
+    GroupFeed,
+    TrajectoryFeed,
+    checkpoint_bytes,
+    open_client,
+)
 from example_trainer.checkpointing import (
     find_intact_checkpoint,
     load_feed_state,
@@ -23,13 +31,6 @@ from example_trainer.checkpointing import (
     move_training_state,
 )
 from example_trainer.config import TrainingConfig, require_reference
-from example_trainer.feed import (
-    SMALLEST_LIMIT_BYTES,
-    BatchJournal,
-    DurableFeed,
-    GroupFeed,
-    checkpoint_bytes,
-)
 from example_trainer.metrics import (
     metrics_path_of,
     open_run_log,
@@ -38,10 +39,9 @@ from example_trainer.metrics import (
 )
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
-from example_trainer.policy import Policy, prepare_policy, setup_line
-from example_trainer.reference import Reference, open_reference
+from example_trainer.policy import Policy, Reference, open_reference, prepare_policy, setup_line
 from example_trainer.training import StepView, Trainer
-from example_trainer.weight_sync import FollowerFeed, FollowerSync, WeightSync, make_weight_sync
+from example_trainer.weight_sync import WeightSync, make_weight_sync
 
 __all__ = ["train", "train_legacy", "train_lora", "train_lora_restart", "train_shared_vllm"]
 
@@ -58,7 +58,7 @@ def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
 
     Args:
         config: Settings.
-        view: Shows the run while it goes on; None: nobody watches.
+        view: Shows the run in progress; None: not shown.
 
     Raises:
         AtroposError: a setting is wrong, the engine died, the service refused or stayed away.
@@ -70,7 +70,7 @@ def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
         weight_sync = make_weight_sync(config)
         stack.callback(weight_sync.close)
         if not parallel.is_main:
-            return _follow(config, parallel, FollowerSync(weight_sync))
+            return _follow(config, parallel, weight_sync)
         return _lead(config, parallel, weight_sync, stack, view)
 
 
@@ -147,15 +147,14 @@ def _open_feed(
     return DurableFeed(service, journal, state, journal_limit_bytes=limit_bytes)
 
 
-def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: FollowerSync) -> Path:
-    """Train as another rank: all that concerns others comes from rank 0."""
+def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync) -> Path:
     loaded = _load(config, parallel, parallel.broadcast(None))
     parallel.whole_model(loaded.model)
     trainer = _make_trainer(
         config,
         parallel,
         loaded,
-        FollowerFeed(),
+        None,
         weight_sync,
         RunLog(use_wandb=False, metrics_path=None),
         processed_logprobs=bool(parallel.broadcast(None)),
@@ -194,7 +193,7 @@ def _make_trainer(
     config: TrainingConfig,
     parallel: Parallel,
     loaded: _Loaded,
-    feed: GroupFeed,
+    feed: GroupFeed | None,
     weight_sync: WeightSync,
     run_log: RunLog,
     *,

@@ -1,20 +1,8 @@
-"""The training loop: lease a batch, take one optimiser step, let the engine have the weights.
+"""The training loop: lease a batch, take one optimizer step, publish the weights.
 
-service --lease--> feed --> batch --> loss --> optimiser --> checkpoint, weight sync --> engine
-   ^                                                                |
-   +------------------------- acknowledge --------------------------+
-
-What is measured and shown of a step beside its loss: age of its groups, time split, MFU.
-
-What the log says about a step beside its figures: whatever a person would act on.
-
-How long the parts of a step's computing take.
-
-What groups tell of how they were sampled: their age, and how many were cut; pure.
-
-How much of the device a step uses: FLOPs of the model over the peak of the device (MFU).
-
-What the log says before the first step: shapes, memory, and advice where it will not fit.
+service --lease--> batch --> loss --> optimizer --> checkpoint, weight sync --> engine
+^                                                        |
++--------------------- acknowledge ----------------------+
 """
 
 from __future__ import annotations
@@ -33,21 +21,25 @@ import torch
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.utils.run_log import RunLog
+from example_trainer.api import JOURNAL_DIRECTORY, GroupFeed
 from example_trainer.batch import (
     Batch,
     BatchSummary,
     Microbatch,
     build_batch,
-    padded_length,
     split_batch,
 )
+from example_trainer.checkpointing import (
+    drop_old_checkpoints,
+    random_states,
+    replace_directory,
+    save_checkpoint,
+)
 from example_trainer.config import TrainingConfig
-from example_trainer.feed import GroupFeed
-from example_trainer.grpo_loss import compute_grpo_loss
-from example_trainer.logprobs import auto_chunk_tokens
-from example_trainer.loss import LossInputs, make_loss
-from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
+from example_trainer.logprobs import log_ratio_BT, token_logprobs_BT
+from example_trainer.loss import BatchTotals, Grpo, LossInputs, TrainingLoss, make_loss
 from example_trainer.metrics import (
     StepStats,
     StepTimes,
@@ -56,11 +48,9 @@ from example_trainer.metrics import (
     step_line,
     sum_stats,
 )
-from example_trainer.model import autocast, learning_rate_at
+from example_trainer.model import autocast
 from example_trainer.parallel import ONE_PROCESS, Parallel
-from example_trainer.policy import Policy, prepare_policy
-from example_trainer.publishing import Publisher, TrainingParts
-from example_trainer.reference import Reference
+from example_trainer.policy import Policy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules, is_cut_by_engine
 from example_trainer.scoring import TokenScores, at_sampling_temperature
 from example_trainer.weight_sync import WeightSync
@@ -70,20 +60,269 @@ __all__ = [
     "GroupFeed",
     "ModelShape",
     "PhaseClock",
+    "Publisher",
     "StepNotes",
     "StepObserver",
     "StepView",
     "Trainer",
+    "TrainingParts",
     "compute_grpo_loss",
     "group_metrics",
-    "log_step_plan",
+    "is_sync_due",
+    "learning_rate_at",
     "make_loss",
     "peak_flops_of",
     "row_rules",
-    "shape_lines",
-    "sizes_of",
-    "step_setup",
 ]
+
+logger = logging.getLogger(__name__)
+
+
+def compute_grpo_loss(
+    model: Any,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    advantages: torch.Tensor,
+    temperatures: torch.Tensor,
+    gradient_accumulation_steps: int,
+    inference_logprobs: torch.Tensor | None,
+    clip_eps: float = 0.2,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Compute one micro-batch's GRPO loss, anchored on the inference engine's logprobs.
+
+    Formula: `max(-A r, -A clip(r, 1 - eps, 1 + eps))` with `r = exp(l - mu)`, the mean over each
+    row's trained tokens, then over the rows, divided by `gradient_accumulation_steps`. Logits are
+    divided by the row's temperature. Tokens without an inference logprob have ratio 1. The trainer
+    itself uses `make_loss`, whose denominators count the whole batch.
+
+    Args:
+        model: Called as `model(input_ids=...)`, answers with `.logits`.
+        tokens: (B, T) inputs, already shifted.
+        labels: (B, T) ids or `IGNORE_INDEX`.
+        advantages: (B, 1) or (B, T).
+        temperatures: (B, 1, 1) or (B,); values at most 0 count as 1.
+        gradient_accumulation_steps: Micro-batches of the step.
+        inference_logprobs: (B, T), `MASKED_LOGPROB` where unknown.
+        clip_eps: Both bounds of the clip.
+
+    Returns:
+        The loss, and metrics: plain numbers, and `training_logprobs` and `inference_logprobs` as
+        flat tensors of the trained positions. Without a trained position the loss is a zero that
+        can be sent backward.
+
+    Raises:
+        ConfigError: there are no inference logprobs at all.
+    """
+    if inference_logprobs is None:
+        raise ConfigError(
+            "inference_logprobs: None, and the ratio needs them; run the environment with "
+            "--openai.server_type vllm, whose completions carry logprobs"
+        )
+    logits = model(input_ids=tokens).logits
+    logprobs_BT = token_logprobs_BT(logits, labels, temperatures.flatten())
+    advantages_BT = advantages.to(logprobs_BT.dtype).expand_as(labels)
+    inputs = LossInputs(logprobs_BT, labels, advantages_BT, inference_logprobs)
+    loss = TrainingLoss(Grpo(clip_eps, clip_eps), anchor="inference", reduction="sequence_mean")
+    terms = loss(inputs, BatchTotals(num_tokens=0, num_sequences=len(tokens)))
+    share = terms.loss / gradient_accumulation_steps
+    metrics = _metrics(logprobs_BT.detach(), labels, advantages_BT, inference_logprobs, clip_eps)
+    return share, metrics | {"interpretable_loss": float(terms.loss.detach())}
+
+
+def _metrics(
+    logprobs_BT: torch.Tensor,
+    labels_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    inference_BT: torch.Tensor,
+    clip_eps: float,
+) -> dict[str, Any]:
+    mask_BT = labels_BT != IGNORE_INDEX
+    trained = logprobs_BT[mask_BT]
+    positive = advantages_BT[mask_BT] > 0
+    inference = inference_BT[mask_BT].to(trained.dtype)
+    is_known = inference != MASKED_LOGPROB
+    difference = torch.where(is_known, trained - inference, 0.0)
+    ratio = torch.where(is_known, log_ratio_BT(trained, inference).exp(), 1.0)
+    outside = (ratio < 1.0 - clip_eps) | (ratio > 1.0 + clip_eps)
+    return {
+        "pos_logp": _mean(trained[positive]),
+        "neg_logp": _mean(trained[~positive]),
+        "avg_logp": _mean(trained),
+        "pos_count": float((advantages_BT[:, 0] > 0).sum()),
+        "neg_count": float((advantages_BT[:, 0] <= 0).sum()),
+        "training_logprobs": trained,
+        "inference_logprobs": inference,
+        "mean_ratio": _mean(ratio),
+        "clipped_fraction": _mean(outside.to(trained.dtype)),
+        "logprob_diff_mean": _mean(difference),
+        "logprob_diff_abs_mean": _mean(difference.abs()),
+        "logprob_diff_max": float(difference.abs().max()) if difference.numel() else 0.0,
+    }
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.mean()) if values.numel() else 0.0
+
+
+class TrainingParts(NamedTuple):
+    """What a run trains and whom it deals with; the loop and the publisher share them."""
+
+    model: Any
+    """The trained model; each rank's part of it where weights are sharded."""
+    tokenizer: Any
+    """Saved beside the model."""
+    optimizer: Any
+    """Saved in checkpoints that can be resumed from."""
+    feed: GroupFeed | None
+    """Source of batches; None on ranks other than 0."""
+    weight_sync: WeightSync
+    """How the engine gets new weights; only rank 0 calls it."""
+    parallel: Parallel
+    """The ranks that train together."""
+
+
+def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> bool:
+    """Say whether weights are published after the optimiser step number `step` (from 1).
+
+    Every `vllm_restart_interval` steps, 0 meaning never; after the last step only if the
+    engine goes on running.
+    """
+    interval = config.vllm_restart_interval
+    if interval == 0:
+        return False
+    if step >= config.training_steps:
+        return publishes_final
+    return step % interval == 0
+
+
+class Publisher:
+    """Saves and publishes what is due; every rank calls it, rank 0 writes and speaks.
+
+    Args:
+        config: Settings.
+        parts: What is saved, and who is told.
+        clock: Monotonic seconds, for checkpoints that go by minutes.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        parts: TrainingParts,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._model = parts.model
+        self._tokenizer = parts.tokenizer
+        self._optimizer = parts.optimizer
+        self._feed = parts.feed
+        self._weight_sync = parts.weight_sync
+        self._parallel = parts.parallel
+        self._step_metrics: Mapping[str, float] = {}
+        self._clock = clock
+        self._saved_at = clock()
+
+    def before_step(self, step: int) -> None:
+        """Let the engine make room for the optimiser step number `step`."""
+        if self._parallel.is_main:
+            self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and publish what is due after a step; the final model is `finish`'s business.
+
+        Args:
+            step: Optimiser steps done.
+            metrics: Of the step as far as they are known, kept with a checkpoint.
+        """
+        self._step_metrics = metrics
+        publishes = self._is_sync_due(step) and step < self._config.training_steps
+        # Clock and journal are those of rank 0, and saving takes all ranks.
+        wants_cut = self._feed is not None and self._feed.wants_checkpoint()
+        saves, cuts_journal = self._parallel.broadcast((self._is_checkpoint_due(step), wants_cut))
+        cuts_journal = cuts_journal and not saves
+        if not saves and not publishes and not cuts_journal:
+            return
+        model = self._parallel.whole_model(self._model)
+        checkpoint: Path | None = None
+        if saves:
+            checkpoint = self._save(model, step, is_resumable=True)
+            self._note_saved(step)
+        if cuts_journal:
+            self._save(model, step, is_resumable=True, folder=JOURNAL_DIRECTORY)
+            if self._feed is not None:
+                self._feed.saved(step)
+        if publishes:
+            self._publish(model, step, checkpoint)
+
+    def finish(self, step: int) -> Path:
+        """Write the final model, publish it if the engine goes on running; return its directory."""
+        model = self._parallel.whole_model(self._model)
+        final = self._save(model, step, is_final=True)
+        if self._is_sync_due(step):
+            self._publish(model, step, final)
+        if self._config.uses_lora and self._parallel.is_main:
+            replace_directory(
+                Path(self._config.save_path) / "tokenizer", self._tokenizer.save_pretrained
+            )
+        return final
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        interval = self._config.checkpoint_interval
+        if interval is not None:
+            return interval > 0 and step % interval == 0
+        # The final model follows the last step at once.
+        waited_s = self._clock() - self._saved_at
+        return step < self._config.training_steps and (
+            waited_s >= 60 * self._config.checkpoint_minutes
+        )
+
+    def _is_sync_due(self, step: int) -> bool:
+        return is_sync_due(step, self._config, publishes_final=self._weight_sync.publishes_final)
+
+    def _save(
+        self,
+        model: Any,
+        step: int,
+        *,
+        is_final: bool = False,
+        is_resumable: bool = False,
+        folder: str = "",
+    ) -> Path:
+        optimizer_state, states = None, None
+        if is_resumable:
+            optimizer_state = self._parallel.whole_optimizer_state(self._optimizer)
+            states = self._parallel.gather(random_states())
+        return save_checkpoint(
+            model,
+            self._tokenizer,
+            Path(self._config.save_path) / folder,
+            step,
+            is_final,
+            final_name="final_adapter" if self._config.uses_lora else "final_model",
+            optimizer=self._optimizer if is_resumable else None,
+            feed_state=None if self._feed is None else self._feed.state(),
+            optimizer_state=optimizer_state,
+            states_by_rank=states,
+            step_metrics=self._step_metrics,
+            writes=self._parallel.is_main,
+        )
+
+    def _note_saved(self, step: int) -> None:
+        self._saved_at = self._clock()
+        if self._feed is None:
+            return
+        self._feed.saved(step)
+        if self._config.keep_checkpoints is not None:
+            drop_old_checkpoints(
+                self._config.save_path,
+                keep=self._config.keep_checkpoints,
+                run_id=self._feed.state().get("run_id"),
+            )
+
+    def _publish(self, model: Any, step: int, checkpoint: Path | None) -> None:
+        if self._feed is not None:
+            self._weight_sync.publish(model, checkpoint=checkpoint, step=step)
+            self._feed.report_policy(step)
 
 
 class PhaseClock:
@@ -280,7 +519,7 @@ class StepObserver:
         config: Settings.
         model: What is trained.
         num_devices: That share a step.
-        view: Shows the run; None: nobody watches.
+        view: Shows the run; None: not shown.
     """
 
     def __init__(
@@ -317,7 +556,7 @@ class StepObserver:
         return self._phases.measure(phase)
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what is to be added to the metrics of a step, and begin anew.
+        """Return the further metrics of a step and reset.
 
         Args:
             metrics: of the step, with `train/trained_tokens` and `train/compute_time`.
@@ -411,114 +650,10 @@ class StepNotes:
             )
 
 
-def log_step_plan(
-    batch: Batch,
-    *,
-    model: Any,
-    optimizer: Any,
-    config: TrainingConfig,
-    packs: bool,
-    reference_bytes: int = 0,
-) -> None:
-    """Log the shapes of this rank's first batch and the memory of the largest possible step.
-
-    Args:
-        batch: This rank's share.
-        model: The trained model, sharded or whole.
-        optimizer: Says by its kind how much state it keeps.
-        config: Settings.
-        packs: Whether sequences share a row.
-        reference_bytes: Memory that a reference model holds, not available to the step.
-    """
-    sizes = sizes_of(model)
-    setup = step_setup(config, sizes, optimizer=optimizer, packs=packs)
-    for line in shape_lines(batch, sizes, setup):
-        logger.info("%s", line)
-    available_bytes = _available_bytes(config.device, model, reference_bytes=reference_bytes)
-    logger.info(
-        "memory of a step with %d tokens in its largest pass, in GiB: %s",
-        setup.pass_tokens,
-        plan_memory(sizes, setup).describe(available_bytes),
-    )
-    for line in advice(sizes, setup, available_bytes):
-        logger.warning("%s", line)
-
-
-def shape_lines(batch: Batch, sizes: ModelSizes, setup: StepSetup) -> list[str]:
-    """Return the shapes of the tensors of a batch, a line each kind."""
-    shapes = [tuple(mb.tokens_BT.shape) for mb in batch.microbatches]
-    largest = max(shapes, key=lambda shape: shape[0] * shape[1])
-    trained = max(int((mb.labels_BT >= 0).sum()) for mb in batch.microbatches)
-    chunk = min(setup.chunk_tokens, max(1, trained))
-    return [
-        f"first batch: {len(shapes)} forward passes, largest tokens (B, T) = {largest}; padding "
-        f"{batch.summary.padding_fraction:.1%}",
-        f"hidden states (B, T, D) = {(*largest, sizes.hidden)}, logits by chunks (N, V) = "
-        f"{(chunk, sizes.vocabulary)}, trained tokens of a pass up to {trained}",
-    ]
-
-
-def sizes_of(model: Any) -> ModelSizes:
-    """Read the sizes of a transformers causal language model."""
-    settings = model.config.get_text_config()
-    parameters = list(model.parameters())
-    in_blocks = sum(
-        parameter.numel()
-        for module in model.modules()
-        if type(module).__name__.removeprefix("FSDP") in set(model._no_split_modules or ())
-        for parameter in module.parameters()
-    )
-    total = sum(parameter.numel() for parameter in parameters)
-    return ModelSizes(
-        num_parameters=total,
-        num_trained=sum(p.numel() for p in parameters if p.requires_grad),
-        num_outside_blocks=total - in_blocks,
-        num_layers=settings.num_hidden_layers,
-        hidden=settings.hidden_size,
-        intermediate=getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size,
-        vocabulary=settings.vocab_size,
-        weight_bytes=round(sum(p.numel() * p.element_size() for p in parameters) / max(1, total)),
-        trained_bytes=max((p.element_size() for p in parameters if p.requires_grad), default=None),
-    )
-
-
-def step_setup(
-    config: TrainingConfig, sizes: ModelSizes, *, optimizer: Any, packs: bool
-) -> StepSetup:
-    """Return what of the settings decides about memory, for the largest batch they allow."""
-    longest = padded_length(config.seq_len, multiple=1 if packs else config.pad_multiple)
-    tokens = config.batch_size * longest
-    if config.microbatch_tokens is not None:
-        tokens = min(config.sequences_per_step * longest, max(config.microbatch_tokens, longest))
-    kinds = {"AdamW8bit": "adamw_8bit", "Adafactor": "adafactor"}
-    device = torch.device(config.device)
-    return StepSetup(
-        pass_tokens=tokens,
-        chunk_tokens=config.logprob_chunk_tokens or auto_chunk_tokens(sizes.vocabulary, device),
-        activation_bytes=2 if config.autocasts else sizes.weight_bytes,
-        optimizer=kinds.get(type(optimizer).__name__, "adamw"),
-        gradient_checkpointing=config.gradient_checkpointing,
-        shards=config.world_size if config.is_sharded else 1,
-    )
-
-
-def _available_bytes(device: str, model: Any, *, reference_bytes: int) -> float:
-    """Return the device's free memory and what the model holds of it already."""
-    if device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(device)
-        return float(free + torch.cuda.memory_reserved(device) - reference_bytes)
-    import psutil
-
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
-    return float(psutil.virtual_memory().available + held)
-
-
-logger = logging.getLogger(__name__)
-
 _MOST_REFUSED_BATCHES = 3
 """Batches in a row without a group to train before the first step; then the settings are at fault.
 
-Later ones are passed over: whoever sends them must not end a run that trains on others' groups.
+Later ones are skipped: one environment must not end a run that trains on others' groups.
 """
 
 
@@ -539,6 +674,24 @@ def row_rules(config: TrainingConfig) -> RowRules:
     )
 
 
+def learning_rate_at(step: int, config: TrainingConfig) -> float:
+    """Return the learning rate of the optimiser step that follows `step` finished ones.
+
+    It rises linearly over `warmup_steps`, then follows `lr_schedule` from `lr` towards `min_lr`,
+    which it would reach one step after the last.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    num_steps = max(1, config.training_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / num_steps)
+    left = 1.0 - progress
+    if config.lr_schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
 class Trainer:
     """One run: the model, its optimiser and everything a step needs.
 
@@ -547,15 +700,15 @@ class Trainer:
         model: A causal language model in training mode on `config.device`.
         tokenizer: Saved beside the model, not used otherwise.
         optimizer: Over the model's trainable parameters.
-        feed: Where batches come from.
-        weight_sync: How the engine gets new weights; started already.
+        feed: Where batches come from; None on ranks other than 0.
+        weight_sync: How the engine gets new weights; started on rank 0, which alone calls it.
         run_log: Where metrics go.
         steps_done: Optimiser steps of the run that is continued.
         processed_logprobs: Whether the engine's logprobs are after temperature scaling.
         policy: The model made ready for `parallel`; None: made ready here, for one process.
         reference: Scores the KL penalty's reference; None: groups carry `ref_logprobs`.
         parallel: The ranks that train together; feed, engine and log are those of rank 0.
-        view: Shows the run while it goes on; None: nobody watches.
+        view: Shows the run in progress; None: not shown.
         clock: Seconds for the time split.
     """
 
@@ -566,7 +719,7 @@ class Trainer:
         model: Any,
         tokenizer: Any,
         optimizer: Any,
-        feed: GroupFeed,
+        feed: GroupFeed | None,
         weight_sync: WeightSync,
         run_log: RunLog,
         steps_done: int = 0,
@@ -586,6 +739,8 @@ class Trainer:
         self._run_log = run_log
         self._clock = clock
         self._loss = make_loss(config)
+        self._choice = config.loss_choice
+        self._autocast = autocast(config)
         self._notes = StepNotes(has_raw_logprobs=not processed_logprobs)
         self._parallel = parallel
         parts = TrainingParts(model, tokenizer, optimizer, feed, weight_sync, parallel)
@@ -605,7 +760,8 @@ class Trainer:
     def run(self) -> Path:
         """Train until `training_steps` are done; returns the directory of the final model."""
         while self.steps_done < self.config.training_steps:
-            self._weight_sync.check_alive()
+            if self._parallel.is_main:
+                self._weight_sync.check_alive()
             self._run_step()
         self._observer.note("saving the model")
         final = self._publisher.finish(self.steps_done)
@@ -636,7 +792,8 @@ class Trainer:
         computed = self._clock()
         self._observer.note("saving and publishing")
         self._publisher.after_step(self.steps_done, metrics)
-        self._feed.acknowledge(batch_id, steps_done=self.steps_done)
+        if self._feed is not None:
+            self._feed.acknowledge(batch_id, steps_done=self.steps_done)
         times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
         metrics.update(self._observer.metrics(metrics))
@@ -665,8 +822,9 @@ class Trainer:
         Raises:
             GroupError: a batch cannot be trained, or several in a row before the first step; each
                 is refused.
-            ConfigError: the groups of an environment are none that this run can train on.
+            ConfigError: this run cannot train on the groups of an environment.
         """
+        assert self._feed is not None  # only rank 0 leases batches
         num_batches = num_groups = 0
         while True:
             leased = self._feed.next_batch(self.steps_done)
@@ -714,8 +872,7 @@ class Trainer:
             # Adafactor with relative_step finds its own rate and holds None here.
             if parameters["lr"] is not None:
                 parameters["lr"] = learning_rate
-        choice = self.config.loss_choice
-        stats = StepStats(clip_low=choice.clip_low, clip_high=choice.clip_high)
+        stats = StepStats(clip_low=self._choice.clip_low, clip_high=self._choice.clip_high)
         self._backward(batch, stats)
         with self._observer.measure("optimizer"):
             self._parallel.sum_gradients(self.model)
@@ -737,14 +894,13 @@ class Trainer:
         }
 
     def _backward(self, batch: Batch, stats: StepStats) -> None:
-        """Add the gradient of the batch to the parameters, one micro-batch at a time."""
         for cpu_microbatch in batch.microbatches:
             microbatch = cpu_microbatch.to(self.config.device)
             reference_BT = None
             if batch.needs_reference and self._reference is not None:
                 with self._observer.measure("forward"):
                     reference_BT = self._reference.logprobs_BT(microbatch)
-            with self._observer.measure("forward"), autocast(self.config):
+            with self._observer.measure("forward"), self._autocast:
                 scores = self._scorer(microbatch)
             microbatch = at_sampling_temperature(
                 microbatch, scores, has_raw_logprobs=self._has_raw_logprobs

@@ -1,32 +1,638 @@
-"""Serve a model with vLLM under the earlier trainer's routes (see `companion`).
+"""Serve a model with vLLM under the earlier trainer's routes: `/generate`, `/bridge`, `/lora`.
 
-Runs as a file and by `python -m` alike. Besides the flags below it takes those of vLLM's engine. A
-stock vLLM does all the trainer needs; this is for clients that speak `/generate`.
+Runs as a file and with `python -m`. In addition to the flags below it takes those of vLLM's engine.
+A stock vLLM does all the trainer needs; this server is for clients that call `/generate`:
+
+    {"prompt": TEXT or {"prompt_token_ids": [P]}, "stream": false, ...sampling parameters}
+    {"text": [n], "prompt": TEXT, "finish_reasons": [n],
+     "token_ids": [n][C], "logprobs": [n][C][1]{id: logprob}, "prompt_token_ids": [P]}
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import json
 import logging
 import os
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 if __package__ in (None, ""):
     # Run as a file: see `grpo`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import msgspec
 import uvicorn
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field
 
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import end_command
-from example_trainer.companion.service import create_app
-from example_trainer.companion.state import CompanionState, EngineFacts
+from atroposlib.utils.text import near_name
 
-__all__ = ["app", "engine", "main"]
+__all__ = [
+    "Adapter",
+    "CompanionState",
+    "EngineFacts",
+    "EngineTypes",
+    "GenerateRequest",
+    "RequestError",
+    "adapter_routes",
+    "app",
+    "bridge_routes",
+    "create_app",
+    "engine",
+    "generate_answer",
+    "generation_routes",
+    "load_engine_types",
+    "main",
+    "read_request",
+    "sampling_params",
+]
+
+
+class EngineTypes(NamedTuple):
+    """What vLLM's engine wants its requests made of."""
+
+    sampling_params: Any
+    """`SamplingParams`."""
+    final_only: Any
+    """The output kind that answers once."""
+    cumulative: Any
+    """The output kind that answers with all there is so far."""
+    lora_request: Any
+    """`LoRARequest`."""
+    client_errors: tuple[type[Exception], ...] = (ValueError,)
+    """What the engine raises when the request is to blame."""
+
+
+def load_engine_types() -> EngineTypes:
+    """Import vLLM's types, which takes seconds.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+    """
+    try:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+    except ImportError as error:
+        raise MissingExtraError("vllm", extra="vllm") from error
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:  # before it had exceptions of its own
+        client_errors: tuple[type[Exception], ...] = (ValueError,)
+    else:
+        client_errors = (ValueError, VLLMClientError)
+    return EngineTypes(
+        SamplingParams,
+        RequestOutputKind.FINAL_ONLY,
+        RequestOutputKind.CUMULATIVE,
+        LoRARequest,
+        client_errors,
+    )
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What is told about the engine."""
+
+    model: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    has_lora: bool = False
+    """Whether it was started with `--enable-lora`."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter the engine has loaded."""
+
+    name: str
+    number: int
+    """Its id in the engine; each load gets a new one."""
+    path: str
+
+
+@dataclass
+class CompanionState:
+    """One engine and what was done to it.
+
+    Args:
+        find_engine: Returns vLLM's `AsyncLLM`, or what is like it; None before it is up.
+        find_types: Returns the types it is spoken to with.
+    """
+
+    find_engine: Callable[[], Any]
+    find_types: Callable[[], EngineTypes] = load_engine_types
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the process: `LOGDIR` is where adapters are looked for."""
+    facts: EngineFacts = field(default_factory=EngineFacts)
+    adapter: Adapter | None = None
+    """Attached to every `/generate` request; None: the model alone."""
+    load_count: int = 0
+    adapters_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Two loads at a time must not leave the older of them in use."""
+    _requests: itertools.count[int] = field(default_factory=itertools.count)
+
+    def engine(self) -> Any:
+        """Return the engine.
+
+        Raises:
+            HTTPException: 503, it is not up.
+        """
+        engine = self.find_engine()
+        if engine is None:
+            raise HTTPException(503, "the engine is not up")
+        return engine
+
+    def request_id(self) -> str:
+        """Return an id that no other request of this process has."""
+        return f"companion-{next(self._requests)}"
+
+
+_LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has no word for."""
+
+_OWN_KEYS = frozenset({"prompt", "stream"})
+_INTERNAL = frozenset({"output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length"})
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered; the message says what to change."""
+
+
+class GenerateRequest(NamedTuple):
+    """A body of `/generate`, taken apart."""
+
+    prompt: str | dict[str, list[int]]
+    """Text, or `{"prompt_token_ids": [P]}`."""
+    stream: bool
+    sampling: dict[str, Any]
+    """What goes to vLLM's `SamplingParams`."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether logprobs were asked for; 0 asks for those of the sampled tokens."""
+        return self.sampling.get("logprobs") is not None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of the prompt were asked for."""
+        return self.sampling.get("prompt_logprobs") is not None
+
+
+class _Logprob(Protocol):
+    logprob: float
+
+
+def read_request(body: Any) -> GenerateRequest:
+    """Take the body of `POST /generate` apart.
+
+    Raises:
+        RequestError: not an object, no usable prompt, or `stream` is not a boolean.
+    """
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object with a prompt")
+    stream = body.get("stream", False)
+    if not isinstance(stream, bool):
+        raise RequestError(f"stream: expected true or false, got {stream!r:.40}")
+    sampling = {name: value for name, value in body.items() if name not in _OWN_KEYS}
+    return GenerateRequest(_read_prompt(body.get("prompt")), stream, sampling)
+
+
+def _read_prompt(prompt: Any) -> str | dict[str, list[int]]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if not isinstance(ids, list) or not ids:
+        raise RequestError(
+            'prompt: expected a text or {"prompt_token_ids": [...]}, neither of them empty'
+        )
+    for t, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise RequestError(f"prompt.prompt_token_ids[{t}]: {token!r:.40} is not a token id")
+    return {"prompt_token_ids": ids}
+
+
+def sampling_params(kind: Any, given: Mapping[str, Any], **fixed: Any) -> Any:
+    """Make vLLM's sampling parameters; a wrong type must not reach the engine, which it would end.
+
+    Args:
+        kind: vLLM's `SamplingParams`.
+        given: Names and values of the request.
+        **fixed: Values the caller sets.
+
+    Raises:
+        RequestError: a name is unknown, or a value has the wrong type or is out of range.
+    """
+    known = {name for name in kind.__struct_fields__ if not name.startswith("_")} - _INTERNAL
+    for name in given:
+        if name not in known:
+            raise RequestError(
+                f"{name}: no sampling parameter of this engine{near_name(name, known)}"
+            )
+    try:
+        params = msgspec.convert(dict(given), kind, str_keys=True)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"sampling parameters: {error}") from error
+    for name, value in fixed.items():
+        setattr(params, name, value)
+    return params
+
+
+def generate_answer(output: Any, request: GenerateRequest) -> dict[str, Any]:
+    """Return the answer to one request.
+
+    Args:
+        output: vLLM's finished `RequestOutput`.
+        request: What was asked.
+    """
+    answer: dict[str, Any] = {
+        "text": [choice.text for choice in output.outputs],
+        "prompt": output.prompt,
+        "finish_reasons": [choice.finish_reason for choice in output.outputs],
+    }
+    if answer["prompt"] is None and isinstance(request.prompt, str):
+        answer["prompt"] = request.prompt
+    if request.wants_logprobs:
+        answer["logprobs"] = [_positions(choice.logprobs or ()) for choice in output.outputs]
+        answer["token_ids"] = [list(choice.token_ids) for choice in output.outputs]
+    if request.wants_prompt_logprobs:
+        answer["prompt_logprobs"] = _positions(output.prompt_logprobs or ())
+    if request.wants_logprobs or request.wants_prompt_logprobs:
+        answer["prompt_token_ids"] = list(output.prompt_token_ids or ())
+    return answer
+
+
+def _positions(entries: Iterable[Mapping[int, _Logprob] | None]) -> list[Any]:
+    """Return one list with one mapping per position; null where the engine has none."""
+    return [None if entry is None else [_by_id(entry)] for entry in entries]
+
+
+def _by_id(entry: Mapping[int, _Logprob]) -> dict[str, float]:
+    return {str(token): max(value.logprob, _LOWEST_LOGPROB) for token, value in entry.items()}
+
+
+def streamed_texts(output: Any, prompt: str | None) -> dict[str, Sequence[str]]:
+    """Return one line of a stream: prompt and text so far of each choice."""
+    return {"text": [(prompt or "") + choice.text for choice in output.outputs]}
+
+
+_CLIENT_CLOSED = 499
+
+Result = TypeVar("Result")
+
+
+def generation_routes(state: CompanionState) -> APIRouter:
+    """Return the routes that make the engine write."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    @router.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        engine = state.engine()
+        probe = GenerateRequest({"prompt_token_ids": [0]}, False, {"max_tokens": 1})
+        try:
+            output = await _unless_gone(request, _finish(engine, state, probe))
+        except Exception:
+            logger.exception("the engine does not generate")
+            return JSONResponse({"detail": "the engine does not generate"}, status_code=500)
+        return Response(status_code=_CLIENT_CLOSED if output is None else 200)
+
+    @router.post("/generate")
+    async def generate(request: Request) -> Response:
+        engine = state.engine()
+        asked = read_request(await _json_of(request))
+        if asked.stream:
+            outputs = _outputs(engine, state, asked)
+            first = await anext(outputs)  # what the engine refuses is said before the 200
+            lines = _lines(first, outputs, asked)
+            return StreamingResponse(lines, media_type="application/x-ndjson")
+        output = await _unless_gone(request, _finish(engine, state, asked))
+        if output is None:
+            return Response(status_code=_CLIENT_CLOSED)
+        return JSONResponse(generate_answer(output, asked))
+
+    return router
+
+
+async def _json_of(request: Request) -> Any:
+    try:
+        return await request.json()
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+
+
+async def _outputs(
+    engine: Any, state: CompanionState, asked: GenerateRequest
+) -> AsyncGenerator[Any, None]:
+    """Yield what the engine has so far; closing this ends the request in the engine."""
+    types, adapter = state.find_types(), state.adapter
+    kind = types.cumulative if asked.stream else types.final_only
+    try:
+        params = sampling_params(types.sampling_params, asked.sampling, output_kind=kind)
+    except types.client_errors as error:
+        raise RequestError(str(error)) from error
+    more = {}
+    if adapter is not None:
+        more["lora_request"] = types.lora_request(adapter.name, adapter.number, adapter.path)
+    try:
+        async for output in engine.generate(asked.prompt, params, state.request_id(), **more):
+            yield output
+    except types.client_errors as error:  # a prompt that is too long, an id outside the vocabulary
+        raise RequestError(str(error)) from error
+
+
+async def _finish(engine: Any, state: CompanionState, asked: GenerateRequest) -> Any:
+    final = None
+    async for output in _outputs(engine, state, asked):
+        final = output
+    if final is None:
+        raise RuntimeError("the engine ended without an answer")
+    return final
+
+
+async def _lines(
+    first: Any, rest: AsyncGenerator[Any, None], asked: GenerateRequest
+) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(rest):
+        yield _line(first, asked)
+        async for output in rest:
+            yield _line(output, asked)
+
+
+def _line(output: Any, asked: GenerateRequest) -> bytes:
+    given = asked.prompt if isinstance(asked.prompt, str) else None
+    texts = streamed_texts(output, given if output.prompt is None else output.prompt)
+    return (json.dumps(texts) + "\n").encode()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Wait for work, or give it up when the client closes the connection; None then."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_wait_until_gone(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _wait_until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+_TOLD = (
+    "CUDA_VISIBLE_DEVICES",
+    "LOGDIR",
+    "NUM_INFERENCE_NODES",
+    "VLLM_BRIDGE_CONFIG_PATH",
+    "VLLM_ENABLE_SHARED_WEIGHTS",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+)
+"""Environment variables `/bridge/debug` shows; others may hold keys."""
+
+
+def bridge_routes(state: CompanionState, app: FastAPI) -> APIRouter:
+    """Return the routes under `/bridge`; memory is never shared with a trainer."""
+    router = APIRouter(prefix="/bridge")
+
+    @router.get("/info")
+    async def info() -> dict[str, Any]:
+        state.engine()
+        return {
+            "enabled": False,
+            "shared_weights": False,
+            "update_count": 0,
+            "last_update_time": None,
+            "model_name": state.facts.model,
+            "device": state.facts.device,
+        }
+
+    @router.get("/state_dict_info")
+    async def state_dict_info() -> dict[str, Any]:
+        state.engine()
+        facts = state.facts
+        return {"model": facts.model, "dtype": facts.dtype, "shared_weights_enabled": False}
+
+    _add_pausing(router, state)
+    _add_sleeping(router, state)
+
+    @router.get("/debug")
+    async def debug() -> dict[str, Any]:
+        engine = state.find_engine()
+        return {
+            "engine_type": None if engine is None else type(engine).__name__,
+            "vllm_version": _vllm_version(),
+            "patch_applied": False,
+            "env_vars": {n: state.environment[n] for n in _TOLD if n in state.environment},
+            "model_config": {"model": state.facts.model, "dtype": state.facts.dtype},
+        }
+
+    @router.get("/list_endpoints")
+    async def list_endpoints() -> dict[str, Any]:
+        routes = [route for route in app.routes if isinstance(route, APIRoute)]
+        return {
+            "endpoints": [
+                {"path": route.path, "methods": sorted(route.methods)} for route in routes
+            ]
+        }
+
+    return router
+
+
+def _add_pausing(router: APIRouter, state: CompanionState) -> None:
+    @router.post("/pause")
+    async def pause() -> dict[str, str]:
+        """Freeze running requests and start none; their caches are computed again afterwards."""
+        engine = state.engine()
+        if not _can(engine, "pause_generation"):
+            return {"status": "not_supported"}
+        await engine.pause_generation(mode="keep")
+        return {"status": "paused"}
+
+    @router.post("/resume")
+    async def resume() -> dict[str, str]:
+        engine = state.engine()
+        if not _can(engine, "resume_generation"):
+            return {"status": "not_supported"}
+        await engine.resume_generation()
+        return {"status": "resumed"}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        engine = state.engine()
+        return {"paused": _can(engine, "is_paused") and bool(await engine.is_paused())}
+
+
+def _add_sleeping(router: APIRouter, state: CompanionState) -> None:
+    @router.post("/sleep")
+    async def sleep() -> dict[str, str]:
+        await state.engine().sleep()
+        return {"status": "sleeping"}
+
+    @router.post("/wake_up")
+    async def wake_up() -> dict[str, str]:
+        await state.engine().wake_up()
+        return {"status": "awake"}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"sleeping": bool(await state.engine().is_sleeping())}
+
+
+def _can(engine: Any, method: str) -> bool:
+    # vLLM learned to pause in 0.12; the class says what the installed one can.
+    return callable(getattr(type(engine), method, None))
+
+
+def _vllm_version() -> str | None:
+    try:
+        import vllm
+    except ImportError:
+        return None
+    return str(vllm.__version__)
+
+
+_CONFIG_NAME = "adapter_config.json"
+
+
+class LoadRequest(BaseModel):
+    """Body of `POST /lora/load`."""
+
+    adapter_path: str = Field(min_length=1)
+    adapter_name: str | None = Field(default=None, min_length=1)
+
+
+def adapter_routes(state: CompanionState) -> APIRouter:
+    """Return the routes under `/lora`."""
+    router = APIRouter(prefix="/lora")
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        adapter = state.adapter
+        return {
+            "lora_available": state.facts.has_lora,
+            "active_adapter_path": None if adapter is None else adapter.path,
+            "active_adapter_name": None if adapter is None else adapter.name,
+            "active_adapter_id": None if adapter is None else adapter.number,
+            "load_count": state.load_count,
+            "available_adapters": _available_adapters(state.environment.get("LOGDIR")),
+        }
+
+    @router.post("/load")
+    async def load(request: LoadRequest) -> dict[str, Any]:
+        async with state.adapters_lock:
+            return await _load(state, request)
+
+    @router.post("/unload")
+    async def unload() -> dict[str, Any]:
+        async with state.adapters_lock:
+            engine, adapter = state.engine(), state.adapter
+            state.adapter = None
+            if adapter is not None:
+                await engine.remove_lora(adapter.number)
+        return {
+            "status": "unloaded",
+            "previous_adapter": None if adapter is None else adapter.path,
+            "previous_name": None if adapter is None else adapter.name,
+        }
+
+    return router
+
+
+async def _load(state: CompanionState, request: LoadRequest) -> dict[str, Any]:
+    engine = state.engine()
+    if not state.facts.has_lora:
+        raise RequestError("this engine takes no adapters; start it with --enable-lora")
+    path = Path(request.adapter_path)
+    config = await asyncio.to_thread(_read_config, path)
+    number = state.load_count + 1
+    adapter = Adapter(request.adapter_name or f"adapter_{number}", number, str(path))
+    await _add_to_engine(engine, state.find_types().lora_request(adapter.name, number, str(path)))
+    previous, state.adapter, state.load_count = state.adapter, adapter, number
+    if previous is not None:
+        await engine.remove_lora(previous.number)
+    return {
+        "status": "loaded",
+        "adapter_path": adapter.path,
+        "adapter_name": adapter.name,
+        "adapter_id": adapter.number,
+        "load_count": state.load_count,
+        "adapter_config": {
+            "r": config.get("r"),
+            "lora_alpha": config.get("lora_alpha"),
+            "target_modules": config.get("target_modules"),
+            "base_model": config.get("base_model_name_or_path"),
+        },
+    }
+
+
+async def _add_to_engine(engine: Any, lora_request: Any) -> None:
+    try:
+        added = await engine.add_lora(lora_request)
+    except Exception as error:
+        # The engine's process reports a bad adapter as a plain exception of its own.
+        raise RequestError(f"the engine refused the adapter: {error}") from error
+    if not added:
+        raise RequestError("the engine refused the adapter; its log says why")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise HTTPException(404, f"adapter_path: no directory {path}")
+    file = path / _CONFIG_NAME
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"adapter_path: {file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"adapter_path: {file} holds no object")
+    return config
+
+
+def _available_adapters(folder: str | None) -> list[str]:
+    if not folder or not Path(folder).is_dir():
+        return []
+    return sorted(str(file.parent) for file in Path(folder).glob(f"*/{_CONFIG_NAME}"))
+
+
+def create_app(state: CompanionState) -> FastAPI:
+    """Return the application; the engine is looked up at every request."""
+    app = FastAPI(title="vLLM companion server")
+
+    @app.exception_handler(RequestError)
+    async def refuse(_: Request, error: RequestError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=400)
+
+    app.include_router(generation_routes(state))
+    app.include_router(bridge_routes(state, app))
+    app.include_router(adapter_routes(state))
+    return app
+
 
 logger = logging.getLogger(__name__)
 

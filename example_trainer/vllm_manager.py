@@ -101,7 +101,6 @@ def launches_with_processed_logprobs(config: TrainingConfig) -> bool:
 
 
 def _own_logprobs_mode(config: TrainingConfig) -> str | None:
-    """Return the `--logprobs-mode` in `vllm_args`, None without any."""
     arguments = shlex.split(config.vllm_args)
     for i, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")

@@ -1,12 +1,7 @@
-"""How new weights reach the inference engine: one protocol, one object per strategy.
+"""How new weights reach the inference engine: one protocol, one class per strategy.
 
-Getting LoRA adapters into an engine: hot-swapped while it runs, or at a restart.
-
-An engine that is launched for a run, restarted on new weights and stopped at the end.
-
-Writing the trained weights for an engine that is already running.
-
-What ranks other than 0 have in place of the service and the engine: nothing that speaks.
+`NoSync` leaves the engine alone, `RestartSync` and `LoraRestartSync` restart one of ours,
+`InPlaceSync` and `LoraSwapSync` update a running one, and `AutoSync` chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from example_trainer.checkpointing import replace_directory
 from example_trainer.config import BUILT_MODES, TrainingConfig
@@ -45,8 +39,6 @@ __all__ = [
     "SHARED_MEMORY",
     "AdapterFolders",
     "AutoSync",
-    "FollowerFeed",
-    "FollowerSync",
     "InPlaceSync",
     "LoraRestartSync",
     "LoraSwapSync",
@@ -55,7 +47,6 @@ __all__ = [
     "RestartSync",
     "WeightSync",
     "export_for_engine",
-    "is_sync_due",
     "make_weight_sync",
     "require_built_mode",
     "require_shared_memory_for",
@@ -390,20 +381,6 @@ class WeightSync(Protocol):
         """End what was started, close what was opened; harmless when repeated."""
 
 
-def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> bool:
-    """Say whether weights are published after the optimiser step number `step` (from 1).
-
-    Every `vllm_restart_interval` steps, 0 meaning never; after the last step only where somebody
-    goes on using the engine.
-    """
-    interval = config.vllm_restart_interval
-    if interval == 0:
-        return False
-    if step >= config.training_steps:
-        return publishes_final
-    return step % interval == 0
-
-
 def require_built_mode(config: TrainingConfig) -> None:
     """Refuse the settings of the contract that this version has no code for.
 
@@ -711,73 +688,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-class FollowerFeed:
-    """A feed without batches: they come from rank 0."""
-
-    def next_batch(self, step: int) -> LeasedBatch:
-        """Never called on such a rank.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("only rank 0 takes batches from the service")
-
-    def refuse(self, step: int, batch_id: str | None) -> None:
-        """Rank 0 does that."""
-
-    def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
-        """Rank 0 does that."""
-
-    def report_policy(self, version: int) -> None:
-        """Rank 0 does that."""
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: rank 0 writes the checkpoints."""
-        return {}
-
-    def wants_checkpoint(self) -> bool:
-        """Return False: rank 0 keeps the journal, and tells what it wants."""
-        return False
-
-    def saved(self, step: int) -> None:
-        """Rank 0 keeps the journal."""
-
-
-class FollowerSync:
-    """Makes the same steps take part in publishing as on rank 0, whose engine it is.
-
-    Args:
-        leader: Rank 0's strategy, of which the flags are taken; nothing of it is called.
-    """
-
-    def __init__(self, leader: WeightSync) -> None:
-        self.mode = leader.mode
-        self.publishes_final = leader.publishes_final
-
-    def check_before_load(self) -> None:
-        """Rank 0 does that."""
-
-    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Rank 0 does that."""
-
-    def before_step(self, *, sync_follows: bool) -> None:
-        """Rank 0 does that."""
-
-    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Rank 0 does that; this rank has given it its part of the weights."""
-
-    def check_alive(self) -> None:
-        """Rank 0 does that."""
-
-    def returns_processed_logprobs(self) -> bool:
-        """Rank 0 asks the engine, and tells what it answered.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("only rank 0 asks the engine")
-
-    def close(self) -> None:
-        """Nothing was opened."""

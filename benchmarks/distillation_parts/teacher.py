@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from example_trainer.demo.run import measure_held_out
+from example_trainer.demo.cli import measure_held_out
 from example_trainer.demo.settings import (
     REPOSITORY,
     DemoPaths,

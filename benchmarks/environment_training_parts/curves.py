@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from example_trainer.reporting.series import rolling_mean
+from example_trainer.reporting.page import rolling_mean
 
 __all__ = ["write_curves"]
 

@@ -19,8 +19,7 @@ from environments.game_environments.hangman.hangman_env import (
     HangmanEnvConfig,
     HangmanGame,
 )
-from example_trainer.demo.settings import DemoSettings
-from example_trainer.demo.tiny_model import TinyModelShape
+from example_trainer.demo.settings import DemoSettings, TinyModelShape
 from example_trainer.launch.report import RewardMetric
 
 __all__ = ["guess_letter", "hangman", "split_words"]

@@ -17,8 +17,7 @@ from atroposlib.tasks.tool_calls import CLOSE, OPEN, read_calls
 from atroposlib.utils.local_records import read_records
 from benchmarks.environment_training_parts.lesson import Lesson, Messages, WarmUp
 from environments.tool_calling_server import SAMPLE, request_of
-from example_trainer.demo.settings import DemoSettings
-from example_trainer.demo.tiny_model import TinyModelShape
+from example_trainer.demo.settings import DemoSettings, TinyModelShape
 from example_trainer.launch.report import SHARE_RIGHT
 
 __all__ = ["spoiled", "tool_calling"]

@@ -22,13 +22,17 @@ from benchmarks.environment_training_parts.evaluation import (
     read_evaluation,
 )
 from benchmarks.environment_training_parts.lesson import Lesson, Messages
-from example_trainer.demo.settings import DemoPaths, demo_plan
+from example_trainer.demo.settings import DemoPaths, demo_plan, save_tiny_model
 from example_trainer.demo.student import Student, encode_conversation, student_of, supervised_steps
-from example_trainer.demo.tiny_model import save_tiny_model
 from example_trainer.launch import report
-from example_trainer.launch.loop import TrainingLoop
 from example_trainer.launch.report import RunProgress
-from example_trainer.launch.stack import Supervisor, build_stack, common_variables, write_yaml
+from example_trainer.launch.stack import (
+    Supervisor,
+    TrainingLoop,
+    build_stack,
+    common_variables,
+    write_yaml,
+)
 from example_trainer.processes import ManagedProcess, find_free_ports
 
 __all__ = ["Trained", "train"]

@@ -49,7 +49,7 @@ class ExportFigure(NamedTuple):
 
 def make_tokenizer() -> Any:
     """A byte-level tokenizer of a few hundred tokens, with whole words among them."""
-    from example_trainer.demo.tiny_model import train_tokenizer
+    from example_trainer.demo.settings import train_tokenizer
 
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmno", k=draw.randint(2, 9))) for _ in range(400)]

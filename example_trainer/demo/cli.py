@@ -1,28 +1,61 @@
-"""`atropos-demo`: watch a small language model get better, on one machine, by one command."""
+"""`atropos-demo`: watch a small language model get better, on one machine, by one command.
+
+    tiny model --warm-up--> partial skill --four processes--> more skill --> curve, page, figures
+
+Accuracy on held-out problems is measured through the inference server that samples the rollouts.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
+import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-from atroposlib.errors import AtroposError
+import aiohttp
+
+from atroposlib.errors import AtroposError, InferenceError
 from atroposlib.utils.command_parser import CommandParser, exit_code_of
+from atroposlib.utils.text import inert_block, without_secrets
+from example_trainer.demo.settings import (
+    DemoPaths,
+    DemoSettings,
+    demo_plan,
+    environment_settings,
+    require_clone,
+    settings_for,
+)
+from example_trainer.demo.student import Student, make_student, teach_student
+from example_trainer.demo.task import Problem, held_out_problems
+from example_trainer.launch import report
 from example_trainer.launch.options import shown_path
-from example_trainer.launch.preflight import prepare_folder, read_model, require_packages
-from example_trainer.launch.stack import ending_signals
+from example_trainer.launch.preflight import (
+    prepare_folder,
+    read_model,
+    require_packages,
+    whole_number,
+)
+from example_trainer.launch.report import RunProgress, curve_text
+from example_trainer.launch.stack import Supervisor, TrainingLoop, build_stack, ending_signals
 from example_trainer.loss_choice import ALGORITHMS
+from example_trainer.processes import find_free_ports
+from example_trainer.reporting.page import HeldOut
+from example_trainer.reporting.writing import write_report
 
-if TYPE_CHECKING:
-    from example_trainer.demo.run import DemoResult
-    from example_trainer.demo.settings import DemoPaths, DemoSettings
-
-__all__ = ["main"]
+__all__ = [
+    "Demo",
+    "DemoResult",
+    "HeldOutResult",
+    "main",
+    "measure_held_out",
+]
 
 _ENVIRONMENT_PACKAGES = {"examples": ("reasoning_gym",)}
 _REAL_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -57,8 +90,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from example_trainer.demo.settings import DemoPaths, require_clone, settings_for
-
     # Python repeats these for other people's packages when it compiles them, on the first run.
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     require_packages(extras=_ENVIRONMENT_PACKAGES)
@@ -77,9 +108,6 @@ def _run(args: argparse.Namespace) -> None:
     if args.model is not None:
         read_model(args.model)
     prepare_folder(paths.output, subfolders=[paths.logs])
-
-    from example_trainer.demo.run import Demo
-    from example_trainer.launch.report import RunProgress
 
     with RunProgress() as progress:
         progress.note(
@@ -107,12 +135,16 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--model", help="hub name or folder of a model to use instead of the small one"
     )
-    parser.add_argument("--seed", type=_whole(0), default=0, help="seed of everything (default 0)")
-    parser.add_argument("--steps", type=_whole(1), help="trainer steps (default: the profile's)")
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="seed of everything (default 0)"
+    )
+    parser.add_argument(
+        "--steps", type=whole_number(1), help="trainer steps (default: the profile's)"
+    )
     parser.add_argument("--lr", type=float, help="learning rate (default 2e-4; 1e-6 with --model)")
     parser.add_argument(
         "--max-tokens",
-        type=_whole(32),
+        type=whole_number(32),
         help="longest prompt and completion together (default 64; 1024 with --model)",
     )
     parser.add_argument(
@@ -133,19 +165,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is below {least}")
-        return value
-
-    return whole_number
-
-
 def _print_result(settings: DemoSettings, paths: DemoPaths, result: DemoResult) -> None:
-    from example_trainer.launch.report import curve_text
-
     before, after = result.before, result.after
     print(f"\n{curve_text(result.points)}\n")
     print(f"held-out accuracy, {before.num_problems} problems never trained on")
@@ -161,6 +181,298 @@ def _print_result(settings: DemoSettings, paths: DemoPaths, result: DemoResult) 
     print(
         f"  .venv/bin/atropos-train environments/gsm8k_server.py --model {_REAL_MODEL} --steps 200"
     )
+
+
+_CONCURRENT_REQUESTS = 32
+_REQUEST_TIMEOUT_S = 300.0
+_TICK_S = 0.5
+
+
+class HeldOutResult(NamedTuple):
+    """How a model did on the held-out problems."""
+
+    num_correct: int
+    """Problems answered correctly."""
+
+    num_problems: int
+    """Problems asked."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share answered correctly, from 0 to 1."""
+        return self.num_correct / self.num_problems
+
+
+def measure_held_out(
+    base_url: str,
+    *,
+    model_name: str,
+    problems: Sequence[Problem],
+    max_tokens: int,
+    on_tick: Callable[[int], None],
+) -> HeldOutResult:
+    """Ask an OpenAI-compatible server every problem once, sampling at temperature 1.
+
+    That is how rollouts are drawn: it measures the policy that is trained, its habits included.
+
+    Args:
+        base_url: Address that ends in `/v1`.
+        model_name: Name the server knows the model by.
+        problems: What is asked; at least one.
+        max_tokens: Longest completion.
+        on_tick: Called about twice a second with the number of answers so far; what it raises
+            ends the measurement.
+
+    Raises:
+        InferenceError: A request failed; an answer that could not be had is not a wrong answer.
+    """
+    return asyncio.run(
+        _measure(base_url, model_name, problems, max_tokens=max_tokens, on_tick=on_tick)
+    )
+
+
+async def _measure(
+    base_url: str,
+    model_name: str,
+    problems: Sequence[Problem],
+    *,
+    max_tokens: int,
+    on_tick: Callable[[int], None],
+) -> HeldOutResult:
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=_CONCURRENT_REQUESTS)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def ask(number: int, problem: Problem) -> bool:
+            body = {
+                "model": model_name,
+                "messages": problem.messages,
+                "temperature": 1.0,
+                "seed": number,
+                "max_tokens": max_tokens,
+            }
+            return problem.is_correct(
+                await _complete(session, f"{base_url}/chat/completions", body)
+            )
+
+        tasks = [asyncio.create_task(ask(*numbered)) for numbered in enumerate(problems)]
+        pending = set(tasks)
+        num_correct = 0
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=_TICK_S)
+                on_tick(len(problems) - len(pending))
+                num_correct += sum(task.result() for task in done)
+        finally:
+            for task in pending:
+                task.cancel()
+            # All of them, so that no second failure is reported later as never looked at.
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return HeldOutResult(num_correct, len(problems))
+
+
+async def _complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> str:
+    try:
+        async with session.post(url, json=body) as answer:
+            if answer.status != 200:
+                reason = inert_block((await answer.text())[:300])
+                raise InferenceError(
+                    f"POST {without_secrets(url)} answered {answer.status}: {reason}"
+                )
+            reply = await answer.json()
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise InferenceError(f"POST {without_secrets(url)} failed: {error!r}") from error
+    return str(reply["choices"][0]["message"]["content"] or "")
+
+
+_NUM_WARM_UP_PROBLEMS = 256
+_GROUPS_PER_END = 16
+
+
+class DemoResult(NamedTuple):
+    """What came out of a run."""
+
+    before: HeldOutResult
+    after: HeldOutResult
+    points: list[report.RewardPoint]
+    seconds: float
+
+
+class Demo:
+    """The phases of one run; every process it starts has ended when `run` returns or raises.
+
+    Args:
+        settings: What it does.
+        paths: Where it writes.
+        progress: Where the phases are shown.
+    """
+
+    def __init__(self, settings: DemoSettings, paths: DemoPaths, progress: RunProgress) -> None:
+        self.settings = settings
+        self.paths = paths
+        self.progress = progress
+        self._supervisor = Supervisor()
+
+    def run(self) -> DemoResult:
+        """Go through all phases.
+
+        Raises:
+            ProcessFailedError: One of the processes ended or was not ready in time.
+            AtroposError: Something else failed for a known reason.
+        """
+        with self._supervisor:
+            problems = self._make_problems()
+            student = self._make_student() if self._makes_model else None
+            loop = self._build_loop()
+            loop.start_servers()
+            if student is not None:
+                self._warm_up(student, problems)
+            # The engine has started on random weights, to save the time.
+            loop.wait_for_servers(reload_from=self.paths.tiny_model if student else None)
+            # Started now, so that it has loaded by the time the measurement is done.
+            loop.start_trainer()
+            before = self._measure(loop, problems, "before")
+            loop.reinforce()
+            after = self._measure(loop, problems, "after")
+        return self._report(before, after)
+
+    def _make_problems(self) -> list[Problem]:
+        return held_out_problems(self._env_settings())
+
+    def _env_settings(self) -> dict[str, object]:
+        return environment_settings(self.settings)
+
+    @property
+    def _model(self) -> str:
+        given = self.settings.model or self.settings.warmed_up_model
+        return str(given or self.paths.tiny_model)
+
+    @property
+    def _makes_model(self) -> bool:
+        return self.settings.uses_tiny_model and self.settings.warmed_up_model is None
+
+    def _make_student(self) -> Student:
+        self.progress.begin("make", "Making a small model from scratch", expected="a few seconds")
+        student = make_student(
+            self._env_settings(),
+            shape=self.settings.shape,
+            seed=self.settings.seed,
+            folder=self.paths.tiny_model,
+        )
+        self.progress.note(
+            f"{student.model.num_parameters():,} parameters, "
+            f"a vocabulary of {len(student.tokenizer)}"
+        )
+        return student
+
+    def _build_loop(self) -> TrainingLoop:
+        import torch
+
+        engine_port, service_port = find_free_ports(2)
+        plan = demo_plan(
+            self.settings, self.paths, model=self._model, on_gpu=torch.cuda.is_available()
+        )
+        stack = build_stack(
+            plan, self.paths, ports=(engine_port, service_port), inherited=os.environ
+        )
+        return TrainingLoop(
+            stack, plan, self.paths, progress=self.progress, supervisor=self._supervisor
+        )
+
+    def _warm_up(self, student: Student, problems: list[Problem]) -> None:
+        settings = self.settings.warm_up
+        self.progress.begin(
+            "warm_up",
+            "Teaching it a little by supervised learning, and a bad habit, while the engine starts",
+            expected="a minute or two",
+        )
+
+        last_step = 0
+        self.progress.note("worked solutions first:")
+
+        def on_check(step: int, loss: float, accuracy: float) -> None:
+            nonlocal last_step
+            self._supervisor.check()
+            if step < last_step:
+                self.progress.note("then the bad habit, answers without the working:")
+            last_step = step
+            state = f"step {step}, loss {loss:.2f}, {accuracy:.0%} right"
+            self.progress.update(min(accuracy, settings.skill_accuracy), None, state)
+
+        skill, habit = teach_student(
+            student,
+            self._env_settings(),
+            measured=problems[:_NUM_WARM_UP_PROBLEMS],
+            settings=settings,
+            seed=self.settings.seed,
+            on_check=on_check,
+        )
+        self.progress.note(
+            f"working sums out step by step: {skill.accuracy:.0%} right after {skill.steps} steps"
+        )
+        self.progress.note(
+            f"after {habit.steps} more, {settings.hasty_share:.0%} of them answered at once: "
+            f"{habit.accuracy:.0%} right"
+        )
+        if skill.accuracy < settings.skill_accuracy:
+            self.progress.note(f"this machine is slow: stopped after {settings.limit_s:g} s")
+
+    def _measure(self, loop: TrainingLoop, problems: list[Problem], when: str) -> HeldOutResult:
+        self.progress.begin(
+            f"measure_{when}",
+            f"Measuring {when} training: {len(problems)} problems never trained on",
+            expected="a few seconds",
+        )
+
+        def on_tick(num_answered: int) -> None:
+            loop.check()
+            self.progress.update(num_answered, len(problems), f"{num_answered} answers")
+
+        try:
+            result = measure_held_out(
+                f"{loop.stack.engine_url}/v1",
+                model_name=self._model,
+                problems=problems,
+                max_tokens=self.settings.max_tokens // 2,
+                on_tick=on_tick,
+            )
+        except InferenceError:
+            loop.check()  # rather name the part that failed, when one did
+            raise
+        self.progress.note(f"{result.num_correct} of {result.num_problems} right")
+        return result
+
+    def _report(self, before: HeldOutResult, after: HeldOutResult) -> DemoResult:
+        self.progress.begin("report", "Writing the report", expected="a few seconds")
+        paths = self.paths
+        points = report.read_rewards(paths.environment_metrics)
+        report.write_curve(points, paths.curve)
+        write_report(
+            paths.trainer_metrics,
+            paths.report,
+            environment_path=paths.environment_metrics,
+            held_out=[
+                HeldOut(
+                    "share of right answers", before.accuracy, after.accuracy, after.num_problems
+                )
+            ],
+        )
+        report.write_rollouts_page(
+            [report.groups_files(paths.groups)], paths.rollouts, groups_per_end=_GROUPS_PER_END
+        )
+        self.progress.end()
+        result = DemoResult(before, after, points, self.progress.elapsed_s)
+        figures = {
+            "accuracy_before": before.accuracy,
+            "accuracy_after": after.accuracy,
+            "num_held_out": before.num_problems,
+            "seed": self.settings.seed,
+            "steps": self.settings.steps,
+            "seconds": result.seconds,
+            "seconds_by_phase": self.progress.seconds_by_phase,
+        }
+        paths.summary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        return result
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""The small model of the demo, from nothing to a partial skill at the task.
+"""The small model of the demo, from random weights to a partial skill at the task.
 
-Supervised learning on conversations, ended by a measured accuracy.
-
-Supervised learning on conversations: what the assistant says is learned, the rest is read.
+Supervised learning on conversations, on the assistant's messages, until a measured accuracy.
 """
 
 from __future__ import annotations
@@ -13,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from example_trainer.demo.settings import WarmUpSettings
-from example_trainer.demo.task import Problem, training_problems
-from example_trainer.demo.tiny_model import (
+from example_trainer.demo.settings import (
     TinyModelShape,
+    WarmUpSettings,
     build_model,
     save_tiny_model,
     train_tokenizer,
 )
+from example_trainer.demo.task import Problem, training_problems
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +134,6 @@ def _batches(
 
 
 def _loss(model: Any, batch: Sequence[Example], *, pad_token: int) -> torch.Tensor:
-    """Return the mean cross-entropy of the learned tokens of a batch."""
     import torch
 
     length = max(len(example.tokens) for example in batch)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from example_trainer.doors import require_extra
+from example_trainer.cli import require_extra
 
 if TYPE_CHECKING:
     from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig

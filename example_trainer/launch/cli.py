@@ -1,24 +1,30 @@
-"""`atropos-train`: train a model on environments of yours by one command."""
+"""`atropos-train`: train a model on environments of yours by one command.
+
+engine, service ──► evaluate ──► environments + trainer ──► evaluate ──► curve, pages, summary
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.text import without_secrets
 from example_trainer.cli import TrainerParser, config_from_args, create_full_parser, describe_errors
-from example_trainer.config import require_model_folder
+from example_trainer.config import TrainingConfig, require_model_folder
+from example_trainer.launch import report
 from example_trainer.launch.options import (
     EnvironmentFile,
     Machine,
@@ -32,6 +38,7 @@ from example_trainer.launch.options import (
     visible_gpus,
 )
 from example_trainer.launch.preflight import (
+    RUN_FILE,
     ModelFacts,
     describe_environment,
     prepare_folder,
@@ -39,14 +46,29 @@ from example_trainer.launch.preflight import (
     require_new_folder,
     require_packages,
     served_model,
+    whole_number,
 )
-from example_trainer.launch.stack import ending_signals
+from example_trainer.launch.report import RunProgress, count_steps, curve_text, plain_number
+from example_trainer.launch.stack import (
+    Supervisor,
+    TrainingLoop,
+    build_stack,
+    ending_signals,
+    trainer_arguments,
+)
+from example_trainer.processes import find_free_ports
+from example_trainer.reporting.page import HeldOut
+from example_trainer.reporting.writing import write_report
 
-if TYPE_CHECKING:
-    from example_trainer.config import TrainingConfig
-    from example_trainer.launch.train import TrainResult
-
-__all__ = ["main"]
+__all__ = [
+    "TrainResult",
+    "TrainRun",
+    "main",
+    "needs_untying",
+    "phases",
+    "read_options",
+    "write_options",
+]
 
 _PROGRAM = "atropos-train"
 _RUNS = Path("train_runs")
@@ -156,11 +178,9 @@ def _prepare(
     arguments: argparse.Namespace,
     environment_flags: dict[str, tuple[str, ...]],
 ) -> _Prepared:
-    """Find out all that can be wrong, and make the folder."""
     is_resumed = arguments.resume is not None
     if is_resumed:
         folder = _folder_to_resume(parser, arguments, environment_flags)
-        from example_trainer.launch.train import read_options
 
         options = read_options(folder)
         if arguments.steps is not None:
@@ -194,17 +214,12 @@ def _prepare(
     require_gpu_memory(model, _trainer_config(plan), machine, place(options, machine))
     if not is_resumed:
         prepare_folder(paths.output, subfolders=[paths.logs])
-    from example_trainer.launch.train import write_options
 
     write_options(options, paths)
     return _Prepared(options, paths, plan, model, notes)
 
 
 def _train(prepared: _Prepared) -> None:
-    from example_trainer.launch import report
-    from example_trainer.launch.report import RunProgress
-    from example_trainer.launch.train import TrainRun, needs_untying, phases
-
     paths, plan = prepared.paths, prepared.plan
 
     def how_to_continue() -> str:
@@ -235,7 +250,6 @@ def _train(prepared: _Prepared) -> None:
 
 
 def _print_result(prepared: _Prepared, result: TrainResult) -> None:
-    from example_trainer.launch.report import curve_text, plain_number
 
     paths, plan = prepared.paths, prepared.plan
     if result.points:
@@ -290,77 +304,8 @@ def _parser() -> TrainerParser:
         allow_abbrev=False,
         often=_OFTEN_NEEDED,
     )
-    parser.add_argument(
-        "files",
-        nargs="*",
-        type=_environment_file,
-        metavar="FILE.py[=WEIGHT]",
-        help="environments; with several, their shares of each batch are as their weights "
-        "(default 1)",
-    )
-    parser.add_argument("--model", help="hub name or folder of the model to train")
-    parser.add_argument(
-        "--steps", type=_whole(1), help="optimizer steps of the whole run (default: 200)"
-    )
-    parser.add_argument(
-        "--output", type=Path, help=f"folder to write to (default: {_RUNS}/<date>-<time>)"
-    )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="FOLDER",
-        help="go on with the run in this folder, or with the newest under "
-        f"{_RUNS}/; its settings hold, --steps may be raised",
-    )
-    parser.add_argument(
-        "--lr",
-        type=_positive,
-        help="learning rate (default: 1e-6, which is usual where all weights are trained; 2e-4 "
-        "below 20 million parameters. atropos-grpo by itself takes 1e-5)",
-    )
-    parser.add_argument(
-        "--groups-per-step",
-        type=_whole(1),
-        help="groups in one optimizer step (default: 16; 4 on a CPU, except for tiny models)",
-    )
-    parser.add_argument(
-        "--context-tokens",
-        type=_whole(16),
-        help="longest prompt and completion together, in tokens (default: the largest "
-        "env.max_token_length and 1024 more, at most what the model reads)",
-    )
-    parser.add_argument("--seed", type=_whole(0), help="seed of engine and trainer (default: 0)")
-    parser.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        help="where engine and trainer run; auto: on the GPU if there is one. One GPU is "
-        "shared, of several the trainer has the first and the engine the last; "
-        "CUDA_VISIBLE_DEVICES chooses among them (default: auto)",
-    )
-    parser.add_argument(
-        "--no-evaluate",
-        action="store_true",
-        help="do not measure before and after training (default: the environments' evaluate does)",
-    )
-    parser.add_argument(
-        "--engine-url",
-        type=_address,
-        metavar="URL",
-        help="use the vLLM at this address, started with VLLM_SERVER_DEV_MODE=1 (default: one is "
-        "launched)",
-    )
-    parser.add_argument(
-        "--engine-args",
-        type=_shell_words,
-        metavar="'ARGS'",
-        help="further arguments for the launched vLLM, as one word (default: none)",
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=_fraction,
-        help="share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a GPU of its own)",
-    )
+    for name, arguments in _FLAGS:
+        parser.add_argument(name, **arguments)
     trainer = parser.add_argument_group("flags of atropos-grpo, passed on to the trainer")
     for action in create_full_parser()._actions:
         if action.dest not in _OWN_FLAGS and action.dest not in _FIXED:
@@ -446,7 +391,6 @@ def _options(
 
 
 def _refuse_run_settings(environment_flags: Mapping[str, Sequence[str]]) -> None:
-    """Refuse settings of environments that follow from the run itself."""
     for words in environment_flags.values():
         for word in words:
             setting = word.removeprefix(_ENVIRONMENT_PREFIX).partition("=")[0]
@@ -484,8 +428,6 @@ def _trainer_config(plan: RunPlan) -> TrainingConfig:
     Raises:
         pydantic.ValidationError: It would refuse them.
     """
-    from example_trainer.launch.stack import trainer_arguments
-
     [_, _, *words] = trainer_arguments(
         plan, RunPaths(Path()), engine_url="http://127.0.0.1:1", service_url="http://127.0.0.1:2"
     )
@@ -520,7 +462,6 @@ def _folder_to_resume(
 
 
 def _require_steps_to_do(options: TrainOptions, paths: RunPaths) -> None:
-    from example_trainer.launch.report import count_steps
 
     done = count_steps(paths.trainer_metrics)
     if done >= options.steps and paths.final_model.is_dir():
@@ -584,17 +525,6 @@ def _environment_file(text: str) -> EnvironmentFile:
     return EnvironmentFile(match["path"], _positive(match["weight"]))
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected an integer of at least {least}, got {text!r}"
-            )
-        return int(text)
-
-    return whole_number
-
-
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -638,6 +568,338 @@ def _shell_words(text: str) -> str:
             "--engine-url"
         )
     return text
+
+
+_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "files",
+        {
+            "nargs": "*",
+            "type": _environment_file,
+            "metavar": "FILE.py[=WEIGHT]",
+            "help": "environments; with several, their shares of each batch are as their weights "
+            "(default 1)",
+        },
+    ),
+    (
+        "--model",
+        {
+            "help": "hub name or folder of the model to train",
+        },
+    ),
+    (
+        "--steps",
+        {
+            "type": whole_number(1),
+            "help": "optimizer steps of the whole run (default: 200)",
+        },
+    ),
+    (
+        "--output",
+        {
+            "type": Path,
+            "help": f"folder to write to (default: {_RUNS}/<date>-<time>)",
+        },
+    ),
+    (
+        "--resume",
+        {
+            "nargs": "?",
+            "const": "",
+            "metavar": "FOLDER",
+            "help": f"go on with the run in this folder, or with the newest under {_RUNS}/; its "
+            "settings hold, --steps may be raised",
+        },
+    ),
+    (
+        "--lr",
+        {
+            "type": _positive,
+            "help": "learning rate (default: 1e-6, which is usual where all weights are trained; "
+            "2e-4 below 20 million parameters. atropos-grpo by itself takes 1e-5)",
+        },
+    ),
+    (
+        "--groups-per-step",
+        {
+            "type": whole_number(1),
+            "help": "groups in one optimizer step (default: 16; 4 on a CPU, except for tiny "
+            "models)",
+        },
+    ),
+    (
+        "--context-tokens",
+        {
+            "type": whole_number(16),
+            "help": "longest prompt and completion together, in tokens (default: the largest "
+            "env.max_token_length and 1024 more, at most what the model reads)",
+        },
+    ),
+    (
+        "--seed",
+        {
+            "type": whole_number(0),
+            "help": "seed of engine and trainer (default: 0)",
+        },
+    ),
+    (
+        "--device",
+        {
+            "choices": ["auto", "cpu", "cuda"],
+            "help": "where engine and trainer run; auto: on the GPU if there is one. One GPU is "
+            "shared, of several the trainer has the first and the engine the last; "
+            "CUDA_VISIBLE_DEVICES chooses among them (default: auto)",
+        },
+    ),
+    (
+        "--no-evaluate",
+        {
+            "action": "store_true",
+            "help": "do not measure before and after training (default: the environments' "
+            "evaluate does)",
+        },
+    ),
+    (
+        "--engine-url",
+        {
+            "type": _address,
+            "metavar": "URL",
+            "help": "use the vLLM at this address, started with VLLM_SERVER_DEV_MODE=1 (default: "
+            "one is launched)",
+        },
+    ),
+    (
+        "--engine-args",
+        {
+            "type": _shell_words,
+            "metavar": "'ARGS'",
+            "help": "further arguments for the launched vLLM, as one word (default: none)",
+        },
+    ),
+    (
+        "--gpu-memory-utilization",
+        {
+            "type": _fraction,
+            "help": "share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a GPU of "
+            "its own)",
+        },
+    ),
+)
+"""Flags of this command with the arguments of `add_argument`."""
+
+
+_GROUPS_PER_END = 16
+_STEPS_PER_END = 10
+
+Evaluations = Mapping[str, Mapping[str, float]]
+"""Environment to metric to value."""
+
+
+class TrainResult(NamedTuple):
+    """What came out of a run."""
+
+    before: Evaluations
+    after: Evaluations
+    metric: report.RewardMetric
+    points: list[report.RewardPoint]
+    """Reward around each trainer step."""
+    has_rollouts: bool
+    """Whether there is a page of rollouts."""
+    seconds: float
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Mean reward of the first and of the last steps, None without any."""
+        rewards = [point.reward for point in self.points]
+        size = max(1, min(_STEPS_PER_END, len(rewards) // 2))
+        return (sum(rewards[:size]) / size, sum(rewards[-size:]) / size) if rewards else None
+
+
+def write_options(options: TrainOptions, paths: RunPaths) -> None:
+    """Keep the command line of a run in its folder, readable by its owner only.
+
+    Flags may hold keys of providers, which a resumed run needs again.
+    """
+    text = json.dumps(options.as_json(), indent=2)
+    path = paths.output / RUN_FILE
+    unfinished = path.with_suffix(".new")
+    unfinished.touch(mode=0o600)
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_options(folder: Path) -> TrainOptions:
+    """Read the command line of the run in a folder.
+
+    Raises:
+        ConfigError: There is no run of `atropos-train`.
+    """
+    path = folder / RUN_FILE
+    try:
+        return TrainOptions.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"--resume {folder}: there is no run to resume; expected a folder that atropos-train "
+            f"has written, with {RUN_FILE}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--resume {folder}: {path} cannot be read: {error}") from error
+
+
+def phases(plan: RunPlan, *, unties: bool) -> list[str]:
+    """Return the titles of the phases of a run, in their order."""
+    evaluated = [each.name for each in plan.environments if each.is_evaluated]
+    titles = ["Copy the model for the engine"] if unties else []
+    titles.append(
+        f"Start the trajectory service and use the engine at {without_secrets(plan.engine_url)}"
+        if plan.engine_url
+        else "Start the trajectory service and the inference engine"
+    )
+    if evaluated:
+        titles.append(f"Measure before training: evaluate of {', '.join(evaluated)}")
+    titles.append(f"Train for {plan.steps} steps of {plan.work}")
+    if evaluated:
+        titles.append("Measure after training")
+    return [*titles, "Write the report"]
+
+
+class TrainRun:
+    """The phases of one run; every process it starts has ended when `run` returns or raises.
+
+    Args:
+        plan: What is run.
+        paths: Where it writes.
+        progress: Where the phases are shown.
+        model: Facts about the model.
+    """
+
+    def __init__(
+        self, plan: RunPlan, paths: RunPaths, progress: RunProgress, *, model: ModelFacts
+    ) -> None:
+        self._plan = plan
+        self._paths = paths
+        self._progress = progress
+        self._unties = needs_untying(plan, model)
+        self._supervisor = Supervisor()
+
+    def run(self) -> TrainResult:
+        """Go through all phases.
+
+        Raises:
+            ProcessFailedError: One of the processes ended or was not ready in time.
+            AtroposError: Something else failed for a known reason.
+        """
+        with self._supervisor:
+            if self._unties:
+                self._plan = replace(self._plan, engine_model=self._untie())
+            loop = self._build_loop()
+            loop.start_servers()
+            loop.wait_for_servers(reload_from=None)
+            before = self._evaluate(loop, "before")
+            loop.start_trainer()
+            loop.reinforce()
+            after = self._evaluate(loop, "after")
+        return self._report(before, after)
+
+    def _untie(self) -> Path:
+        """Write the model with an output layer of its own, which vLLM on a CPU can replace."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from example_trainer.weight_sync import export_for_engine
+
+        self._progress.begin("copy", "Copying the model for the engine", expected="a minute")
+        folder = self._paths.output / "engine_model"
+        if not folder.is_dir():
+            model = AutoModelForCausalLM.from_pretrained(self._plan.model)
+            tokenizer = AutoTokenizer.from_pretrained(self._plan.model)
+            export_for_engine(model, folder, tokenizer=tokenizer)
+        return folder
+
+    def _build_loop(self) -> TrainingLoop:
+        engine_port, service_port = find_free_ports(2)
+        stack = build_stack(
+            self._plan, self._paths, ports=(engine_port, service_port), inherited=os.environ
+        )
+        return TrainingLoop(
+            stack,
+            self._plan,
+            self._paths,
+            progress=self._progress,
+            supervisor=self._supervisor,
+            reward=None,
+        )
+
+    def _evaluate(self, loop: TrainingLoop, when: str) -> Evaluations:
+        results: dict[str, Mapping[str, float]] = {}
+        for environment in self._plan.environments:
+            if not environment.is_evaluated:
+                continue
+            known = report.read_evaluation(environment.evaluation(when))
+            if known and when == "before":  # measured before the run was interrupted
+                results[environment.name] = known
+                continue
+            self._progress.begin(
+                f"evaluate_{when}_{environment.name}",
+                f"Measuring {when} training: evaluate of {environment.name}",
+                expected="as long as its questions take",
+            )
+            metrics = loop.evaluate(environment, when)
+            if metrics:
+                results[environment.name] = metrics
+                shown = ", ".join(
+                    f"{key} {report.plain_number(value)}" for key, value in metrics.items()
+                )
+                self._progress.note(shown)
+        return results
+
+    def _report(self, before: Evaluations, after: Evaluations) -> TrainResult:
+        self._progress.begin("report", "Writing the report", expected="a few seconds")
+        paths, environments = self._paths, self._plan.environments
+        metrics = [environment.metrics for environment in environments]
+        metric, points = report.find_rewards(metrics, paths.trainer_metrics)
+        if points:
+            report.write_curve(points, paths.curve, metric=metric)
+        one = metrics[0] if len(metrics) == 1 and metrics[0].is_file() else None
+        held_out = [
+            HeldOut(f"{name}: {key}", before.get(name, {}).get(key), value)
+            for name, results in after.items()
+            for key, value in results.items()
+        ]
+        write_report(paths.trainer_metrics, paths.report, environment_path=one, held_out=held_out)
+        num_groups = report.write_rollouts_page(
+            [report.groups_files(environment.groups) for environment in environments],
+            paths.rollouts,
+            groups_per_end=_GROUPS_PER_END,
+        )
+        self._progress.end()
+        result = TrainResult(
+            before, after, metric, points, num_groups > 0, self._progress.elapsed_s
+        )
+        self._write_summary(result)
+        return result
+
+    def _write_summary(self, result: TrainResult) -> None:
+        summary = {
+            "model": self._plan.model,
+            "environments": [environment.name for environment in self._plan.environments],
+            "steps": self._plan.steps,
+            "seed": self._plan.seed,
+            "evaluations_before": result.before,
+            "evaluations_after": result.after,
+            "reward_metric": result.metric.key,
+            "reward_first_and_last_steps": result.ends,
+            "seconds": result.seconds,
+            "seconds_by_phase": self._progress.seconds_by_phase,
+        }
+        self._paths.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def needs_untying(plan: RunPlan, model: ModelFacts) -> bool:
+    """Whether the engine needs a copy of the model whose output layer is not its embedding.
+
+    vLLM on a CPU keeps a packed copy of a tied output layer, which in-place updates do not reach.
+    """
+    return model.is_tied and not plan.on_gpu and plan.engine_url is None
 
 
 if __name__ == "__main__":

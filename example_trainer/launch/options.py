@@ -1,11 +1,8 @@
-"""What `atropos-train` was asked for, and the run that follows from it; pure.
+"""The options of `atropos-train` and the plan of the run that follows from them; pure.
 
-options + facts about model, environments and machine ─► RunPlan, notes on what was chosen
+    options + facts about model, environments and machine ─► RunPlan, notes on what was chosen
 
-A run written down: which environments, model and flags, and where everything goes.
-
-Nothing here starts anything. `atropos-train` and `atropos-demo` each make a `RunPlan`; `stack`
-turns it into commands and `loop` runs them.
+`atropos-train` and `atropos-demo` each make a `RunPlan`; `stack` turns it into processes.
 """
 
 from __future__ import annotations
@@ -409,7 +406,7 @@ def make_plan(
     machine: Machine,
     is_resumed: bool = False,
 ) -> Chosen:
-    """Choose everything that was not asked for.
+    """Choose every setting that the command line leaves open.
 
     Args:
         options: The command line.
@@ -417,16 +414,12 @@ def make_plan(
         model: Of `options.model`.
         environments: Of `options.files`, in the same order.
         machine: Where the run takes place.
-        is_resumed: Whether it goes on from checkpoints.
+        is_resumed: Whether the run continues from checkpoints.
 
     Raises:
-        ConfigError: What was asked for does not fit the model.
+        ConfigError: the options do not fit the model.
     """
-    if model.context_tokens and (options.context_tokens or 0) > model.context_tokens:
-        raise ConfigError(
-            f"--context-tokens {options.context_tokens}: {options.model} reads at most "
-            f"{model.context_tokens} tokens"
-        )
+    _require_readable(options, model)
     notes: list[str] = []
     is_tiny = model.num_parameters < TINY_PARAMETERS
     on_gpu = bool(machine.gpus)
@@ -435,10 +428,8 @@ def make_plan(
     sequences = batch_sequences(sizes, groups)
     shares = batch_shares([file.weight for file in options.files], sizes, sequences)
     limits = _token_limits(options, model, environments, machine, notes)
-    room = max(limits) + PROMPT_ROOM_TOKENS
-    context = min(
-        room, *(limit for limit in (options.context_tokens, model.context_tokens) if limit)
-    )
+    limits_of_model = [n for n in (options.context_tokens, model.context_tokens) if n]
+    context = min([max(limits) + PROMPT_ROOM_TOKENS, *limits_of_model])
     plans = tuple(
         _environment_plan(options, paths, position, facts, limits[position], shares[position])
         for position, facts in enumerate(environments)
@@ -450,16 +441,11 @@ def make_plan(
         steps=options.steps,
         sequences_per_step=sequences,
         context_tokens=context,
-        work=f"{sequences} tries"
-        if len(set(sizes)) > 1
-        else f"{sequences // sizes[0]} items x {sizes[0]} tries",
+        work=_work(sequences, sizes),
         seed=options.seed,
         on_gpu=on_gpu,
         engine_url=options.engine_url,
-        engine_flags=(
-            *_engine_flags(machine, placement),
-            *shlex.split(options.engine_args),
-        ),
+        engine_flags=(*_engine_flags(machine, placement), *shlex.split(options.engine_args)),
         engine_variables=_engine_variables(machine, placement, is_tiny=is_tiny),
         trainer_flags=(
             *_trainer_flags(options, context, is_tiny=is_tiny, on_gpu=on_gpu),
@@ -472,14 +458,33 @@ def make_plan(
         # A step of a large model on a CPU takes long; a dead process is noticed at once anyway.
         stall_limit_s=1800.0 if on_gpu or is_tiny else 6 * 3600.0,
     )
-    if not model.has_chat_template:
-        notes.append(
-            f"{options.model} has no chat template: environments that pose chats will fail; choose "
-            "an instruction-tuned model for those"
-        )
+    notes += _template_notes(options, model)
     notes += [placement.describe()] if on_gpu else []
     notes += _speed_notes(model, plan, machine, is_tiny=is_tiny)
     return Chosen(plan, notes)
+
+
+def _require_readable(options: TrainOptions, model: ModelFacts) -> None:
+    if model.context_tokens and (options.context_tokens or 0) > model.context_tokens:
+        raise ConfigError(
+            f"--context-tokens {options.context_tokens}: {options.model} reads at most "
+            f"{model.context_tokens} tokens"
+        )
+
+
+def _template_notes(options: TrainOptions, model: ModelFacts) -> list[str]:
+    if model.has_chat_template:
+        return []
+    return [
+        f"{options.model} has no chat template: environments that pose chats will fail; choose "
+        "an instruction-tuned model for those"
+    ]
+
+
+def _work(sequences: int, sizes: Sequence[int]) -> str:
+    if len(set(sizes)) > 1:
+        return f"{sequences} tries"
+    return f"{sequences // sizes[0]} items x {sizes[0]} tries"
 
 
 def place(options: TrainOptions, machine: Machine) -> Placement:
@@ -507,7 +512,7 @@ def place(options: TrainOptions, machine: Machine) -> Placement:
         )
     default = _SHARED_GPU_UTILIZATION if len(gpus) == 1 else _OWN_GPU_UTILIZATION
     share = options.gpu_memory_utilization or default
-    with contextlib.suppress(TypeError, ValueError):  # vLLM refuses what is no number
+    with contextlib.suppress(TypeError, ValueError):  # vLLM rejects anything else
         share = float(_last_value(engine_args, ("--gpu-memory-utilization",)))  # type: ignore[arg-type]
     return Placement(
         trainer=gpus[:1],
@@ -565,7 +570,6 @@ def visible_gpus(variable: str, count: int) -> tuple[str, ...]:
 
 
 def _last_value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return what a flag was given last, None where it is not there."""
     found = None
     for position, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")

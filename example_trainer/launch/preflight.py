@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ __all__ = [
     "require_new_folder",
     "require_packages",
     "served_model",
+    "whole_number",
 ]
 
 RUN_FILE = "run.json"
@@ -232,3 +234,16 @@ def served_model(engine_url: str, model: str) -> None:
         control.require_in_place_updates()
     finally:
         control.close()
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return a converter of a flag to an integer of at least `least`, for argparse."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected an integer of at least {least}, got {text!r}"
+            )
+        return int(text)
+
+    return convert

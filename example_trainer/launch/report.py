@@ -28,8 +28,8 @@ from rich.progress import (
 )
 
 from atroposlib.frontend.jsonl2html import generate_html
-from example_trainer.doors import require_extra
-from example_trainer.reporting.series import rolling_mean
+from example_trainer.cli import require_extra
+from example_trainer.reporting.page import rolling_mean
 
 __all__ = [
     "BATCH_REWARD",
@@ -63,7 +63,7 @@ class RewardMetric(NamedTuple):
     """What it says, with `{:.0%}` or the like where the figure belongs."""
 
     limits: tuple[float, float] | None
-    """Lowest and highest value it can have; None where there are none."""
+    """Lowest and highest value it can have; None if it is unbounded."""
 
 
 SHARE_RIGHT = RewardMetric(

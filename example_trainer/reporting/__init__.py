@@ -1,6 +1,1 @@
-"""The report of a run: metrics in, one self-contained HTML file out.
-
-    metrics.jsonl, settings ─► records ─► findings, charts ─► page
-
-Nothing but `writing` and `cli` touches files.
-"""
+"""The report of a run as one self-contained HTML file; only `writing` touches files."""

@@ -1,24 +1,296 @@
 """Render the report of a run as one self-contained HTML file; pure.
 
+    JSONL lines -> records, one per step -> series, smoothed and thinned out -> SVG -> page
+
 The page runs no script and makes no request. Its style follows the system's light or dark mode and
-covers printing. All text that comes from a run (settings, names, metrics) is escaped.
+covers printing: colors are classes (`c0` ... `c5`). All text that comes from a run (settings,
+names, metrics) is escaped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atroposlib.utils.text import inert_line, inert_markup
-from example_trainer.reporting.charts import legend, line_chart, stacked_chart
-from example_trainer.reporting.series import Series, series_of, short_number
 
 __all__ = [
+    "NUM_COLOURS",
+    "STEP_SIGN",
     "STYLE",
     "Fact",
     "HeldOut",
+    "RunRecords",
+    "Series",
+    "legend",
+    "line_chart",
     "make_page",
+    "read_records",
+    "rolling_mean",
+    "round_ticks",
+    "series_of",
+    "short_number",
+    "stacked_chart",
+    "thin_out",
 ]
+
+
+class Series(NamedTuple):
+    """One line of a chart; x rises, both lists have the same length."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    """Finite numbers."""
+
+
+def rolling_mean(values: Sequence[float], window: int) -> list[float]:
+    """Return at each place the mean of the last `window` values up to it."""
+    recent: deque[float] = deque(maxlen=window)
+    means = []
+    for value in values:
+        recent.append(value)
+        means.append(sum(recent) / len(recent))
+    return means
+
+
+def thin_out(series: Series, *, max_points: int) -> Series:
+    """Return a series shortened to a maximum length by averaging consecutive points."""
+    size = -(-len(series.xs) // max_points)
+    if size <= 1:
+        return series
+    starts = range(0, len(series.xs), size)
+    return Series(
+        series.name,
+        [_mean(series.xs[start : start + size]) for start in starts],
+        [_mean(series.ys[start : start + size]) for start in starts],
+    )
+
+
+def round_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
+    """Return round numbers, evenly spaced, from at or below `low` to at or above `high`.
+
+    Args:
+        low: smallest number to show.
+        high: largest; not below `low`.
+        most: how many intervals there are at most.
+    """
+    if not high - low > max(abs(high) * 1e-9, 1e-300):
+        half = max(abs(high) / 2, 1e-300) if high else 0.5
+        low, high = low - half, high + half
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    steps = (power * factor for factor in (1, 2, 2.5, 5, 10, 20))
+    for step in steps:
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if last - first <= most:
+            break
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def short_number(value: float) -> str:
+    """Write a number in a few characters: 0.0123, 1.5, 12,345, 3.4e-07."""
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 1e7 or size < 1e-4:
+        return f"{value:.2g}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if size < 1 else f"{value:.5g}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+STEP_SIGN = "train/loss"
+"""A record of an optimiser step has it, and no other record has."""
+
+
+class RunRecords(NamedTuple):
+    """The newest run recorded in a metrics file."""
+
+    steps: Sequence[Mapping[str, Any]]
+    """One record per optimiser step, in order; each has `step`."""
+    num_unreadable: int
+    """Lines that hold no record; a file that is still being written may end in one."""
+
+
+def read_records(lines: Iterable[str]) -> RunRecords:
+    """Read the newest run of a metrics file.
+
+    Of two records of a step the later one counts. A file to which a second run was appended begins
+    again at its first step, and what stood before is left out.
+
+    Args:
+        lines: of the file.
+    """
+    by_step: dict[int, Mapping[str, Any]] = {}
+    num_unreadable = 0
+    first: int | None = None
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            step = int(record["step"])
+        except (ValueError, KeyError, TypeError):
+            num_unreadable += 1
+            continue
+        if STEP_SIGN not in record:
+            continue
+        if first is None or step <= first:
+            by_step, first = {}, step
+        by_step[step] = record
+    return RunRecords([by_step[step] for step in sorted(by_step)], num_unreadable)
+
+
+def series_of(steps: Sequence[Mapping[str, Any]], key: str, name: str) -> Series | None:
+    """Return one metric over the steps that have a finite number for it; None without any.
+
+    Args:
+        steps: records with `step`.
+        key: of the metric.
+        name: of the line in a legend.
+    """
+    points = [
+        (float(record["step"]), float(record[key]))
+        for record in steps
+        if isinstance(record.get(key), int | float) and math.isfinite(record[key])
+    ]
+    if not points:
+        return None
+    return Series(name, [x for x, _ in points], [y for _, y in points])
+
+
+NUM_COLOURS = 6
+_WIDTH, _HEIGHT = 520, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 10, 34
+_MAX_POINTS = 400
+_SMOOTHED_FROM = 24
+
+
+class _Frame:
+    """Where numbers lie on the chart, and its axes."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self._x_low, self._x_high = min(xs), max(xs)
+        self._y_ticks = round_ticks(min(ys), max(ys))
+
+    def x(self, value: float) -> float:
+        span = self._x_high - self._x_low
+        share = (value - self._x_low) / span if span else 0.5
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self._y_ticks[0], self._y_ticks[-1]
+        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def axes(self) -> str:
+        parts = []
+        for tick in self._y_ticks:
+            y = self.y(tick)
+            parts.append(
+                f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" '
+                f'y2="{y:.1f}"/><text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" '
+                f'text-anchor="end">{short_number(tick)}</text>'
+            )
+        for tick in self._x_ticks():
+            parts.append(
+                f'<text class="tick" x="{self.x(tick):.1f}" y="{_HEIGHT - _BOTTOM + 15}" '
+                f'text-anchor="middle">{short_number(tick)}</text>'
+            )
+        parts.append(
+            f'<text class="tick" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}" '
+            'text-anchor="middle">step</text>'
+        )
+        return "".join(parts)
+
+    def _x_ticks(self) -> list[float]:
+        if self._x_low == self._x_high:
+            return [self._x_low]
+        inside = [
+            tick
+            for tick in round_ticks(self._x_low, self._x_high, most=8)
+            if self._x_low <= tick <= self._x_high and tick == int(tick)
+        ]
+        return inside or [self._x_low, self._x_high]
+
+
+def line_chart(title: str, series: Sequence[Series], *, smooths: bool = True) -> str:
+    """Draw lines; longer ones pale, with their rolling mean on top.
+
+    Args:
+        title: said to who cannot see the chart.
+        series: at least one, each with at least one point.
+        smooths: False draws them as they are.
+    """
+    thinned = [thin_out(one, max_points=_MAX_POINTS) for one in series]
+    frame = _Frame([x for one in thinned for x in one.xs], [y for one in thinned for y in one.ys])
+    drawn = [
+        _line(one, frame, f"c{i % NUM_COLOURS}", smooths=smooths) for i, one in enumerate(thinned)
+    ]
+    return _svg(title, frame.axes() + "".join(drawn))
+
+
+def stacked_chart(title: str, series: Sequence[Series]) -> str:
+    """Draw shares on top of each other, the first at the bottom.
+
+    Args:
+        title: said to who cannot see the chart.
+        series: at least one, all over the same steps, none below 0.
+    """
+    thinned = [thin_out(one, max_points=_MAX_POINTS) for one in series]
+    xs = thinned[0].xs
+    floors = [[0.0] * len(xs)]
+    for one in thinned:
+        floors.append([low + y for low, y in zip(floors[-1], one.ys, strict=True)])
+    frame = _Frame(xs, [0.0, *floors[-1]])
+    areas = []
+    for i, (low, high) in enumerate(itertools.pairwise(floors)):
+        there = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, high, strict=True)]
+        back = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, low, strict=True)]
+        points = " ".join([*there, *reversed(back)])
+        areas.append(f'<polygon class="area c{i % NUM_COLOURS}" points="{points}"/>')
+    return _svg(title, "".join(areas) + frame.axes())
+
+
+def legend(names: Sequence[str]) -> str:
+    """Return the legend of a chart as HTML: each series with its color."""
+    return "".join(
+        f'<span class="key"><i class="c{i % NUM_COLOURS}"></i>{inert_markup(name)}</span>'
+        for i, name in enumerate(names)
+    )
+
+
+def _line(series: Series, frame: _Frame, colour: str, *, smooths: bool) -> str:
+    if len(series.xs) == 1:
+        x, y = frame.x(series.xs[0]), frame.y(series.ys[0])
+        return f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+    if not smooths or len(series.xs) < _SMOOTHED_FROM:
+        return _polyline(series.xs, series.ys, frame, f"line {colour}")
+    means = rolling_mean(series.ys, len(series.ys) // 12)
+    return _polyline(series.xs, series.ys, frame, f"line pale {colour}") + _polyline(
+        series.xs, means, frame, f"line {colour}"
+    )
+
+
+def _polyline(xs: Sequence[float], ys: Sequence[float], frame: _Frame, classes: str) -> str:
+    points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, ys, strict=True))
+    return f'<polyline class="{classes}" points="{points}"/>'
+
+
+def _svg(title: str, content: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{inert_markup(title)}">'
+        f"{content}</svg>"
+    )
+
 
 STYLE = """
 :root{color-scheme:light dark;--ground:#fff;--text:#1c2126;--dim:#5d6872;--edge:#d9dee3;
@@ -268,7 +540,6 @@ def _meanings(
     reward_parts: Sequence[Series],
     held_out: Sequence[HeldOut],
 ) -> str:
-    """Describe each reward on the page in one sentence."""
     meanings = {}
     if held_out:
         meanings["held-out result"] = (
@@ -355,7 +626,6 @@ def _framed(title: str, note: str, drawing: str, series: Sequence[Series]) -> st
 
 
 def _times(steps: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Return the parts of the time, over the steps that have them all."""
     timed = []
     for record in steps:
         if isinstance(record.get("train/compute_time"), int | float):

@@ -48,7 +48,7 @@ def save_spread_out_model(folder: Path) -> None:
     """Save a random model whose distributions are far from uniform, so that mix-ups show."""
     import torch
 
-    from example_trainer.demo.tiny_model import (
+    from example_trainer.demo.settings import (
         TinyModelShape,
         build_model,
         save_tiny_model,

@@ -64,7 +64,7 @@ def _save_noisy_model(folder: Path) -> None:
     """Save a random model that ends a turn after `TOKENS_PER_TURN` tokens on average."""
     import torch
 
-    from example_trainer.demo.tiny_model import (
+    from example_trainer.demo.settings import (
         TinyModelShape,
         build_model,
         save_tiny_model,

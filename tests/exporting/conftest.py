@@ -21,7 +21,7 @@ from tests.exporting.samples import make_groups, write_groups
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A byte-level tokenizer with a chat template; `name_or_path` is its folder."""
-    from example_trainer.demo.tiny_model import train_tokenizer
+    from example_trainer.demo.settings import train_tokenizer
 
     chats = [
         [

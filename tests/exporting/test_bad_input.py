@@ -111,7 +111,7 @@ def test_what_is_no_group_is_refused_with_the_place(content: str, message: str) 
 @pytest.fixture(scope="module")
 def other_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tokenizer with as many tokens as the first, of other text."""
-    from example_trainer.demo.tiny_model import train_tokenizer
+    from example_trainer.demo.settings import train_tokenizer
 
     chats = [
         [

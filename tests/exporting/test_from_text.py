@@ -123,7 +123,7 @@ async def test_exports_train_a_model_in_trl(tokenizer: Any, tmp_path: Path) -> N
     import datasets
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-    from example_trainer.demo.tiny_model import TinyModelShape, build_model, save_tiny_model
+    from example_trainer.demo.settings import TinyModelShape, build_model, save_tiny_model
     from tests.exporting.test_trains import settings
 
     source = await process(tokenizer, tmp_path)

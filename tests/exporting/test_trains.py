@@ -24,7 +24,7 @@ OUTPUTS = ("jsonl", "parquet", "dataset")
 
 @pytest.fixture(scope="module")
 def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from example_trainer.demo.tiny_model import TinyModelShape, build_model, save_tiny_model
+    from example_trainer.demo.settings import TinyModelShape, build_model, save_tiny_model
 
     shape = TinyModelShape(hidden_size=64, num_layers=1, num_heads=2)
     folder = tmp_path_factory.mktemp("model")

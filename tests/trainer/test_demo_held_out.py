@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from atroposlib.errors import InferenceError
-from example_trainer.demo.run import measure_held_out
+from example_trainer.demo.cli import measure_held_out
 from example_trainer.demo.task import Problem
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]

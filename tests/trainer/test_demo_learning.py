@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from example_trainer.demo.settings import TinyModelShape, build_model, train_tokenizer
 from example_trainer.demo.student import Example, encode_conversation, supervised_steps
-from example_trainer.demo.tiny_model import TinyModelShape, build_model, train_tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Answer with one word."},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from example_trainer.demo.settings import TaskSettings
+from example_trainer.demo.settings import TaskSettings, TinyModelShape, build_model, train_tokenizer
 from example_trainer.demo.student import encode_example, habitual_solution, warm_up
 from example_trainer.demo.task import (
     Problem,
@@ -15,7 +15,6 @@ from example_trainer.demo.task import (
     training_problems,
     worked_sum,
 )
-from example_trainer.demo.tiny_model import TinyModelShape, build_model, train_tokenizer
 
 pytest.importorskip("reasoning_gym")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from example_trainer.demo.tiny_model import (
+from example_trainer.demo.settings import (
     TinyModelShape,
     build_model,
     save_tiny_model,

@@ -11,15 +11,14 @@ import torch
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError
 from atroposlib.utils.run_log import RunLog
-from example_trainer import checkpointing, publishing
-from example_trainer import feed as batch_journal
+from example_trainer import api, checkpointing, training
+from example_trainer.api import BatchJournal, DurableFeed, checkpoint_bytes
 from example_trainer.checkpointing import (
     find_latest_checkpoint,
     load_feed_state,
     load_training_state,
     save_checkpoint,
 )
-from example_trainer.feed import BatchJournal, DurableFeed, checkpoint_bytes
 from example_trainer.model import create_optimizer
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import NoSync
@@ -128,8 +127,8 @@ MOMENTS = {
     "checkpoint half written": (checkpointing, "save_training_state", 2, False),
     "checkpoint written, not in place": (checkpointing, "_flush_to_disk", 2, False),
     "checkpoint in place, journal not cut": (BatchJournal, "forget_through", 1, False),
-    "checkpoint in place, old one not dropped": (publishing, "drop_old_checkpoints", 2, False),
-    "checkpoint in place, not acknowledged": (publishing, "drop_old_checkpoints", 2, True),
+    "checkpoint in place, old one not dropped": (training, "drop_old_checkpoints", 2, False),
+    "checkpoint in place, not acknowledged": (training, "drop_old_checkpoints", 2, True),
     "before the final model": (LeasingService, "acknowledge", STEPS + 1, True),
 }
 
@@ -167,8 +166,8 @@ JOURNAL_MOMENTS = {
     "before there is one": (Trainer, "train_on", 1, True),
     "half written": (checkpointing, "save_training_state", 1, False),
     "in place, records not cut": (BatchJournal, "forget_through", 1, False),
-    "in place, older one not dropped": (batch_journal, "drop_checkpoints_before", 2, False),
-    "in place, batch not acknowledged": (batch_journal, "drop_checkpoints_before", 2, True),
+    "in place, older one not dropped": (api, "drop_checkpoints_before", 2, False),
+    "in place, batch not acknowledged": (api, "drop_checkpoints_before", 2, True),
 }
 
 

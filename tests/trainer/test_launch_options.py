@@ -11,6 +11,7 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from example_trainer.cli import config_from_args, create_full_parser
+from example_trainer.launch.cli import needs_untying, phases
 from example_trainer.launch.options import (
     EnvironmentFile,
     Machine,
@@ -27,7 +28,6 @@ from example_trainer.launch.options import (
 )
 from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts
 from example_trainer.launch.stack import build_stack, trainer_arguments
-from example_trainer.launch.train import needs_untying, phases
 
 PATHS = RunPaths(Path("/run"))
 CPU = Machine(gpus=(), num_cores=4)

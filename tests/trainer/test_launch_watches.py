@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from example_trainer.launch.loop import EngineWatch, StallWatch
+from example_trainer.launch.stack import EngineWatch, StallWatch
 from example_trainer.processes import ManagedProcess, ProcessFailedError
 from tests.trainer.test_processes import SLEEP
 

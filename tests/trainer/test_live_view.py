@@ -8,14 +8,7 @@ import sys
 
 from rich.console import Console
 
-from example_trainer.live_view import (
-    LiveDisplay,
-    RunState,
-    RunView,
-    can_show,
-    sparkline,
-    time_shares,
-)
+from example_trainer.metrics import LiveDisplay, RunState, RunView, can_show, sparkline, time_shares
 
 STEP = {
     "train/reward_mean": 0.5,

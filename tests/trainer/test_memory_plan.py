@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from example_trainer.memory_plan import GIB, ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.model import create_optimizer
-from example_trainer.training import sizes_of, step_setup
+from example_trainer.policy import sizes_of, step_setup
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import tiny_config, tiny_llama
 

@@ -17,10 +17,10 @@ from example_trainer.model import (
     create_optimizer,
     flash_attention_obstacle,
     freeze_other_layers,
-    learning_rate_at,
     load_frozen_model,
     load_model_and_tokenizer,
 )
+from example_trainer.training import learning_rate_at
 from tests.trainer.tiny import save_tiny_model, tiny_config, tiny_llama
 
 

@@ -10,8 +10,7 @@ from example_trainer.batch import build_batch
 from example_trainer.config import require_reference
 from example_trainer.loss import BatchTotals, KlPenalty, LossInputs, TrainingLoss
 from example_trainer.model import load_model_and_tokenizer
-from example_trainer.policy import prepare_policy
-from example_trainer.reference import open_reference
+from example_trainer.policy import open_reference, prepare_policy
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import group, save_tiny_model, tiny_config, tiny_llama
 

@@ -6,8 +6,7 @@ import asyncio
 
 from atroposlib.envs import base
 from atroposlib.utils.run_log import RunLog
-from example_trainer.api import TrajectoryFeed, open_client
-from example_trainer.feed import BatchJournal, DurableFeed
+from example_trainer.api import BatchJournal, DurableFeed, TrajectoryFeed, open_client
 from example_trainer.model import create_optimizer
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import NoSync

@@ -42,8 +42,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from example_trainer.demo.settings import TinyModelShape
     from example_trainer.demo.student import student_of
-    from example_trainer.demo.tiny_model import TinyModelShape
 
     chat = [{"role": "user", "content": "write"}, {"role": "assistant", "content": "words"}]
     folder = tmp_path_factory.mktemp("model")

@@ -13,6 +13,7 @@ import torch
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer import weight_sync as engine_weights
 from example_trainer.engine import EngineControl, SglangControl
+from example_trainer.training import is_sync_due
 from example_trainer.vllm_manager import VllmServer
 from example_trainer.weight_sync import (
     SHARED_MEMORY,
@@ -22,7 +23,6 @@ from example_trainer.weight_sync import (
     LoraSwapSync,
     RestartSync,
     export_for_engine,
-    is_sync_due,
     make_weight_sync,
     require_built_mode,
     require_shared_memory_for,

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from fastapi.testclient import TestClient
 
-from example_trainer.companion.service import create_app
-from example_trainer.companion.state import CompanionState, EngineFacts, EngineTypes
+from example_trainer.vllm_api_server import CompanionState, EngineFacts, EngineTypes, create_app
 
 
 class ClientError(Exception):

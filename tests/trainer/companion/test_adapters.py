@@ -7,8 +7,7 @@ import json
 import pytest
 from fastapi.testclient import TestClient
 
-from example_trainer.companion.service import create_app
-from example_trainer.companion.state import CompanionState
+from example_trainer.vllm_api_server import CompanionState, create_app
 from tests.trainer.companion.scripted import TYPES, LoraRequest
 
 

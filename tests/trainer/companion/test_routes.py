@@ -13,7 +13,7 @@ from atroposlib.envs.server_handling.vllm_server import (
     parse_generate,
     prompt_rows,
 )
-from example_trainer.companion.generation import _unless_gone
+from example_trainer.vllm_api_server import _unless_gone
 from tests.trainer.companion.scripted import ClientError, serve
 
 

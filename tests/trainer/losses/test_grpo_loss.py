@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from example_trainer import training
-from example_trainer.grpo_loss import compute_grpo_loss
+from example_trainer.training import compute_grpo_loss
 from tests.trainer.losses.oracle import ADVANTAGES, INFERENCE, LABELS, TRAINER, double
 
 KEYS = {

@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.reporting.series import (
-    Series,
-    rolling_mean,
-    round_ticks,
-    short_number,
-    thin_out,
-)
+from example_trainer.reporting.page import Series, rolling_mean, round_ticks, short_number, thin_out
 
 
 def test_rolling_mean_looks_back():
