@@ -396,7 +396,10 @@ class SingleTurnEnv(BaseEnv):
             samples=samples,
             start_time=started_at,
             end_time=time.time(),
-            generation_parameters={"temperature": self.config.eval_temperature},
+            generation_parameters={
+                "temperature": self.config.eval_temperature,
+                "max_tokens": self.config.max_token_length,
+            },
         )
         await self.wandb_log(metrics)
 

@@ -7,13 +7,7 @@ import pytest
 from atroposlib.scored_data import check_group
 from atroposlib.utils.local_records import read_records
 from atroposlib.utils.math_check import check_math_answer
-from environments.gsm8k_server import (
-    GSM8kEnv,
-    gold_answer,
-    group_scores,
-    prompt_messages,
-    score_verdict,
-)
+from environments.gsm8k_server import GSM8kEnv, gold_answer, scores_by_length
 from tests.environments.offline import PROBED, evaluate, make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
@@ -33,8 +27,8 @@ def problems() -> dict[str, str]:
     return {row["question"]: gold_answer(row["answer"]) for row in ROWS}
 
 
-def score_of(completion: str, gold: str) -> float:
-    return score_verdict(check_math_answer(completion, gold))
+def is_correct(completion: str, gold: str) -> bool:
+    return check_math_answer(completion, gold).is_correct
 
 
 def test_gold_answer_drops_steps_and_commas() -> None:
@@ -43,7 +37,7 @@ def test_gold_answer_drops_steps_and_commas() -> None:
 
 def test_sample_has_both_splits_and_readable_gold_answers(problems: dict[str, str]) -> None:
     assert len(problems) == 20
-    assert {score_of(f"\\boxed{{{gold}}}", gold) for gold in problems.values()} == {1.0}
+    assert all(is_correct(f"\\boxed{{{gold}}}", gold) for gold in problems.values())
 
 
 @pytest.mark.parametrize(
@@ -73,22 +67,41 @@ def test_sample_has_both_splits_and_readable_gold_answers(problems: dict[str, st
         ("\\boxed{43} or \\boxed{44}", -1.0),
     ],
 )
-def test_score_of_a_completion(completion: str, score: float) -> None:
-    assert score_of(completion, "43") == score
+def test_verdict_on_a_completion(completion: str, score: float) -> None:
+    assert is_correct(completion, "43") == (score > 0)
 
 
-def test_unreadable_gold_answer_is_told_from_a_wrong_completion() -> None:
-    assert not check_math_answer("\\boxed{1}", "").is_gold_readable
+async def test_score_is_one_or_minus_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine(["x"]) as engine:
+        env = make_env(GSM8kEnv, engine, monkeypatch, num_score_workers=1)
+    problem = {"question": "48 - 5?", "answer": "6 * 8 = 48\n#### 43"}
+
+    assert await env.score(problem, "<think>48 - 5</think> It is \\boxed{43}.") == 1.0
+    assert await env.score(problem, "<think>it must be \\boxed{43}") == -1.0
+    await env.close()
 
 
-def test_group_scores_rank_by_length_only_when_all_are_right() -> None:
+async def test_item_whose_gold_answer_cannot_be_parsed_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ScriptedEngine(["\\boxed{1}"]) as engine:
+        env = make_env(GSM8kEnv, engine, monkeypatch, num_score_workers=1)
+
+        assert await env.collect_trajectories({"question": "?", "answer": "#### "}) == (None, [])
+    await env.close()
+
+
+def test_scores_rank_by_length_only_when_all_are_right() -> None:
     # free up to 50 of 100; 75 is half way from there to the limit
-    assert group_scores([1.0, 1.0], [50, 75], max_token_length=100) == [1.0, 0.5]
-    assert group_scores([1.0, -1.0], [50, 75], max_token_length=100) == [1.0, -1.0]
+    assert scores_by_length([1.0, 1.0], [50, 75], max_token_length=100) == [1.0, 0.5]
+    assert scores_by_length([1.0, -1.0], [50, 75], max_token_length=100) == [1.0, -1.0]
 
 
-def test_prompt_names_the_budget_of_the_settings() -> None:
-    system = prompt_messages("Why?", max_token_length=777)[0]["content"]
+async def test_prompt_names_the_budget_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine(["x"]) as engine:
+        env = make_env(GSM8kEnv, engine, monkeypatch, max_token_length=777)
+
+    system = env.prompt({"question": "Why?", "answer": "#### 1"})[0]["content"]
 
     assert "777 tokens" in system
     assert "\\boxed{number}" in system
