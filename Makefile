@@ -19,9 +19,9 @@ demo:  ## Watch a small model get better through every real part (ARGS="--seed 1
 test: lint types  ## Lint, types and the tests, those with a real engine included
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-fast:  ## The tests that start no engine
+test-fast:  ## The files that take less than two seconds each: no engine, no browser, few processes
 	@.ci/install.sh all,dev
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --fast -m "not slow" $(ARGS)
 
 test-long:  ## What takes minutes each: thousands of histories, kill loops, every constant answer
 	@.ci/install.sh all,dev

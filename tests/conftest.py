@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-gpu", action="store_true", help="run tests that need a GPU")
     parser.addoption("--run-long", action="store_true", help="run tests that take minutes each")
     parser.addoption("--run-clients", action="store_true", help="run third-party programs")
+    parser.addoption("--fast", action="store_true", help="leave out files marked slow, unread")
     parser.addoption(
         "--long-part", metavar="K/N", type=_part, default=(0, 1),
         help="run only the long tests of part K of N, counted by file; K may exceed N",
@@ -56,11 +57,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"the {minutes:g} minutes of --long-minutes have passed")
 
 
+SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # A file that is ignored is not imported either, which takes as long as its tests.
+    if not config.getoption("--fast") or collection_path.suffix != ".py":
+        return None
+    return SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) is not None or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_without_option(config, items)
     _skip_other_parts(config, items)
     # What takes longest starts first, so that no worker is left alone with it at the end.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: (item.path.parent.name not in FOLDERS_THAT_SHARE, not _slow(item)))
+
+
+def _slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 class ByFolderOrFile(LoadScopeScheduling):

@@ -35,6 +35,8 @@ from environments.card_table import PAGE
 from tests.environments.test_process_on_text import CARDS, make_environment
 from tests.fakes import CharTokenizer, ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 RIGHT_BY_CHANCE = {
     "acre": (0.67, "on, off or undetermined"),
     "aiw": (0.5, "a small number"),

@@ -22,6 +22,8 @@ from atroposlib.wire import decode_group
 from tests.api.helpers import Service, make_group
 from tests.api.run_helpers import decoded, registration, take
 
+pytestmark = pytest.mark.slow
+
 
 class Place:
     """Where a run lives, and how its payloads are spoilt."""

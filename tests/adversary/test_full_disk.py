@@ -22,6 +22,8 @@ from atroposlib.errors import ConfigError, RunStoreError
 from tests.api.helpers import Service, StoreOfServices, make_group
 from tests.api.run_helpers import decoded, env_request, registration, take
 
+pytestmark = pytest.mark.slow
+
 DISK_MIB = 24
 NUM_LOOKS = 300
 

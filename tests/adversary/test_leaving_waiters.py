@@ -23,6 +23,8 @@ from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.run_helpers import decoded, registration
 from tests.api.soak.service_process import Replica
 
+pytestmark = pytest.mark.slow
+
 STORES = ("memory", "sqlite", "redis")
 NUM_LEAVERS, NUM_POSTERS, NUM_COLLECTORS = 200, 8, 2
 GROUPS_PER_BATCH = 4
@@ -198,6 +200,7 @@ def leave_and_account(url: str, *, seconds: float) -> None:
     assert counters["groups/received"] == counters["groups/delivered"] == crowd.num_posted
 
 
+@pytest.mark.long
 def test_two_hundred_clients_leave_and_every_group_is_accounted_for(store_url, tmp_path, free_port):
     settings = ApiSettings(store=store_url, data_dir=tmp_path, run_name=uuid.uuid4().hex)
     with serve(create_app(settings), free_port) as url:

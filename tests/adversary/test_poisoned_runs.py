@@ -24,6 +24,8 @@ from atroposlib.api.store.open import open_store
 from tests.api.helpers import REGISTRATION, Service, make_group
 from tests.api.run_helpers import env_request, registration, take
 
+pytestmark = pytest.mark.slow
+
 MakeStore = Callable[[], RunStore]
 ENV: dict[str, Any] = {"max_token_length": 1000, "desired_name": "env", "weight": 1.0}
 POISON = encode_record(records.EnvRegistered(0, {**ENV, "group_size": 2**40}, 0.0))

@@ -35,6 +35,8 @@ from atroposlib.api.store.open import open_store
 from tests.adversary.test_apply_is_total import check_readable
 from tests.api.run_helpers import Clock, decoded, env_request, registration
 
+pytestmark = pytest.mark.slow
+
 BATCH_SIZE = 4
 MOST_QUEUED, MOST_IN_FLIGHT = 40, 5
 LIMITS = RunLimits(

@@ -34,7 +34,7 @@ from tests.viewer import groups
 from tests.viewer.conftest import chromium
 from tests.viewer.waiting import wait_until
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 EVIL = "evil.example"
 KEYS = {"require_keys": True, "admin_key": "key of the administrator"}  # pragma: allowlist secret
@@ -364,6 +364,7 @@ def test_pages_of_other_sites_change_and_read_nothing(target, site, hostile_port
 
 
 @pytest.mark.parametrize("target", ["service", "proxy"], indirect=True)
+@pytest.mark.long
 def test_pages_change_and_read_nothing_where_browsers_do_not_tell_the_site(
     target, hostile_port, open_page
 ):
@@ -377,6 +378,7 @@ def test_pages_change_and_read_nothing_where_browsers_do_not_tell_the_site(
 
 
 @pytest.mark.parametrize("target", ["service", "proxy", "viewer"], indirect=True)
+@pytest.mark.long
 def test_pages_without_an_origin_change_and_read_nothing(target, hostile_port, open_page):
     before = target.state()
     page = open_page(f"http://127.0.0.1:{hostile_port}/sandboxed")
@@ -389,6 +391,7 @@ def test_pages_without_an_origin_change_and_read_nothing(target, hostile_port, o
 
 
 @pytest.mark.parametrize("target", TARGETS, indirect=True)
+@pytest.mark.long
 def test_pages_of_a_rebound_name_change_and_read_nothing(target, open_page):
     before = target.state()
     page = open_page(f"http://{EVIL}:{target.port}/health/live")
@@ -411,6 +414,7 @@ def test_pages_of_a_rebound_name_change_and_read_nothing(target, open_page):
     ],
     indirect=["target"],
 )
+@pytest.mark.long
 def test_the_same_pages_do_harm_where_nothing_is_refused(
     target, site, hostile_port, open_page, monkeypatch
 ):
@@ -463,6 +467,7 @@ def test_no_origin_is_allowed_in_advance(target):
 
 
 @pytest.mark.parametrize("target", ["viewer"], indirect=True)
+@pytest.mark.long
 def test_viewer_takes_no_uploads_at_all(target):
     before = target.state()
     url = f"http://127.0.0.1:{target.port}/gradio_api/upload"

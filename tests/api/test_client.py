@@ -16,6 +16,8 @@ from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.scripted_service import scripted
 
+pytestmark = pytest.mark.slow
+
 QUICK = RetryRule(first_delay_s=0.001, max_delay_s=0.002)
 ENV = {"max_token_length": 10, "desired_name": "e", "weight": 1.0, "group_size": 2}
 

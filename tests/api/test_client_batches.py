@@ -18,6 +18,8 @@ from atroposlib.wire import encode_group
 from tests.api.helpers import make_group
 from tests.envs.live_service import LiveService
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def service(free_port: int) -> Iterator[LiveService]:

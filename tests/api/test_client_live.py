@@ -17,6 +17,8 @@ from atroposlib.errors import TrajectoryApiError
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.test_run_api import running
 
+pytestmark = pytest.mark.slow
+
 PATIENT = RetryRule(attempts=None, first_delay_s=0.01, max_delay_s=0.1, deadline_s=60.0)
 ENV_TOKEN, TRAINER_TOKEN = "environment-token-1", "trainer-token-00001"
 

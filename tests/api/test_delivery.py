@@ -16,6 +16,8 @@ from atroposlib.api.store.memory import MemoryRunStore
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.run_helpers import Clock, decoded, started_run, take
 
+pytestmark = pytest.mark.slow
+
 
 def hand_out(delivery: Delivery, group_id: int = 0) -> BatchToken:
     groups = [QueuedGroup(group_id, None, 1, 1)]

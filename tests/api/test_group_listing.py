@@ -8,6 +8,8 @@ from atroposlib.api import records
 from atroposlib.api.inspection import GroupFilter, GroupPage, GroupState, find_group, list_groups
 from tests.api.fake_run import FakeRun
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run() -> FakeRun:

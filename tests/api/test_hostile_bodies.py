@@ -35,9 +35,12 @@ BINARY = {"Content-Type": "application/msgpack"}
 GROUP = json.dumps(make_group(1)).encode()
 NUM_AT_ONCE = 4
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from atroposlib.api.server import create_app
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.soak.service_process import Replica, free_port
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = schemathesis.openapi.from_dict(create_app().openapi())
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
 CHECKS = [

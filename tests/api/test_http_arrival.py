@@ -16,6 +16,8 @@ from atroposlib.api.middleware import Deflater
 from atroposlib.api.responses import PiecesResponse
 from tests.api.helpers import serve
 
+pytestmark = pytest.mark.slow
+
 MIB = 1024 * 1024
 ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 

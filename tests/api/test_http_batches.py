@@ -20,6 +20,8 @@ from atroposlib.api.settings import ApiSettings
 from atroposlib.wire import decode_batch, encode_group
 from tests.api.helpers import REGISTRATION, Service, make_group, serve
 
+pytestmark = pytest.mark.slow
+
 MSGPACK = "application/msgpack"
 
 
@@ -287,6 +289,7 @@ def test_batches_leave_once_each_when_many_ask_at_once(live):
 
 
 @pytest.mark.parametrize("path", ["/batch", "/batch?lease=3600"])
+@pytest.mark.long
 def test_batch_of_a_client_that_does_not_read_leaves_again(live, monkeypatch, path):
     large = make_group(1, length=4_000_000)
     live.post("/scored_data", json=large)

@@ -19,6 +19,8 @@ from atroposlib.errors import RunStoreError
 from atroposlib.wire import encode_group, encode_groups
 from tests.api.helpers import REGISTRATION, Service, make_group, serve
 
+pytestmark = pytest.mark.slow
+
 MIB = 1024 * 1024
 GZIP = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
 BINARY = {"Content-Type": "application/msgpack"}

@@ -10,6 +10,8 @@ from atroposlib.api.settings import ApiSettings
 from atroposlib.wire import decode_group, encode_group
 from tests.api.helpers import GROUP_KEYS, Service, make_group
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def service() -> Service:

@@ -14,6 +14,8 @@ from atroposlib.api import records
 from atroposlib.api.metrics import FIGURES, ServiceMetrics
 from tests.api.fake_run import FakeRun
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run() -> FakeRun:

@@ -14,6 +14,8 @@ from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from tests.api.helpers import TOKENS, Service, make_group
 
+pytestmark = pytest.mark.slow
+
 OPEN = {"/", "/health/live", "/health/ready"}
 
 

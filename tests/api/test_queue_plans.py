@@ -16,6 +16,8 @@ from atroposlib.api.queue import (
     pack_with_minimums,
 )
 
+pytestmark = pytest.mark.slow
+
 ENVS = st.sampled_from([None, 0, 1, 2])
 SIZES = st.sampled_from([1, 1, 2, 2, 3, 4, 4, 6, 8, 12])
 MINIMUMS = st.dictionaries(st.integers(0, 3), st.floats(0, 1.5), max_size=3)

@@ -18,6 +18,8 @@ from atroposlib.api.store.open import similar_run
 from atroposlib.cli.run_api import main
 from tests.api.helpers import REGISTRATION, make_group
 
+pytestmark = pytest.mark.slow
+
 START = [sys.executable, "-m", "atroposlib.cli.run_api"]
 IN_MEMORY = ("--store", "memory")
 

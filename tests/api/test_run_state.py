@@ -17,6 +17,8 @@ from atroposlib.api.state import RunState
 from atroposlib.errors import ConfigError
 from tests.api.run_helpers import env_request, registration
 
+pytestmark = pytest.mark.slow
+
 LIMITS = RunLimits(keep_past_groups=4, keep_past_bytes=40)
 
 

@@ -19,6 +19,8 @@ from tests.byte_tokenizer import save_byte_tokenizer
 from tests.environments.offline import read_groups
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,6 +46,7 @@ def run_python(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_written_test_and_the_check_in_it_pass(kind: str, tmp_path: Path) -> None:
     write_environment("my_thing", kind=kind, folder=tmp_path)
 
@@ -81,6 +84,7 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("kind", ["game", *later("single-turn", "tools", "judge")])
+@pytest.mark.long
 async def test_process_of_a_new_environment_writes_groups_and_a_page(
     kind: str, tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from atroposlib.viewer.token_reader import TokenReader
 from atroposlib.viewer.viewer import Viewer
 from tests.viewer.groups import PIXEL, byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 DOORS = {
     "view_run": (view_run, "NousResearch/DeepHermes-3-Llama-3-8B-Preview"),
     "view_run_multimodal": (view_run_multimodal, "Qwen/Qwen2-VL-2B-Instruct"),

@@ -13,6 +13,8 @@ from tests.clients.registry import CLIENTS, Client
 from tests.clients.running import Outcome, installed_command, run_client
 from tests.templates.make_tokenizers import FAMILIES
 
+pytestmark = pytest.mark.slow
+
 INSTALL_LIMIT_S = 600.0
 SHARE_INSTALL_LIMIT_S = 60.0
 SHARE = 2

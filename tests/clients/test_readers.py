@@ -13,6 +13,8 @@ import pytest
 
 from atroposlib.utils.run_log import RunLog
 
+pytestmark = pytest.mark.slow
+
 BLOCK_BYTES = 32 * 1024
 HEADER_BYTES = 7
 """Of the file, and of each fragment: checksum (4), length (2), kind (1)."""

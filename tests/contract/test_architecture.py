@@ -11,6 +11,8 @@ import pytest
 
 from tests.contract.import_graph import REPOSITORY, find_circle, import_graph
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = ("atroposlib.type_definitions", "atroposlib.errors", "atroposlib.scored_data")
 
 # importer pattern -> what it must never import, with the reason

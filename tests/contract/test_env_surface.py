@@ -14,6 +14,8 @@ from atroposlib.envs import base
 from atroposlib.envs.base import BaseEnv
 from tests.fakes import CharTokenizer
 
+pytestmark = pytest.mark.slow
+
 HOMES = {
     "APIServer": "atroposlib.envs.server_handling.server_baseline",
     "APIServerConfig": "atroposlib.envs.server_handling.server_baseline",

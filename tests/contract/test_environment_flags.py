@@ -24,6 +24,8 @@ from atroposlib.envs.server_handling.config import (
 )
 from atroposlib.envs.settings import flags_of, read_flags
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 
 ENV_DEFAULTS: dict[str, Any] = {

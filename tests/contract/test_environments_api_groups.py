@@ -15,6 +15,8 @@ from tests.envs.small_environment import SmallEnv
 from tests.envs.test_base_delivery import RecordingSession
 from tests.envs.test_base_offline import records
 
+pytestmark = pytest.mark.slow
+
 MakeEnv = Callable[..., Any]
 
 

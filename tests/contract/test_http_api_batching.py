@@ -8,6 +8,8 @@ import pytest
 
 from tests.api.helpers import Service, make_group
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def service() -> Service:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.api.helpers import GROUP_KEYS, REGISTRATION, Service, make_group
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def service() -> Service:

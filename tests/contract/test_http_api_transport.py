@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from atroposlib.api.settings import ApiSettings
 from tests.api.helpers import REGISTRATION, Service, make_group
 
+pytestmark = pytest.mark.slow
+
 GZIP = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
 GROUP = json.dumps(make_group(2, length=300)).encode()
 PACKED = gzip.compress(GROUP, mtime=0)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 DOOR = Path(__file__).parents[2] / "example_trainer" / "vllm_api_server.py"
 
 
+@pytest.mark.long
 def test_route_answers_with_vllms_own_types_over_any_engine(monkeypatch):
     pytest.importorskip("vllm")
     from fastapi.testclient import TestClient
@@ -78,6 +79,7 @@ async def manager(companion: EngineWithModel) -> AsyncIterator[ServerManager]:
     await manager.close()
 
 
+@pytest.mark.long
 async def test_environments_get_exact_tokens_and_logprobs(companion, manager):
     async with manager.managed_server() as managed:
         answer = await managed.chat_completion(
@@ -91,6 +93,7 @@ async def test_environments_get_exact_tokens_and_logprobs(companion, manager):
         assert worst_difference(companion.model, node) < TOLERANCE
 
 
+@pytest.mark.long
 async def test_prompt_logprobs_come_back(companion, manager):
     ids = companion.tokenizer.encode("What is 3 plus 1?")
 
@@ -124,6 +127,7 @@ def post(companion: EngineWithModel, path: str, body: Any) -> httpx.Response:
     ],
     ids=lambda body: ",".join(body),
 )
+@pytest.mark.long
 def test_wrong_request_is_refused_and_the_engine_lives_on(companion, body):
     refused = post(companion, "/generate", body)
     good = post(companion, "/generate", {"prompt": "x", "max_tokens": 2, "ignore_eos": True})
@@ -133,6 +137,7 @@ def test_wrong_request_is_refused_and_the_engine_lives_on(companion, body):
     assert good.status_code == 200
 
 
+@pytest.mark.long
 def test_paused_engine_writes_once_it_is_resumed(companion):
     post(companion, "/bridge/pause", None)
     address = companion.base_url.removesuffix("/v1")
@@ -146,6 +151,7 @@ def test_paused_engine_writes_once_it_is_resumed(companion):
     assert post(companion, "/generate", {"prompt": "x", "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.long
 def test_adapters_need_the_engines_flag(companion, tmp_path):
     answer = post(companion, "/lora/load", {"adapter_path": str(tmp_path)})
 

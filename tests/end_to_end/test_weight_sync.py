@@ -143,6 +143,7 @@ def port_of(engine: EngineWithModel) -> int:
     ],
     ids=lambda settings: "-".join(settings.values()),
 )
+@pytest.mark.long
 def test_in_place_sync_makes_the_engine_report_the_trainers_logprobs(
     vllm_engine: EngineWithModel,
     moved_model: tuple[Any, Path],
@@ -175,6 +176,7 @@ def move_adapters(model: Any) -> None:
                 parameter.add_(torch.randn_like(parameter))
 
 
+@pytest.mark.long
 def test_adapters_swapped_in_a_running_engine_make_it_report_the_trainers_logprobs(
     vllm_engine: EngineWithModel, tmp_path: Path
 ) -> None:
@@ -207,6 +209,7 @@ def test_adapters_swapped_in_a_running_engine_make_it_report_the_trainers_logpro
 
 
 @pytest.mark.parametrize("pause_mode", ["keep", "none"])
+@pytest.mark.long
 def test_in_place_sync_during_a_request_changes_policy_between_two_tokens(
     vllm_engine: EngineWithModel, moved_model: tuple[Any, Path], pause_mode: str
 ) -> None:
@@ -236,6 +239,7 @@ def test_in_place_sync_during_a_request_changes_policy_between_two_tokens(
     assert max(gaps(model, vllm_engine, *sample(vllm_engine, max_tokens=20))) < TOLERANCE
 
 
+@pytest.mark.long
 def test_engine_says_its_logprobs_are_raw(vllm_engine: EngineWithModel) -> None:
     control = EngineControl(engine_address(vllm_engine))
 

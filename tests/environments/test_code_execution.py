@@ -29,6 +29,8 @@ from environments.code_execution_server.code_execution_server import (
     train_figures,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMITS = SandboxLimits(wall_s=3.0, cpu_s=1)
 
 

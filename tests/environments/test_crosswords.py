@@ -27,6 +27,8 @@ from environments.game_environments.crosswords.crosswords_env import (
 )
 from tests.environments.game_players import Player, play_game
 
+pytestmark = pytest.mark.slow
+
 
 def runs_of(board: Board) -> list[str]:
     """Every run of two or more letters, read off the grid."""

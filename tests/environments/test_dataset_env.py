@@ -31,6 +31,8 @@ from environments.dataset_environment.launch_local_dataset_run import (
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import CharTokenizer, ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 RUN_FILES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 ROW = {"question": "6 * 7?", "answer": "6 * 7 = 42\n#### 42"}
 
@@ -199,6 +201,7 @@ async def test_local_server_shows_what_rows_earn(monkeypatch: pytest.MonkeyPatch
     assert line.splitlines()[1].split() == ["0.000", "0.167"]
 
 
+@pytest.mark.long
 def test_environment_passes_the_check() -> None:
     report = check_environment(DatasetEnv)
 

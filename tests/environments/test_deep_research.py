@@ -25,6 +25,8 @@ from environments.deep_research.deep_research_environment import (
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 ROWS = [
     row
     for name in ("train", "test")

@@ -24,6 +24,8 @@ from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until
 from tests.fakes import ScriptedEngine
 from tests.templates.make_tokenizers import FOLDER, load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 MAX_TOKENS = 4096
 WITH_VERSION = """
 import sys, pytest, transformers

@@ -37,6 +37,8 @@ from environments.word_sums import WordSumsEnv
 from tests.environments.offline import make_env
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURES: dict[type[BaseEnv], float] = {
     GSM8kEnv: 0.0,
     MCQAThinkingEnv: 0.5,

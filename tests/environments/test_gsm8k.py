@@ -11,6 +11,8 @@ from environments.gsm8k_server import GSM8kEnv, gold_answer, scores_by_length
 from tests.environments.offline import PROBED, evaluate, make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = Path(__file__).parents[2] / "environments" / "data" / "gsm8k_sample"
 
 

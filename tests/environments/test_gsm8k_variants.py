@@ -8,6 +8,8 @@ from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig
 from environments import gsm8k_server, gsm8k_server_axolotl
 from environments.gsm8k_server_teacher_distill import GSM8kTeacherDistillEnv
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("env_cls", [gsm8k_server_axolotl.GSM8kEnv, GSM8kTeacherDistillEnv])
 def test_check_passes_offline(env_cls: type[BaseEnv]) -> None:

@@ -15,6 +15,8 @@ from environments.game_environments.gymnasium.gym_taxi import (
 )
 from tests.environments.game_players import Player, play_game
 
+pytestmark = pytest.mark.slow
+
 
 def ride(seed: int) -> TaxiRide:
     return TaxiRide(taxi_world(), seed=seed, thinking_active=False)

@@ -27,6 +27,8 @@ from tests.environments.game_players import Player, play_game
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 
 def play_guesses(word: str, guesses: list[str | None], *, lives: int = 6) -> list[float]:
     game = HangmanGame(word, lives=lives)

@@ -33,6 +33,8 @@ from environments.infinimath.infinimath_env import (
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 THOUGHT = "\n<think>\nhm</think>"
 SETTINGS: dict[str, Any] = {
     "generator": "builtin",

@@ -14,6 +14,8 @@ from environments.math_server import SAMPLE
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 ITEM = MathItem("What is 6 * 7?", "\\boxed{42}")
 RIGHT, WRONG = "<think>a</think>It is \\boxed{42}.", "<think>b</think>Surely \\boxed{41}."
 RIGHT_TOO = "<think>c</think>Six sevens are seven sixes, and these make \\boxed{42}"
@@ -198,6 +200,7 @@ async def test_base_model_is_scored_on_its_continuation_only(
 
 
 @pytest.mark.parametrize("env_cls", [math_server.MathEnv, math_server_zero.MathEnv])
+@pytest.mark.long
 def test_environment_passes_its_check(env_cls: Any) -> None:
     report = check_environment(env_cls, num_score_workers=1)
 

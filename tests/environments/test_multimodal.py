@@ -31,6 +31,8 @@ from environments.multimodal_dpo.draw_samples import DATA, draw_samples
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENTS: dict[type[ImageEnv], int] = {
     clevr_cogen_a_train.MultimodalExampleEnv: 2048,
     clevr_complex.MultimodalComplexEnv: 2048,

@@ -20,6 +20,8 @@ from environments.number_guessing import (
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 
 def turn(text: str) -> Turn:
     return Turn(text, 0, ())

@@ -16,6 +16,8 @@ from tests.byte_tokenizer import save_byte_tokenizer
 from tests.environments.offline import read_groups
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -74,6 +76,7 @@ async def test_reasoning_gym_process(tmp_path: Path, tokenizer: Any) -> None:
     assert [prompt["role"] for prompt in prompts] == ["user", "user"]
 
 
+@pytest.mark.long
 async def test_gsm8k_process(tmp_path: Path, tokenizer: Any) -> None:
     data = ROOT / "environments" / "data" / "gsm8k_sample"
     async with ScriptedEngine(lambda _: "It is \\boxed{5}.", tokenizer=tokenizer) as engine:

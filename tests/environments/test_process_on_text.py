@@ -20,6 +20,8 @@ from environments.card_table import PAGE, find_cards
 from tests.environments.offline import read_groups, run_process
 from tests.fakes import CharTokenizer, ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 CARDS = find_cards()
 GROUP_SIZE = 4
 WRONG = "I do not know."

@@ -19,6 +19,8 @@ from environments.reasoning_gym_environment.reasoning_gym_environment import (
 from tests.environments.offline import PROBED, make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 SUMS: dict[str, Any] = {
     "task_names": ["chain_sum"],
     "task_params": {

@@ -8,6 +8,8 @@ from atroposlib.tasks.reasoning_gym import tasks
 from atroposlib.tasks.reasoning_gym.answers import extract_answer, is_safe_answer
 from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
 
+pytestmark = pytest.mark.slow
+
 
 def item_of(task: str) -> tasks.TaskItem:
     config = ReasoningGymEnvConfig(task_names=[task], num_eval_samples_per_task=1)

@@ -25,6 +25,8 @@ from environments.tool_use_turnlevel_advantage_server import (
 from tests.environments.offline import make_env
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 RIGHT = TurnCheck(True, True, True)
 RIGHT_TEXT = TurnCheck(False, True, True)
 WRONG_TEXT = TurnCheck(False, False, False)

@@ -18,6 +18,8 @@ from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, u
 from tests.envs.small_environment import SmallEnv
 from tests.envs.test_base_delivery import RecordingSession
 
+pytestmark = pytest.mark.slow
+
 MakeEnv = Callable[..., Any]
 
 

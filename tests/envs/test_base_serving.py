@@ -18,6 +18,8 @@ from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, u
 from tests.envs.small_environment import SERVERS, SmallEnv
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 MakeEnv = Callable[..., Any]
 
 

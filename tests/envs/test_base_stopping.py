@@ -11,7 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.envs.live_service import LiveService, ScriptedTrainer, until
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MakeEnv = Callable[..., Any]

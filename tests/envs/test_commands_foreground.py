@@ -18,6 +18,8 @@ from atroposlib.envs.running import (
     run_foreground,
 )
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import asyncio, sys
 from atroposlib.envs.running import run_foreground

@@ -12,6 +12,8 @@ import pytest
 
 from atroposlib.cli.new_env import KINDS, write_environment
 
+pytestmark = pytest.mark.slow
+
 EMPTY = """
 from atroposlib.envs.single_turn_env import SingleTurnEnv
 

@@ -25,6 +25,8 @@ from atroposlib.envs.live_view import LineStream, TerminalDisplay
 from atroposlib.envs.run_snapshot import RunSnapshot
 from tests.envs.live_service import LiveService, ScriptedTrainer, until
 
+pytestmark = pytest.mark.slow
+
 MakeEnv = Callable[..., Any]
 
 SNAPSHOT = RunSnapshot(name="small", activity="rolling out", elapsed_s=1.0, step=3, total_steps=9)

@@ -19,6 +19,8 @@ from tests.exporting.conftest import Service
 from tests.exporting.samples import read_records
 from tests.exporting.test_replay import SINGLE_TURN
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "exporting.md").read_text(encoding="utf-8")
 MAINS = {"atropos-sft-gen": sft.main, "atropos-dpo-gen": dpo.main, "atropos-replay": replay.main}
 

@@ -11,6 +11,8 @@ import pytest
 
 from atroposlib.exporting.output import push_to_hub
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 

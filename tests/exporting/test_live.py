@@ -24,6 +24,8 @@ from atroposlib.exporting.groups import find_run, full_group, read_run, watch_gr
 from tests.exporting.conftest import Service
 from tests.exporting.samples import make_groups, read_records
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Service]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

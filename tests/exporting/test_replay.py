@@ -26,6 +26,8 @@ from atroposlib.exporting.replay import (
 from tests.exporting.conftest import Service
 from tests.exporting.samples import make_group, make_groups, read_records, write_groups
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 SINGLE_TURN = """

@@ -102,6 +102,7 @@ def test_sft_trainer_takes_a_step(
 
 
 @pytest.mark.parametrize("name", DPO_TRAINED)
+@pytest.mark.long
 def test_dpo_trainer_takes_a_step(
     name: str, groups_file: Path, tokenizer: Any, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.packaging.installed import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 SLOW_HOOKS = "mypy,architecture,codespell,detect-secrets"
 
 

@@ -10,6 +10,8 @@ from atroposlib.envs.reward_fns import registry
 from atroposlib.envs.reward_fns.accuracy_reward import _plain_number
 from atroposlib.envs.reward_fns.cascading_r1_math_reward import format_reward
 
+pytestmark = pytest.mark.slow
+
 NUM_CHARACTERS = 400_000
 LIMIT_S = 3.0
 """Ten times what the slowest takes; work that grows with the square takes minutes."""

@@ -20,7 +20,10 @@ from atroposlib.sandbox.bubblewrap import Bubblewrap
 from atroposlib.sandbox.limits import ControlGroups
 from tests.sandbox.processes import children
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing"),
+]
 
 LIMITS = SandboxLimits(wall_s=60.0)
 OWN_LIMITS = """

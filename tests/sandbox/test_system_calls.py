@@ -35,7 +35,7 @@ from atroposlib.sandbox.system_calls import (
     call_rules,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30)
 MNEMONICS = {0x20: "load", 0x15: "equal", 0x25: "above", 0x35: "at_least", 0x45: "set", 0x06: "ret"}

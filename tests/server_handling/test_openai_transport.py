@@ -12,6 +12,8 @@ from aiohttp import web
 
 from atroposlib.envs.server_handling.openai_compatible import make_http_client
 
+pytestmark = pytest.mark.slow
+
 CHAT = {
     "id": "c",
     "object": "chat.completion",

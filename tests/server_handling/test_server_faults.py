@@ -15,6 +15,8 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ContextOverflowError, InferenceError
 from tests.fakes import Fault, ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 MakeServer = Callable[..., OpenAIServer]
 MESSAGES = [{"role": "user", "content": "hi"}]
 

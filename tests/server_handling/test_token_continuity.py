@@ -23,6 +23,8 @@ from tests.server_handling.conversation_plans import (
 from tests.server_handling.random_conversations import Agent, Family
 from tests.templates.make_tokenizers import FAMILIES, FOLDER, load_tokenizer, save_tokenizer
 
+pytestmark = pytest.mark.slow
+
 NAMES = sorted(FAMILIES)
 OTHER_ENDS = ("<|eom_id|>", "<|endoftext|>")
 

@@ -22,6 +22,8 @@ from atroposlib.envs.server_handling.tool_formats import (
 )
 from tests.server_handling.tool_call_samples import CALLS, HERMES_CALL, NAMES, SEARCH, TEXTS
 
+pytestmark = pytest.mark.slow
+
 Calls = list[tuple[str, Any]]
 
 TYPED: dict[str, Any] = {

@@ -20,6 +20,8 @@ from example_trainer.checkpointing import (
 )
 from tests.trainer.tiny import SavedTokenizer, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 
 def take_steps(model, optimizer, count):
     """Steps whose data come from the random state, so that restoring it matters."""

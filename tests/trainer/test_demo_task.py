@@ -16,6 +16,8 @@ from example_trainer.demo.task import (
     worked_sum,
 )
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("reasoning_gym")
 
 TASK = TaskSettings()

@@ -25,6 +25,8 @@ from example_trainer.weight_sync import NoSync
 from tests.trainer.kill_supervisor import seeded_groups
 from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 
 
@@ -172,6 +174,7 @@ JOURNAL_MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", JOURNAL_MOMENTS)
+@pytest.mark.long
 def test_run_without_checkpoints_keeps_its_journal_small_and_survives_being_killed(
     tmp_path, monkeypatch, undisturbed, moment
 ):

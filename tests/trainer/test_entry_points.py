@@ -10,6 +10,8 @@ import pytest
 
 from example_trainer import grpo, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,6 +12,8 @@ from example_trainer.training import row_rules
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import group, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 L = 5  # tokens of each trajectory
 CHANGES = {
     "tokens": [[1, 2, 9, 7, 8], [1, 2, 9, 9, 9]],

@@ -16,6 +16,8 @@ from example_trainer.launch.cli import main
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,6 +15,8 @@ from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.test_training import PREFERRED, REJECTED, make_trainer, probability
 from tests.trainer.tiny import SavedTokenizer, group, save_tiny_model, tiny_config, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 
 

@@ -23,6 +23,8 @@ from example_trainer.model import (
 from example_trainer.training import learning_rate_at
 from tests.trainer.tiny import save_tiny_model, tiny_config, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 
 def test_model_on_a_cpu_is_float32_in_training_mode_without_cache(tmp_path):
     save_tiny_model(tmp_path / "model")

@@ -24,6 +24,8 @@ from example_trainer.training import row_rules
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import group, save_tiny_model, tiny_config, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 lengths_lists = st.lists(st.integers(0, 500), min_size=1, max_size=40)
 
 

@@ -19,6 +19,8 @@ from tests.trainer.kill_supervisor import seeded_groups
 from tests.trainer.parallel_runs import largest_difference, run_trainer, service_with
 from tests.trainer.tiny import group, save_tiny_model, tiny_config
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 TOLERANCE = 1e-5
 FINAL = "final_model/model.safetensors"
@@ -73,11 +75,13 @@ def sharded(runs_folder, start_service):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_sharded_ranks_equal_one_over_twenty_steps(one_rank, sharded):
     assert_same_run(sharded, one_rank, "fsdp")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_data_parallel_ranks_equal_one_over_twenty_steps(runs_folder, start_service, one_rank):
     found = run_trainer(
         start_service(),
@@ -120,6 +124,7 @@ def test_checkpoint_of_sharded_ranks_continues_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.long
 def test_shares_hold_every_microbatch_once_and_are_equally_many(world_size):
     rows = [[5] * length for length in (1, 9, 3, 5, 2, 7)]
     batch = build_batch(
@@ -139,6 +144,7 @@ def test_shares_hold_every_microbatch_once_and_are_equally_many(world_size):
     assert len(dealt) == len(shares) * -(-len(batch.microbatches) // world_size)
 
 
+@pytest.mark.long
 def test_shares_are_balanced_by_tokens():
     rows = [[5] * length for length in (30, 1, 1, 1, 1, 30)]
     batch = build_batch(
@@ -154,6 +160,7 @@ def test_shares_are_balanced_by_tokens():
     assert cells == [38, 38]  # 3 prompt tokens each, one position lost to the shift: 32 + 3 + 3
 
 
+@pytest.mark.long
 def test_one_process_needs_no_group(tmp_path):
     with open_parallel(tiny_config(tmp_path)) as parallel:
         assert parallel is ONE_PROCESS
@@ -165,6 +172,7 @@ def test_one_process_needs_no_group(tmp_path):
         assert parallel.whole_model(model) is model
 
 
+@pytest.mark.long
 def test_rank_beyond_the_number_of_processes_is_refused(tmp_path):
     config = tiny_config(tmp_path, trainer_rank=2, world_size=2)
 
@@ -175,6 +183,7 @@ def test_rank_beyond_the_number_of_processes_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.long
 def test_torchrun_variables_become_settings():
     variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
@@ -189,6 +198,7 @@ def test_torchrun_variables_become_settings():
         torchrun_settings({**variables, "RANK": "x"}, device="cpu")
 
 
+@pytest.mark.long
 def test_sharded_adafactor_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="adafactor cannot be sharded"):
         tiny_config(tmp_path, world_size=2, optimizer="adafactor")

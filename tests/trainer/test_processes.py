@@ -21,6 +21,8 @@ from example_trainer.processes import (
     wait_until_ready,
 )
 
+pytestmark = pytest.mark.slow
+
 SLEEP = "import time; time.sleep(600)"
 # A command with a child in its session, and one that left for a session of its own.
 FAMILY = """

@@ -14,6 +14,8 @@ from example_trainer.policy import open_reference, prepare_policy
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import group, save_tiny_model, tiny_config, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("settings", "message"),

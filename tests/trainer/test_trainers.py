@@ -21,6 +21,8 @@ from example_trainer.trainers import train
 from example_trainer.vllm_manager import is_port_in_use
 from tests.trainer.tiny import group, save_tiny_model, tiny_config
 
+pytestmark = pytest.mark.slow
+
 
 class ScriptedEnvironment(threading.Thread):
     """Posts a group whenever the queue is empty, the next one of a list each time."""

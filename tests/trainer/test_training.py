@@ -18,6 +18,8 @@ from example_trainer.rows import RowRules
 from example_trainer.training import Trainer
 from tests.trainer.tiny import SavedTokenizer, group, tiny_config, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 PREFERRED, REJECTED = 7, 8
 
 

@@ -12,6 +12,8 @@ from example_trainer.loss import ALGORITHMS
 from tests.trainer.test_training import PREFERRED, REJECTED, make_trainer, probability
 from tests.trainer.tiny import VOCAB, group, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_raises_the_preferred_token(tmp_path, algorithm):

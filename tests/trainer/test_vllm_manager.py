@@ -26,6 +26,8 @@ from example_trainer.vllm_manager import (
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import tiny_config
 
+pytestmark = pytest.mark.slow
+
 
 def option(command, name):
     return command[command.index(name) + 1]

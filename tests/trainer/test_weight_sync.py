@@ -31,6 +31,8 @@ from example_trainer.weight_sync import (
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 
 def cpu_engine(served):
     """Answers of an engine that runs on a CPU and serves the model in a directory."""

@@ -11,6 +11,8 @@ import pytest
 
 from atroposlib.utils.run_log import RunLog
 
+pytestmark = pytest.mark.slow
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

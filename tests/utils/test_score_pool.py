@@ -13,6 +13,8 @@ import pytest
 from atroposlib.errors import MissingExtraError
 from atroposlib.utils.score_pool import ScoreCrashError, ScorePool, ScoreTimeoutError
 
+pytestmark = pytest.mark.slow
+
 
 def double(number: int) -> int:
     return 2 * number

@@ -15,6 +15,8 @@ from atroposlib.utils.web_pages import (
     names_of_address,
 )
 
+pytestmark = pytest.mark.slow
+
 HOST = "127.0.0.1:8000"
 CHROMIUM = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) Chrome/143.0.0.0 Safari/537.36"}
 SAME = {**CHROMIUM, "sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}

@@ -16,7 +16,7 @@ from tests.viewer.conftest import Watched
 from tests.viewer.groups import PIXEL, byte_tokenizer, hostile_group, make_group, write_groups
 from tests.viewer.waiting import wait_until
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 NUM_PLAIN = 60
 TOOL = '{"name": "add", "arguments": {"a": 1}}'
 THINKING = f"<think>hidden</think>so <tool_call>{TOOL}</tool_call> 7"
@@ -133,6 +133,7 @@ def test_pages_of_the_list_are_turned(url: str, open_page: OpenPage) -> None:
     assert page.locator(".v-groups tbody tr").count() == 20
 
 
+@pytest.mark.long
 def test_keys_walk_through_groups_and_rollouts(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     page = open_group(watched, "three plus four")

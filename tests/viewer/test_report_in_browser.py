@@ -13,7 +13,7 @@ from tests.viewer.conftest import Watched
 from tests.viewer.groups import hostile_group, make_group, write_groups
 from tests.viewer.waiting import wait_until
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture

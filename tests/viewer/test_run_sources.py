@@ -20,6 +20,8 @@ from tests.api.helpers import REGISTRATION, serve
 from tests.viewer.groups import make_group
 from tests.viewer.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 TOKENS = {"trainer": "trainer-token-for-tests", "admin": "admin-token-for-tests"}
 UNSTEADY = ("age_s", "silent_s", "last_seen")
 

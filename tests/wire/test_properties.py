@@ -24,6 +24,8 @@ from atroposlib.wire import (
 )
 from tests.wire.groups import FULL_GROUP, groups
 
+pytestmark = pytest.mark.slow
+
 LANES: tuple[Lane, ...] = ("json", "msgpack")
 BODIES = {
     "json": encode_group(FULL_GROUP),

@@ -7,6 +7,8 @@ from tests.api.soak.ledger import Ledger
 from tests.api.soak.service_process import RedisServer
 from tests.api.soak.soak import soak
 
+pytestmark = pytest.mark.slow
+
 needs_redis = pytest.mark.skipif(
     RedisServer.binary is None, reason="no redis-server on this machine"
 )
@@ -67,6 +69,7 @@ def test_killed_part_of_a_redis_run_loses_nothing(kills: int, victim: str, tmp_p
         pytest.param(300.0, id="five-minutes", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],
 )
+@pytest.mark.long
 def test_soaked_service_accounts_for_every_group(seconds: float, tmp_path: Path):
     ledger, resident = soak(tmp_path, seconds=seconds)
 

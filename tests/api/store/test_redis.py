@@ -15,6 +15,8 @@ from atroposlib.errors import ConfigError, MissingExtraError
 from tests.api.store.redis_replicas import Replica, replicas
 from tests.redis_server import RedisServer
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 2.0
 
 

@@ -12,6 +12,8 @@ from atroposlib.errors import ConfigError, RunStoreError
 from tests.api.store.redis_replicas import Replica, replicas
 from tests.redis_server import FaultyWire, RedisServer
 
+pytestmark = pytest.mark.slow
+
 StartRedis = Callable[..., RedisServer]
 
 

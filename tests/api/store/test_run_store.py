@@ -9,6 +9,8 @@ import pytest
 from atroposlib.api.store.base import DamagedPayloadError, Payload
 from tests.api.store.stores import MakeStore, OpenRun, is_stored, opened
 
+pytestmark = pytest.mark.slow
+
 
 async def test_open_of_a_new_run_applies_nothing(make_store: MakeStore) -> None:
     async with opened(make_store) as run:

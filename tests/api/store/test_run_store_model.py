@@ -16,6 +16,8 @@ from atroposlib.api.store.memory import MemoryRunStore
 from atroposlib.api.store.sqlite import SqliteRunStore
 from tests.api.store.stores import OpenRun, is_stored
 
+pytestmark = pytest.mark.slow
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(

@@ -20,6 +20,8 @@ from atroposlib.api.store.sqlite import SqliteRunStore
 from atroposlib.errors import ConfigError, RunStoreError
 from tests.api.store.stores import OpenRun, is_stored, opened
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

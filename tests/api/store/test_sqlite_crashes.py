@@ -15,6 +15,8 @@ from atroposlib.api.store.sqlite import SqliteRunStore
 from tests.api.store.crashing_process import content_of
 from tests.api.store.stores import OpenRun, is_stored, opened
 
+pytestmark = pytest.mark.slow
+
 READY_S = 20.0
 
 

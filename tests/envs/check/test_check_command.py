@@ -18,6 +18,8 @@ from environments.reasoning_gym_environment.reasoning_gym_environment import Rea
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.envs.check.defects import CleanEnv, GarbageScoresBest
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[3]
 
 

@@ -7,6 +7,8 @@ import pytest
 from atroposlib.envs.check import check_environment
 from tests.envs.check.defects import DEFECTS, CleanEnv
 
+pytestmark = pytest.mark.slow
+
 
 def test_check_clean_environment_passes_every_rule() -> None:
     report = check_environment(CleanEnv)

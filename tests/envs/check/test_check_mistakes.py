@@ -21,6 +21,8 @@ from atroposlib.envs.single_turn_env import SingleTurnEnv
 from atroposlib.envs.tools import ToolConversation
 from tests.envs.check.defects import SERVER, CleanEnv
 
+pytestmark = pytest.mark.slow
+
 METHOD_REMEDY = "correct that method: the arguments it takes, or what it returns"
 
 

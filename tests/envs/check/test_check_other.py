@@ -12,6 +12,8 @@ from tests.envs.check.other_environments import CLEAN, DEFECTS, STOPPED, OwnClie
 from tests.envs.small_environment import SmallEnv
 from tests.envs.test_base_readme import readme_environment
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("env_cls", CLEAN)
 def test_check_clean_environment_of_any_kind_passes(env_cls: type[CleanEnv]) -> None:

@@ -14,6 +14,8 @@ from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.fakes import CharTokenizer, logprob_of
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
 
+pytestmark = pytest.mark.slow
+
 WEATHER: Any = {
     "type": "function",
     "function": {

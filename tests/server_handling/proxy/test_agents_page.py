@@ -20,6 +20,8 @@ from atroposlib.scored_data import check_group
 from tests.envs.small_environment import SERVERS
 from tests.fakes import CharTokenizer, ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[3] / "docs/agents.md"
 
 

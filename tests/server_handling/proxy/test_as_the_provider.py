@@ -15,6 +15,8 @@ from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
 from atroposlib.errors import ConfigError, EngineSetupError, MissingExtraError
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
 
+pytestmark = pytest.mark.slow
+
 HI: Any = [{"role": "user", "content": "Hi"}]
 THOUGHT = "<think>\nI greet.\n</think>\n\nHello!"
 

@@ -19,6 +19,8 @@ from atroposlib.envs.server_handling.retry import (
 from atroposlib.errors import ContextOverflowError
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
 
+pytestmark = pytest.mark.slow
+
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 PATIENCE_S = 5.0
 

@@ -16,6 +16,8 @@ from tests.fakes import logprob_of
 from tests.server_handling.proxy.engine import RecordingEngine
 from tests.server_handling.tool_call_samples import HERMES_CALL, SEARCH
 
+pytestmark = pytest.mark.slow
+
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOLS: list[Any] = [SEARCH]
 

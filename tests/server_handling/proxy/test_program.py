@@ -19,6 +19,8 @@ from example_trainer.processes import ManagedProcess, wait_until_ready
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.fakes import ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 MODULE = "atroposlib.envs.server_handling.managed_server_proxy"
 
 

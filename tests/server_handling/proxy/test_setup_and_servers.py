@@ -24,6 +24,8 @@ from tests.fakes import CharTokenizer, ScriptedEngine
 from tests.server_handling.conftest import MakeServer
 from tests.server_handling.tool_call_samples import SEARCH
 
+pytestmark = pytest.mark.slow
+
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}
 
 

@@ -18,6 +18,8 @@ from atroposlib.envs.server_handling.sglang_server import tokens_body
 from atroposlib.envs.server_handling.tool_formats import FunctionCall, registry
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
 
+pytestmark = pytest.mark.slow
+
 CALL = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
 SCHEMA: dict[str, Any] = {
     "type": "object",

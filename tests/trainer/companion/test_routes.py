@@ -16,6 +16,8 @@ from atroposlib.envs.server_handling.vllm_server import (
 from example_trainer.vllm_api_server import _unless_gone
 from tests.trainer.companion.scripted import ClientError, serve
 
+pytestmark = pytest.mark.slow
+
 
 def test_generate_answers_texts_and_nothing_that_was_not_asked_for(client):
     answer = client.post("/generate", json={"prompt": "hello", "n": 2})

@@ -10,6 +10,8 @@ import torch
 
 from example_trainer.logprobs import auto_chunk_tokens, linear_logprobs
 
+pytestmark = pytest.mark.slow
+
 N, D, V, K = 37, 8, 50, 3
 
 

@@ -23,6 +23,8 @@ from example_trainer.loss import (
     TrainingLoss,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_CHOICES = 3
 FILLS = {
     "trainer_logprobs": 0.0,

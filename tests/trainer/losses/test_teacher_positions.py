@@ -12,6 +12,8 @@ from atroposlib.scored_data import IGNORE_INDEX
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import group, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 TOP_K = 3
 # Lengths differ, so that rows are padded or packed; the first has two turns, the last is cut.
 TOKENS = [[1, 2, 3, 7, 8, 4, 5, 9], [1, 2, 3, 6], [1, 2, 3, 9, 9, 8, 7, 6, 5, 4, 10, 11]]

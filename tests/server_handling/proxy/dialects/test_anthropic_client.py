@@ -18,6 +18,8 @@ from tests.server_handling.proxy.dialects.agent_loop import (
 )
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
 
+pytestmark = pytest.mark.slow
+
 WEATHER: Any = {"name": "weather", "description": "Weather.", "input_schema": PARAMETERS}
 THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
 HI: Any = [{"role": "user", "content": "Hi"}]

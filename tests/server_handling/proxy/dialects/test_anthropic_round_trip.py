@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any, NamedTuple
 
+import pytest
 from anthropic.types import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from atroposlib.envs.server_handling.proxy.anthropic import ANTHROPIC
 from tests.server_handling.proxy.dialects.conversations import Turn, conversations
 from tests.server_handling.proxy.dialects.scripted_session import Reply, ScriptedSession
+
+pytestmark = pytest.mark.slow
 
 THINKING = {"type": "enabled", "budget_tokens": 1024}
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tests.server_handling.proxy.dialects.conversations import values
 from tests.server_handling.proxy.engine import RecordingEngine, app_of
 
+pytestmark = pytest.mark.slow
+
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

@@ -34,6 +34,8 @@ from tests.server_handling.proxy.dialects.test_token_continuity import (
 from tests.server_handling.random_conversations import TokenEngine
 from tests.templates.make_tokenizers import FAMILIES
 
+pytestmark = pytest.mark.slow
+
 SPACES = ("", "\n", "\n\n", " ", "\r\n", "\n \n")
 START, END = "<think>", "</think>"
 

@@ -19,6 +19,8 @@ from tests.server_handling.proxy.dialects.agent_loop import (
 )
 from tests.server_handling.proxy.engine import RecordingEngine, manager_of
 
+pytestmark = pytest.mark.slow
+
 WEATHER: Any = {
     "type": "function",
     "name": "weather",

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response
@@ -13,6 +14,8 @@ from openai.types.responses import Response
 from atroposlib.envs.server_handling.proxy.responses import RESPONSES
 from tests.server_handling.proxy.dialects.conversations import Turn, conversations
 from tests.server_handling.proxy.dialects.scripted_session import Reply, ScriptedSession
+
+pytestmark = pytest.mark.slow
 
 REASONING = {"effort": "medium"}
 

@@ -26,6 +26,8 @@ from tests.server_handling.random_conversations import TokenEngine
 from tests.server_handling.test_token_continuity import family_of
 from tests.templates.make_tokenizers import FAMILIES
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {"type": "object"}
 TOOL_NAMES = ("search", "get_time")
 
