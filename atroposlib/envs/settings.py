@@ -421,7 +421,8 @@ def read_flags(words: Sequence[str], flags: Sequence[Flag]) -> dict[str, Any]:
         if not values and by_name[name].may_stand_alone:
             values = ["true"]
         if not values:
-            raise UsageError(f"--{name} needs a value{_boolean_hint(by_name[name])}")
+            hint = ": true or false" if bool in _arms(by_name[name].annotation) else ""
+            raise UsageError(f"--{name} needs a value{hint}")
         if _sequence_arm(by_name[name].annotation) is not None:
             typed.setdefault(name, []).extend(values)
         elif len(values) > 1:
@@ -487,10 +488,6 @@ def _suggestion(name: str, known: Mapping[str, Flag]) -> str:
     return hint.replace("did you mean ", "did you mean --") or "; --help all lists every flag"
 
 
-def _boolean_hint(flag: Flag) -> str:
-    return ": true or false" if bool in _arms(flag.annotation) else ""
-
-
 def _convert(words: list[str], flag: Flag) -> Any:
     try:
         return _value(words, flag.annotation)
@@ -523,19 +520,20 @@ def _sequence(words: list[str], sequence: Any, *, takes_text: bool) -> Any:
 def _scalar(word: str, arms: list[Any]) -> Any:
     """One word: a member of a closed set, a JSON object, or text for the model to coerce."""
     for arm in arms:
-        for choice in _choices(arm):
-            if word == str(choice.value if isinstance(choice, Enum) else choice):
-                return choice
+        if word in (choices := _choices(arm)):
+            return choices[word]
     looks_like_json = word.lstrip().startswith("{")
     if any(_is_mapping(arm) for arm in arms) and (looks_like_json or str not in arms):
         return _json(word, """a JSON object such as '{"name": 1}'""")
     return word
 
 
-def _choices(arm: Any) -> Sequence[Any]:
+def _choices(arm: Any) -> dict[str, Any]:
+    """The members of a closed set by the text that stands for them; empty for other types."""
     if get_origin(arm) is Literal:
-        return get_args(arm)
-    return list(arm) if isinstance(arm, type) and issubclass(arm, Enum) else ()
+        return {str(choice): choice for choice in get_args(arm)}
+    is_enum = isinstance(arm, type) and issubclass(arm, Enum)
+    return {str(choice.value): choice for choice in arm} if is_enum else {}
 
 
 def _json(word: str, wanted: str) -> Any:
@@ -672,24 +670,19 @@ def _entry(flag: Flag) -> str:
 
 def describe_type(annotation: Any) -> str:
     """What to type for a value, as in `INT`, `TRUE|FALSE`, `TEXT...` or `{openai,vllm}`."""
-    origin = get_origin(annotation)
-    if origin is Literal:
-        return _closed_set(get_args(annotation))
-    if origin in (Union, types.UnionType):
-        members = [arm for arm in get_args(annotation) if arm is not type(None)]
-        return "|".join(dict.fromkeys(describe_type(arm) for arm in members))
-    kind = origin or annotation
+    arms = [arm for arm in _arms(annotation) if arm is not type(None)] or [annotation]
+    return "|".join(dict.fromkeys(map(_describe_arm, arms)))
+
+
+def _describe_arm(arm: Any) -> str:
+    if choices := _choices(arm):
+        return "{" + ",".join(choices) + "}"
+    kind = get_origin(arm) or arm
     if kind is Any or not isinstance(kind, type):
         return "VALUE"
-    if issubclass(kind, Enum):
-        return _closed_set(member.value for member in kind)
-    if issubclass(kind, Mapping | BaseModel):
+    if _is_mapping(arm):
         return "JSON"
-    if issubclass(kind, list | tuple | set | frozenset | Sequence) and kind is not str:
-        return f"{describe_type((get_args(annotation) or (str,))[0])}..."
+    if kind in _SEQUENCES:
+        return f"{describe_type((get_args(arm) or (str,))[0])}..."
     names = {bool: "TRUE|FALSE", int: "INT", float: "FLOAT", str: "TEXT"}
     return names.get(kind, kind.__name__.upper())
-
-
-def _closed_set(choices: Iterable[Any]) -> str:
-    return "{" + ",".join(str(choice) for choice in choices) + "}"
