@@ -25,7 +25,7 @@ from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.run import ExportRequest, ExportStoppedError, SourceRequest, run_export
 from atroposlib.exporting.selection import common_prefix_length
 from atroposlib.exporting.texts import decoder_of
-from atroposlib.utils.command_parser import end_command
+from atroposlib.utils.command_parser import end_command, integer_between
 from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
-_LARGEST_COUNT = 10**9
+_count = integer_between(1, 10**9)
 _RUNS_DIR = "atropos_runs"
 
 
@@ -128,14 +128,6 @@ class _StoreGiven(argparse.Action):
     ) -> None:
         setattr(namespace, self.dest, values)
         setattr(namespace, f"{self.dest}_given", values)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(
-            f"expected an integer from 1 to {_LARGEST_COUNT}, got {text!r}"
-        )
-    return int(text)
 
 
 def _records(text: str) -> int:
@@ -294,7 +286,7 @@ class ProgressBar:
         self._bar = tqdm(total=self._total, unit=f" {self._unit}", file=sys.stderr)
 
     def advance(self, num_records: int, report: ExportReport) -> None:
-        """Move the bar, and say the three commonest reasons for leaving trajectories out."""
+        """Move the bar and show the three commonest reasons for leaving trajectories out."""
         if self._bar is None:
             return
         commonest = report.refused.most_common(3)
@@ -315,7 +307,7 @@ def run_command(
     """Do what the flags of a command say; ends the process when that fails.
 
     Args:
-        parser: of the command; says what is wrong with flags that contradict each other.
+        parser: Of the command; reports flags that contradict each other.
         args: parsed flags.
         formats: of the command.
         recipe: makes the recipe from a format, a decoder and a rule about truncation.

@@ -106,7 +106,7 @@ class Watcher:
             self._sleep(_PROBE_S)
 
     def log_once(self) -> bool:
-        """Probe the engines and log what was found if the step grew; tell whether it did."""
+        """Probe the engines and log the result if the step grew; return whether it did."""
         healthy = self.probe()
         step = self._step()
         if step is None or step <= self._last_step:
@@ -136,7 +136,7 @@ class Watcher:
         return step if isinstance(step, int) else None
 
     def _ask(self, path: str) -> dict[str, Any]:
-        """Return an answer of the service, empty when there is none; say so once per outage."""
+        """Return an answer of the service, or an empty one with a warning once per outage."""
         reply = _get(self._api_addr + path)
         try:
             answer = None if reply is None else reply.json()

@@ -43,7 +43,7 @@ Now:
 
 
 def main() -> None:
-    """Write the files and say what to do next; exit code 2 when nothing was written."""
+    """Write the files and print the next steps; exit code 2 when nothing was written."""
     parser = _parser()
     args = parser.parse_args()
     try:

@@ -59,7 +59,7 @@ def main() -> None:
 
 def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
     from atroposlib.envs.commands import load_yaml, process_command
-    from atroposlib.envs.settings import flags_of, read_flags
+    from atroposlib.envs.settings import read_command
     from atroposlib.exporting import replay as rescoring
 
     if args.save is not None:
@@ -67,8 +67,7 @@ def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
             raise ConfigError(f"{args.save} exists and is left as it is; choose another name")
         require_writable_file(args.save, "--save")
     env_cls = _environment_class(args.env)
-    command = process_command(env_cls)
-    given = command(**read_flags(flags, flags_of(command)))
+    given = read_command(process_command(env_cls), flags)
     settings = given.layered(load_yaml(given.config) if given.config else {})
     groups = dict(_full_groups(_source(args.groups, args.data_dir)))
     recorded = [rescoring.recorded_group(where, group) for where, group in groups.items()]
@@ -128,7 +127,7 @@ async def _post_all(args: argparse.Namespace, groups: Iterator[tuple[str, Any]])
     rule = RetryRule(attempts=None, deadline_s=args.patience_s)
     token = os.environ.get("ATROPOS_API_TOKEN")
     async with TrajectoryApiClient(args.api_url, token=token, post_retry=rule) as client:
-        await client.info()  # tells which formats the service takes
+        await client.info()  # finds out which formats the service accepts
         return await post_groups(
             client, groups, groups_per_s=args.rate, max_in_flight=args.in_flight, tell=tell
         )

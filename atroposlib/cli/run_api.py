@@ -44,7 +44,7 @@ _KEEP_ALIVE_S = 75
 _SWITCH_INTERVAL_S = 0.001
 """Longest turn of a thread that works on a large body while requests wait."""
 _DEFAULTS: Mapping[str, Any] = {"store": "sqlite"}
-"""Where the command differs from `ApiSettings`: what is served outlives the process."""
+"""Where the command differs from `ApiSettings`: its run outlives the process."""
 _INTERRUPTED = 130
 _FLAG_NAMES = {
     "run_name": "--run",
@@ -120,7 +120,7 @@ def _server(
             super().handle_exit(sig, frame)
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            # Before the server does, so that what is wrong with the store is said in one line.
+            # Before the server does, so that a problem with the store is reported in one line.
             await run.open()
             await super().startup(sockets=sockets)
             # What was imported stays: a full collection need not walk it, which takes 40 ms.
@@ -270,7 +270,7 @@ def _stop_message(settings: ApiSettings, host: str, port: int) -> str:
 
 
 def _start_message(settings: ApiSettings, host: str, port: int, run: Run | None = None) -> str:
-    """Say where the service listens and what it serves; `run` is None before it was opened."""
+    """Return the address of the service and its run; `run` is None before it was opened."""
     shown = f"[{host}]" if ":" in host else host
     lines = [f"trajectory API: http://{shown}:{port} (Ctrl-C stops it)"]
     lines.append(_whereabouts(settings, run))
@@ -289,7 +289,7 @@ def _start_message(settings: ApiSettings, host: str, port: int, run: Run | None 
 
 
 def _whereabouts(settings: ApiSettings, run: Run | None) -> str:
-    """Say which run is served, how far it is, and where it is kept."""
+    """Return which run is served, its progress and where it is stored."""
     if settings.store == "memory":
         kept = "the run is in memory: it is gone when this process ends"
         is_named = settings.run_name is not None

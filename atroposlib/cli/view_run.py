@@ -12,12 +12,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.errors import ConfigError, MissingExtraError
-from atroposlib.utils.command_parser import CommandParser, end_command, exit_code_of
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    exit_code_of,
+    integer_between,
+)
 from atroposlib.utils.listening import require_free_port
 
 if TYPE_CHECKING:
@@ -130,12 +134,12 @@ def _serve(prog: str, viewer: Viewer, args: argparse.Namespace, start_page: str)
 
 
 def _warn(prog: str, viewer: Viewer, api_url: str | None) -> None:
-    """Say on the terminal what the pages have to do without; they say it, too.
+    """Print on the terminal what the pages cannot show; the pages show the same message.
 
     Args:
-        prog: name of the command.
-        viewer: what is served.
-        api_url: service that is looked at; None for a file or a stored run.
+        prog: Name of the command.
+        viewer: Serves the pages.
+        api_url: Address of the inspected service; None for a file or a stored run.
     """
     problem = _reading_problem(viewer) if api_url is None else _service_problem(api_url)
     if problem is not None:
@@ -244,7 +248,9 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
     )
     parser.add_argument("--tokenizer", default=tokenizer, help="name or folder of the run's own")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=_whole(0, 65535), default=DEFAULT_PORT, help="0: a free one")
+    parser.add_argument(
+        "--port", type=integer_between(0, 65535), default=DEFAULT_PORT, help="0: a free one"
+    )
     parser.add_argument(
         "--allowed-host",
         dest="allowed_hosts",
@@ -256,7 +262,10 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
         "a tunnel; may be given several times",
     )
     parser.add_argument(
-        "--group-size", type=_whole(1, 64), default=2, help="boxes on the page of plain text"
+        "--group-size",
+        type=integer_between(1, 64),
+        default=2,
+        help="boxes on the page of plain text",
     )
     parser.add_argument(
         "--max-token-len",
@@ -277,17 +286,6 @@ def _host_name(text: str) -> str:
         return check_allowed_host(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"expected an integer from {least} to {most}, got {text!r}"
-            )
-        return int(text)
-
-    return convert
 
 
 if __name__ == "__main__":

@@ -1,14 +1,9 @@
-"""The command line of an environment script: pick the command, read its flags, run it.
+"""The command line of an environment script: its commands, their flags, and running one.
 
-What the commands of an environment do: `serve`, `process`, `evaluate` and `check`.
+run_cli ─► command class of the environment (`make_command`: a field per flag, `env.group_size`)
+        ─► instance that holds the typed flags ─► `run()`: layer settings, build, execute
 
-An instance holds what was typed; `run()` layers the settings, builds the environment and runs it.
-
-Make the command classes of one environment: a field per flag, named `env.group_size`.
-
-The `serve` command of environments with a teacher: it also takes `--teacher.*`.
-
-The live view of an environment: what is shown of it, and running it with the view.
+`serve` and `process` show a live view of the run where their output is a terminal.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ from atroposlib.envs.settings import (
     help_text,
     is_structured,
     layer_settings,
-    read_flags,
+    read_command,
     short_help_text,
     shown_default,
     shown_servers,
@@ -137,11 +132,11 @@ async def _with_view(env: BaseEnv, main: Callable[[], Awaitable[None]]) -> None:
 
 
 def snapshot_of(env: BaseEnv, errors: tuple[ErrorLine, ...] = ()) -> RunSnapshot | None:
-    """Return what an environment looks like now; None before its rollouts have begun.
+    """Return the state of an environment for the live view; None before its rollouts started.
 
     Args:
-        env: under `serve` or `process`.
-        errors: the latest of the log.
+        env: Runs under `serve` or `process`.
+        errors: The latest of the log.
     """
     figures = env.run_figures
     if figures.begun_at is None:
@@ -289,7 +284,7 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
     def shown_extra(
         self, extra: Mapping[str, Any], *, only_changed: bool = False
     ) -> dict[str, Any]:
-        """Those arguments as sections of a YAML file, secrets masked; all, or what is changed."""
+        """Those arguments as sections of a YAML file, secrets masked; all, or only changed ones."""
         return {}
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
@@ -566,10 +561,7 @@ def _run_words(env_cls: type[Any], words: Sequence[str], program: str) -> None:
         usage = f"{program} {name} [--name value ...]"
         sys.stdout.write(_help(flags, usage, intro, is_full=_wants_all(flag_words)))
         return
-    try:
-        command = command_class(**read_flags(flag_words, flags))
-    except ValidationError as error:
-        raise refused_values(error) from error
+    command = read_command(command_class, flag_words)
     _show_progress_messages()
     command.run()
 

@@ -26,7 +26,7 @@ class StragglerPolicyEnum(str, Enum):
     WAIT = "WAIT"
     """The group waits for it, up to `worker_timeout`."""
     RETRY = "RETRY"
-    """It is ended and begun again, `straggler_retries` times; then the group is given up."""
+    """It is ended and started again, `straggler_retries` times; then the group is given up."""
     SHRINK = "SHRINK"
     """The group goes without it, cut to a size of which `group_size` is a multiple."""
     GIVE_UP = "GIVE_UP"

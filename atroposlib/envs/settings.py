@@ -1,22 +1,18 @@
-"""Layer the settings of a run: defaults, then the YAML file, then flags. Pure.
+"""The settings of a run: layered from defaults, YAML file and flags, shown, read and explained.
 
 config_init ──┐
 forced ───────┼─► merge ─► validated by the environment's own config class
 YAML env: ────┤
 --env.* ──────┘            (servers: the same without `forced`, then `resolve_openai_configs`)
 
-Settings as people may see them: plain values, secrets masked.
+The flags of a command are the fields of its pydantic model. Their grammar: `--name=value` and
+`--name value`; `env.` and `openai.` may be left out where the rest is unambiguous; every flag takes
+a value, booleans too, except those that may stand alone, which means true; a list takes several
+words, repeated flags or one JSON array; a mapping is one JSON object; `None` empties an optional
+setting; names are never abbreviated. A following word is a value unless it begins with two dashes,
+so `-1` and `-1e-3` need no equals sign.
 
-Read `--name value` words into typed values, as declared by a pydantic model.
-
-The grammar, in full: `--name=value` and `--name value`; `env.` and `openai.` may be left out where
-the name is then still unambiguous; every flag takes a value, booleans too,
-except those few that may stand alone and are true then; a list takes several words, or repeated
-flags, or one JSON array; a mapping is one JSON object; `None` empties an optional setting; names
-are never abbreviated. A following word is a value unless it begins with two dashes, so `-1` and
-`-1e-3` need no equals sign.
-
-The help text of a command: every flag with its default and description.
+The functions here are pure: dictionaries and words in, settings or text out.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ import textwrap
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined, to_jsonable_python
@@ -67,6 +63,7 @@ __all__ = [
     "help_text",
     "is_structured",
     "layer_settings",
+    "read_command",
     "read_flags",
     "server_layers",
     "short_help_text",
@@ -259,9 +256,9 @@ def single_server_settings(servers: ServerConfigs) -> dict[str, Any]:
 
 
 def _unknown_keys(given: Iterable[Any], known: set[str], prefix: str) -> list[Any]:
-    """The keys that are no setting, each with a warning; one that resembles a setting is refused.
+    """Return the unknown keys after a warning for each; refuse one that resembles a setting.
 
-    A misspelt setting must not be overlooked; what resembles none is somebody else's.
+    A misspelt setting must not be overlooked; any other key may belong to another program.
     """
     full_names = sorted(prefix + name for name in known)
     unknown = [key for key in given if key not in known]
@@ -274,7 +271,7 @@ def _unknown_keys(given: Iterable[Any], known: set[str], prefix: str) -> list[An
     if misspelt:
         raise UsageError("\n".join(misspelt))
     for key in unknown:
-        logger.warning("%s%s in the YAML file is no setting of this environment", prefix, key)
+        logger.warning("%s%s in the YAML file is not a setting of this environment", prefix, key)
     return unknown
 
 
@@ -302,12 +299,12 @@ def _validated(model_class: type[Any], settings: Mapping[str, Any], prefix: str)
 def shown_settings(settings: Settings, *, only_changed: bool = False) -> dict[str, Any]:
     """The effective settings in the shape of a YAML file, so that a run can be repeated from it.
 
-    Servers that are discovered stand as the few settings somebody changed, usually none; what is
-    left to the server manager's own defaults is not listed.
+    Servers that are discovered appear as the settings that were changed, usually an empty section.
+    Settings left to the server manager's own defaults are not listed.
 
     Args:
-        settings: of the run.
-        only_changed: Whether to leave out what has the default of its class, and empty sections.
+        settings: Of the run.
+        only_changed: Whether to leave out empty sections and settings with their class's default.
     """
     manager = settings.manager.model_dump(include=set(settings.manager_given))
     if only_changed:
@@ -328,7 +325,7 @@ def shown_default(name: str, default: Any) -> str | None:
     """A default as text; None when there is no default.
 
     Args:
-        name: Full name of the setting; its last part tells whether the value is a secret.
+        name: Full name of the setting; its last part decides whether the value is a secret.
         default: Any value a field may hold.
     """
     if default is PydanticUndefined:
@@ -343,8 +340,8 @@ def shown_servers(servers: ServerConfigs, *, only_changed: bool = False) -> Any:
     """Servers as a section of a YAML file.
 
     Args:
-        servers: of the run.
-        only_changed: Whether to leave out what has the default of its class.
+        servers: Of the run.
+        only_changed: Whether to leave out settings with their class's default.
     """
     if isinstance(servers, ServerBaseline) and not isinstance(servers, APIServerConfig):
         return _plain(servers.model_dump(exclude_unset=True))
@@ -368,6 +365,8 @@ MAY_STAND_ALONE = "may_stand_alone"
 SHORT_FORMS = {"tokenizer_name": f"{ENV_NAMESPACE}{NAMESPACE_SEP}tokenizer_name"}
 """What a name without its prefix means where both configs have it and one meaning is customary:
 the environment's tokenizer makes the tokens, the server's follows from its model."""
+
+Command = TypeVar("Command", bound=BaseModel)
 
 _SEQUENCES = (list, tuple, set, frozenset, Sequence)
 
@@ -422,7 +421,8 @@ def read_flags(words: Sequence[str], flags: Sequence[Flag]) -> dict[str, Any]:
         if not values and by_name[name].may_stand_alone:
             values = ["true"]
         if not values:
-            raise UsageError(f"--{name} needs a value{_boolean_hint(by_name[name])}")
+            hint = ": true or false" if bool in _arms(by_name[name].annotation) else ""
+            raise UsageError(f"--{name} needs a value{hint}")
         if _sequence_arm(by_name[name].annotation) is not None:
             typed.setdefault(name, []).extend(values)
         elif len(values) > 1:
@@ -430,6 +430,18 @@ def read_flags(words: Sequence[str], flags: Sequence[Flag]) -> dict[str, Any]:
         else:
             typed[name] = values
     return {name: _convert(values, by_name[name]) for name, values in typed.items()}
+
+
+def read_command(command_class: type[Command], words: Sequence[str]) -> Command:
+    """Build a command from the words after its name.
+
+    Raises:
+        UsageError: a flag cannot be read, or its value is refused.
+    """
+    try:
+        return command_class(**read_flags(words, flags_of(command_class)))
+    except ValidationError as error:
+        raise refused_values(error) from error
 
 
 def is_structured(annotation: Any) -> bool:
@@ -476,10 +488,6 @@ def _suggestion(name: str, known: Mapping[str, Flag]) -> str:
     return hint.replace("did you mean ", "did you mean --") or "; --help all lists every flag"
 
 
-def _boolean_hint(flag: Flag) -> str:
-    return ": true or false" if bool in _arms(flag.annotation) else ""
-
-
 def _convert(words: list[str], flag: Flag) -> Any:
     try:
         return _value(words, flag.annotation)
@@ -512,19 +520,20 @@ def _sequence(words: list[str], sequence: Any, *, takes_text: bool) -> Any:
 def _scalar(word: str, arms: list[Any]) -> Any:
     """One word: a member of a closed set, a JSON object, or text for the model to coerce."""
     for arm in arms:
-        for choice in _choices(arm):
-            if word == str(choice.value if isinstance(choice, Enum) else choice):
-                return choice
+        if word in (choices := _choices(arm)):
+            return choices[word]
     looks_like_json = word.lstrip().startswith("{")
     if any(_is_mapping(arm) for arm in arms) and (looks_like_json or str not in arms):
         return _json(word, """a JSON object such as '{"name": 1}'""")
     return word
 
 
-def _choices(arm: Any) -> Sequence[Any]:
+def _choices(arm: Any) -> dict[str, Any]:
+    """The members of a closed set by the text that stands for them; empty for other types."""
     if get_origin(arm) is Literal:
-        return get_args(arm)
-    return list(arm) if isinstance(arm, type) and issubclass(arm, Enum) else ()
+        return {str(choice): choice for choice in get_args(arm)}
+    is_enum = isinstance(arm, type) and issubclass(arm, Enum)
+    return {str(choice.value): choice for choice in arm} if is_enum else {}
 
 
 def _json(word: str, wanted: str) -> Any:
@@ -556,7 +565,7 @@ def _is_mapping(arm: Any) -> bool:
 
 
 def _means_none(word: str, arms: list[Any]) -> bool:
-    """`None` empties any optional setting; where text is no answer, `null` and `none` do too."""
+    """Whether a word empties a setting: `None`, and where no text is expected `null` or `none`."""
     if type(None) not in arms and Any not in arms:
         return False
     return word == "None" or (str not in arms and Any not in arms and word in ("none", "null"))
@@ -600,7 +609,7 @@ OFTEN_NEEDED = (
 def short_help_text(
     flags: Sequence[Flag], *, shared: Collection[str], usage: str, intro: str = ""
 ) -> str:
-    """Write the help of one command without what is seldom needed.
+    """Write the help of one command without the flags that are seldom needed.
 
     Args:
         flags: What the command takes.
@@ -661,24 +670,19 @@ def _entry(flag: Flag) -> str:
 
 def describe_type(annotation: Any) -> str:
     """What to type for a value, as in `INT`, `TRUE|FALSE`, `TEXT...` or `{openai,vllm}`."""
-    origin = get_origin(annotation)
-    if origin is Literal:
-        return _closed_set(get_args(annotation))
-    if origin in (Union, types.UnionType):
-        members = [arm for arm in get_args(annotation) if arm is not type(None)]
-        return "|".join(dict.fromkeys(describe_type(arm) for arm in members))
-    kind = origin or annotation
+    arms = [arm for arm in _arms(annotation) if arm is not type(None)] or [annotation]
+    return "|".join(dict.fromkeys(map(_describe_arm, arms)))
+
+
+def _describe_arm(arm: Any) -> str:
+    if choices := _choices(arm):
+        return "{" + ",".join(choices) + "}"
+    kind = get_origin(arm) or arm
     if kind is Any or not isinstance(kind, type):
         return "VALUE"
-    if issubclass(kind, Enum):
-        return _closed_set(member.value for member in kind)
-    if issubclass(kind, Mapping | BaseModel):
+    if _is_mapping(arm):
         return "JSON"
-    if issubclass(kind, list | tuple | set | frozenset | Sequence) and kind is not str:
-        return f"{describe_type((get_args(annotation) or (str,))[0])}..."
+    if kind in _SEQUENCES:
+        return f"{describe_type((get_args(arm) or (str,))[0])}..."
     names = {bool: "TRUE|FALSE", int: "INT", float: "FLOAT", str: "TEXT"}
     return names.get(kind, kind.__name__.upper())
-
-
-def _closed_set(choices: Iterable[Any]) -> str:
-    return "{" + ",".join(str(choice) for choice in choices) + "}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
 from atroposlib.utils.text import near_name
 
-__all__ = ["CommandParser", "end_command", "exit_code_of"]
+__all__ = ["CommandParser", "end_command", "exit_code_of", "integer_between"]
 
 _REFUSED_SETTINGS = (401, 403, 409)
 """Statuses of a service for a wrong token, and for settings that differ from its run's."""
@@ -32,12 +32,25 @@ def end_command(command: str, message: object, *, code: int) -> NoReturn:
     """Print one line on standard error and end the process.
 
     Args:
-        command: name of the command, before the message.
-        message: what is wrong and what to do.
-        code: exit code.
+        command: Name of the command, printed before the message.
+        message: The cause and the remedy.
+        code: Exit code.
     """
     sys.stderr.write(f"{command}: {message}\n")
     sys.exit(code)
+
+
+def integer_between(least: int, most: int) -> Callable[[str], int]:
+    """Return a converter for `add_argument` that refuses other values than `least` to `most`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"expected an integer from {least} to {most}, got {text!r}"
+            )
+        return int(text)
+
+    return convert
 
 
 class CommandParser(argparse.ArgumentParser):

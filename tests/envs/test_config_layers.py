@@ -218,8 +218,8 @@ def test_layer_settings_keys_that_resemble_no_setting_are_left_alone_with_a_warn
 
     assert settings.env.zzz == 3  # type: ignore[attr-defined]
     assert settings.servers[0].model_name == "x"  # type: ignore[index]
-    assert "env.zzz in the YAML file is no setting" in caplog.text
-    assert "openai.zzz in the YAML file is no setting" in caplog.text
+    assert "env.zzz in the YAML file is not a setting" in caplog.text
+    assert "openai.zzz in the YAML file is not a setting" in caplog.text
 
 
 def test_layer_settings_masked_secret_counts_as_not_given() -> None:

@@ -1,4 +1,4 @@
-"""`atropos-replay`: scoring anew without a model, posting to a real service, comparing."""
+"""`atropos-replay`: scoring again without a model, posting to a real service, comparing."""
 
 from __future__ import annotations
 
@@ -207,11 +207,13 @@ def test_script_without_the_environment_and_unknown_flags_are_said(
 
     none = score("x = 1", groups)
     unknown = score(SINGLE_TURN, groups, "--env.group_sise", 3)
+    refused = score(SINGLE_TURN, groups, "--env.group_size", "three")
 
-    assert (none.returncode, unknown.returncode) == (2, 2)
+    assert (none.returncode, unknown.returncode, refused.returncode) == (2, 2, 2)
     assert "has no environment; name one as" in none.stderr
     assert "unknown flag --env.group_sise" in unknown.stderr
-    assert "Traceback" not in none.stderr + unknown.stderr
+    assert "env.group_size: input should be a valid integer" in refused.stderr
+    assert "Traceback" not in none.stderr + unknown.stderr + refused.stderr
 
 
 def test_settings_of_a_yaml_file_are_read(
