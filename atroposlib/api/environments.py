@@ -217,7 +217,7 @@ class EnvRegistry:
         return self._buffered_by_env.get(env_id, 0)
 
     def restore(self, envs: Iterable[EnvRecord]) -> None:
-        """Load the environments of a snapshot into an empty registry."""
+        """Replace all environments, as by those of a snapshot."""
         self._envs = list(envs)
         self._namesakes = Counter(env.desired_name for env in self._envs)
         self._forget_sums()
@@ -248,10 +248,6 @@ class EnvRegistry:
 
     def _forget_sums(self) -> None:
         self._minimums = self._total_weight = self._unallocated = None
-
-    def clear(self) -> None:
-        """Remove every environment and its buffer."""
-        self.__init__()  # type: ignore[misc]
 
 
 def total_weight(envs: Iterable[EnvRecord]) -> float:

@@ -260,6 +260,12 @@ _DISCARDED_AT_ONCE = 500
 T = TypeVar("T")
 
 
+def _num_payloads(state: RunState) -> int:
+    """Approximate number of payloads the store must have; buffers are counted by sequences."""
+    in_batches = sum(len(handout.groups) for handout in state.delivery.pending())
+    return len(state.queue) + state.envs.buffered_sequences + in_batches + len(state.past)
+
+
 class RunLog:
     """Keeps a state and its store consistent.
 
@@ -365,7 +371,7 @@ class RunLog:
 
     async def compact_if_due(self) -> None:
         """Replace a long log by a snapshot, in slices so that other tasks run in between."""
-        alive = self._state.num_alive_groups
+        alive = _num_payloads(self._state)
         is_full = self._store.full_reason is not None  # then a shorter log frees space
         least = self._least_when_full if is_full else _MIN_RECORDS_TO_COMPACT
         if self._num_records <= max(least, _RECORDS_PER_GROUP_TO_COMPACT * alive):

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -411,6 +412,25 @@ CONSUMER_PATIENCE_S = 30.0
 """Seconds without a request for a batch after which another consumer may replace one."""
 
 
+def _find_group(state: RunState, group_id: int) -> QueuedGroup | None:
+    """Return a group whose payload the store has, in any state."""
+    if state.latest is not None and state.latest.group_id == group_id:
+        return state.latest
+    found = state.queue.get(group_id) or state.past.get(group_id)
+    if found is not None:
+        return found
+    buffered = (group for env in state.envs for group in env.buffer)
+    in_batches = (group for handout in state.delivery.pending() for group in handout.groups)
+    return next((g for g in chain(buffered, in_batches) if g.group_id == group_id), None)
+
+
+def _is_waiting(state: RunState, group_id: int) -> bool:
+    """Whether a group is queued or buffered."""
+    return state.queue.get(group_id) is not None or any(
+        group.group_id == group_id for env in state.envs for group in env.buffer
+    )
+
+
 class RegistrationConflictError(ConfigError):
     """A trainer registered settings that differ from those of the running run."""
 
@@ -673,10 +693,10 @@ class Run:
 
         None if it is no longer kept, or its payload is missing or damaged.
         """
-        group = self.state.find_group(group_id)
+        group = _find_group(self.state, group_id)
         if group is None:
             await self.store.sync()
-            group = self.state.find_group(group_id)
+            group = _find_group(self.state, group_id)
         if group is None:
             return None
         try:
@@ -691,7 +711,7 @@ class Run:
         await self.store.sync()
 
         def decide() -> tuple[Record | None, bool]:
-            if not self.state.is_waiting(group_id):
+            if not _is_waiting(self.state, group_id):
                 return None, False
             return records.GroupsRemoved([group_id], self._clock()), True
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -265,7 +265,11 @@ class RunState:
     """One run of one trainer with any number of environments; changed by `apply` only."""
 
     def __init__(self, limits: RunLimits | None = None) -> None:
-        self._limits = limits = limits or RunLimits()
+        self._limits = limits or RunLimits()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Set the initial state."""
         self.registration: Registration | None = None
         self.run_id: str | None = None
         """Identifies a run from its first registration until a reset, or until a trainer replaces a
@@ -279,7 +283,8 @@ class RunState:
         self.queue = GroupQueue()
         self.delivery = Delivery()
         self.payloads = PayloadLedger(
-            max_past_groups=limits.keep_past_groups, max_past_bytes=limits.keep_past_bytes
+            max_past_groups=self._limits.keep_past_groups,
+            max_past_bytes=self._limits.keep_past_bytes,
         )
         """Which payloads are kept for inspection, and which may be discarded."""
         self.keys = KeyBook()
@@ -298,32 +303,6 @@ class RunState:
         self.fence = 0
         self.fault: str | None = None
         """Why the last record was set aside; None if it was applied."""
-        self._handlers: dict[type[Any], Callable[[Any], Admission | None]] = self._all_handlers()
-
-    def _all_handlers(self) -> dict[type[Any], Callable[[Any], Admission | None]]:
-        return {
-            records.GroupsAdmitted: self._admit,
-            records.TrainerRegistered: self._register_trainer,
-            records.ConsumerLeft: self._release_consumer,
-            records.TrainerStarted: self._start,
-            records.EnvRegistered: self._register_env,
-            records.EnvDisconnected: self._disconnect_env,
-            records.EnvRevived: self._revive_env,
-            records.EnvsSeen: self._note_seen,
-            records.BatchFormed: self._form_batch,
-            records.BatchHandedOut: self._hand_out_again,
-            records.BatchAcknowledged: self._acknowledge,
-            records.BatchPassedOver: self._pass_over,
-            records.BatchesReturned: self._take_back,
-            records.PolicyVersionSet: self._set_policy_version,
-            records.GroupsRemoved: self._remove_groups,
-            records.GroupsSetAside: self._set_groups_aside,
-            records.RunReset: self._reset,
-        }
-
-    def start_over(self) -> None:
-        """Return to the initial state."""
-        self.__init__(self._limits)  # type: ignore[misc]
 
     def apply(self, record: records.Record) -> Admission | None:
         """Apply a record.
@@ -335,7 +314,7 @@ class RunState:
         if record.is_guarded:
             self.fence += 1
         try:
-            return self._handlers[type(record)](record)
+            return _HANDLERS[type(record)](self, record)
         except Exception as error:  # noqa: BLE001 - the run must continue after any error
             self.set_aside(kind_of(type(record)), error)
             return None
@@ -443,33 +422,6 @@ class RunState:
             self.queue.num_bytes + self.envs.buffered_bytes,
         )
 
-    @property
-    def num_alive_groups(self) -> int:
-        """Approximate number of payloads the store must have; buffers are counted by sequences."""
-        in_batches = sum(len(handout.groups) for handout in self.delivery.pending())
-        return len(self.queue) + self.envs.buffered_sequences + in_batches + len(self.past)
-
-    def is_waiting(self, group_id: int) -> bool:
-        """Whether a group is queued or buffered."""
-        return self.queue.get(group_id) is not None or any(
-            group.group_id == group_id for env in self.envs for group in env.buffer
-        )
-
-    def find_group(self, group_id: int) -> QueuedGroup | None:
-        """Return a group whose payload the store has, in any state."""
-        if self.latest is not None and self.latest.group_id == group_id:
-            return self.latest
-        found = self.queue.get(group_id) or self.past.get(group_id)
-        if found is not None:
-            return found
-        elsewhere = chain.from_iterable(
-            (
-                *(env.buffer for env in self.envs),
-                *(handout.groups for handout in self.delivery.pending()),
-            )
-        )
-        return next((group for group in elsewhere if group.group_id == group_id), None)
-
     def _admit(self, record: records.GroupsAdmitted) -> Admission:
         if record.epoch != self.epoch:
             # The run of these groups was reset while they were written.
@@ -552,15 +504,7 @@ class RunState:
 
         They come from a consumer, or from a replaced trainer.
         """
-
-        def known(groups: Iterable[QueuedGroup]) -> list[QueuedGroup]:
-            return [
-                msgspec.structs.replace(group, version=UNKNOWN_VERSION)
-                if group.version > self.step
-                else group
-                for group in groups
-            ]
-
+        known = partial(_without_versions_after, self.step)
         if any(version > self.step for version in self.queue.groups_by_version):
             queued = known(self.queue)
             self.queue = GroupQueue()
@@ -707,7 +651,7 @@ class RunState:
         self.run_id = None
         self.taken_over_run_id = None
         self.started_at = None
-        self.envs.clear()
+        self.envs.restore(())
         self.queue = GroupQueue()
         self.delivery.clear()
         self.keys.clear()
@@ -715,6 +659,34 @@ class RunState:
         self.is_started = False
         self.policy_version = None
         self.trainer_ids.clear()
+
+
+_HANDLERS: dict[type[Any], Callable[[RunState, Any], Admission | None]] = {
+    records.GroupsAdmitted: RunState._admit,
+    records.TrainerRegistered: RunState._register_trainer,
+    records.ConsumerLeft: RunState._release_consumer,
+    records.TrainerStarted: RunState._start,
+    records.EnvRegistered: RunState._register_env,
+    records.EnvDisconnected: RunState._disconnect_env,
+    records.EnvRevived: RunState._revive_env,
+    records.EnvsSeen: RunState._note_seen,
+    records.BatchFormed: RunState._form_batch,
+    records.BatchHandedOut: RunState._hand_out_again,
+    records.BatchAcknowledged: RunState._acknowledge,
+    records.BatchPassedOver: RunState._pass_over,
+    records.BatchesReturned: RunState._take_back,
+    records.PolicyVersionSet: RunState._set_policy_version,
+    records.GroupsRemoved: RunState._remove_groups,
+    records.GroupsSetAside: RunState._set_groups_aside,
+    records.RunReset: RunState._reset,
+}
+
+
+def _without_versions_after(step: int, groups: Iterable[QueuedGroup]) -> list[QueuedGroup]:
+    return [
+        msgspec.structs.replace(group, version=UNKNOWN_VERSION) if group.version > step else group
+        for group in groups
+    ]
 
 
 def _require_sound(record: records.GroupsAdmitted) -> None:
