@@ -96,7 +96,7 @@ def test_run_api_port_in_use_fails_at_once_and_says_so(free_port):
     with running(free_port):
         wait_until_up(free_port)
         with running(free_port) as second:
-            output, _ = second.communicate(timeout=30)
+            output, _ = second.communicate(timeout=120)
 
         assert httpx.get(f"http://localhost:{free_port}/info").status_code == 200
     assert second.returncode == 2
@@ -227,7 +227,7 @@ def test_run_api_without_a_name_starts_a_fresh_run_each_time(free_port, tmp_path
 def test_run_api_store_that_cannot_be_used_ends_it_with_one_line(free_port, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with running(free_port, "--data-dir", str(tmp_path / "file")) as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
 
     assert process.returncode == 2
     assert output.startswith("run-api: ")
@@ -256,7 +256,7 @@ def test_run_api_says_new_or_resuming_and_how_to_continue_after_ctrl_c(free_port
                 client.post("/register", json=REGISTRATION)
                 client.post("/scored_data", json=make_group(1))
             process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=30)
+            output, _ = process.communicate(timeout=120)
         outputs.append(output)
         assert process.returncode == 130
         assert output.splitlines()[-1] == (
@@ -273,7 +273,7 @@ def test_run_api_in_memory_says_that_its_run_is_gone(free_port):
     with running(free_port) as process:
         wait_until_up(free_port)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
 
     assert output.splitlines()[-1] == "stopped; the run was in memory and is gone"
 
@@ -318,7 +318,7 @@ def test_run_api_refuses_a_misspelt_run_without_a_terminal(free_port, tmp_path):
     (tmp_path / "mine.sqlite3").write_bytes(b"")
     flags = ("--data-dir", str(tmp_path), "--run", "mien")
     with running(free_port, *flags) as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
 
     assert process.returncode == 2
     assert output.splitlines() == [
@@ -339,9 +339,9 @@ def test_run_api_refuses_a_misspelt_run_in_redis_too(free_port, redis_server):
     with running(free_port, *command, "math-7b-train") as process:
         wait_until_up(free_port)
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     with running(free_port, *command, "math-7b-tarin") as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
 
     assert process.returncode == 2
     (line,) = output.splitlines()
@@ -357,7 +357,7 @@ def test_run_api_asks_nothing_in_memory_and_says_that_a_name_continues_nothing(f
     with running(free_port, "--store", "memory", "--run", "mine") as process:
         wait_until_up(free_port)
         process.terminate()
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
 
     assert "the run is in memory: it is gone when this process ends" in output
     assert "--run mine continues nothing" in output

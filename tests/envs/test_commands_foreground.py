@@ -51,7 +51,7 @@ def signalled(
         assert process.stdout.readline() == "ready\n"
         for signum in signals:
             process.send_signal(signum)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
 

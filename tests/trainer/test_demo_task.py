@@ -94,7 +94,7 @@ def test_warm_up_small_model_learns_and_stops_at_the_target() -> None:
         is_enough=lambda accuracy: accuracy >= 0.5,
         lr=1e-2,
         batch_size=32,
-        limit_s=60.0,
+        limit_s=600.0,
         steps_per_check=5,
         seed=0,
         on_check=lambda _step, loss, _accuracy: losses.append(loss),
