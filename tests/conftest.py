@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -38,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--long-minutes", metavar="M", type=float, default=float("inf"),
         help="skip the long tests that would start after M minutes",
     )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Shells start jobs in the background with SIGINT ignored, which every child would inherit.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -155,7 +155,7 @@ def test_ctrl_c_keeps_what_is_written(start_service: Start, tokenizer: Any, tmp_
             break
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=120)
 
     assert process.returncode == 130, errors
     assert "6 examples from 3 groups" in output
