@@ -91,7 +91,7 @@ class GSM8kEnv(HubItems, SingleTurnEnv):
     columns = ("question", "answer")
     env_config_cls = GSM8kEnvConfig
     config: GSM8kEnvConfig
-    scores_thinking = True  # an unfinished thought is no answer; the check of the answer decides
+    scores_thinking = True  # the check itself skips the thinking, also when it is unfinished
     logs_percent_correct = True
     min_trained_tokens = 10
     check_settings: ClassVar[dict[str, Any]] = {

@@ -58,7 +58,7 @@ LEADS = (
 """Phrases that announce an answer; the bounds keep the search short on any text."""
 
 LETTER_END = r"(?=$|[^\w\s'\u2019-]|\s*\n|\s+(?:(?i:because|since|as|for)\b|[^\w\s]))"
-"""Behind a letter: the sentence ends or goes on with a reason, so that 'a dog' is no A."""
+"""Behind a letter: the sentence ends or goes on with a reason, so that 'a dog' is not read as A."""
 
 OTHER_LETTER = r"(?!\w\)?[\s,/&]{{1,5}}(?:(?:or|and)\s{{1,5}})?\(?[A-{last}]\b)"
 """Not before a letter that another one follows: 'B or C', 'B, C'."""

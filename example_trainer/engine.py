@@ -220,7 +220,7 @@ class SglangControl:
         status = self._engine.send("GET", "/model_info").status_code
         if status != 200:
             raise ConfigError(
-                f"the engine at {self._engine.shown_url} is no SGLang (GET /model_info answered "
+                f"the engine at {self._engine.shown_url} is not SGLang (GET /model_info answered "
                 f"{status}); for a vLLM use --engine vllm"
             )
 

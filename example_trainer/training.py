@@ -503,7 +503,7 @@ def _name_of(device: str) -> str:
 
 
 class StepView(Protocol):
-    """Whoever shows a run while it goes on."""
+    """What shows a run while it is in progress."""
 
     def show_activity(self, text: str) -> None:
         """Take note of what the trainer does now."""

@@ -433,7 +433,7 @@ class NoSync:
         """Nothing holds memory that could be freed."""
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Nobody to publish to."""
+        """Without an engine to publish to."""
 
     def check_alive(self) -> None:
         """Nothing can die."""

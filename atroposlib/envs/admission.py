@@ -83,7 +83,9 @@ def check_signal(
 
 
 def wrong_number(path: str, values: Sequence[Any]) -> str | None:
-    """Return which value is no number, as `scores[0] is 'right'; expected a number`, or None.
+    """Return the error of the first value that is not a number, or None.
+
+    For example `scores[0] is 'right'; expected a number`.
 
     NumPy's numbers and tensors of one element are numbers; texts are not, whatever they spell.
     """
@@ -103,7 +105,7 @@ def as_number(value: Any, said: str) -> float:
         said: how the error begins, as `MyEnv.score returned`.
 
     Raises:
-        TypeError: it is no number; a text that spells one is none.
+        TypeError: it is not a number; a string with a number in it is refused too.
     """
     try:
         if not isinstance(value, str | bytes):

@@ -116,7 +116,7 @@ def derived_batch_size(
 ) -> int:
     """Return how many sequences of each batch this environment may fill; -1 when unknown.
 
-    That is what nobody reserved plus what this environment reserved itself: B = 16, half of it
+    That is the unreserved part plus what this environment reserved itself: B = 16, half of it
     unallocated and a quarter its own give 12.
     """
     if batch_size == UNKNOWN_BATCH_SIZE:

@@ -246,7 +246,7 @@ class Delivery:
         return True
 
     def num_unusable_groups(self) -> int:
-        """Return how many groups were dropped so far because nobody could use them."""
+        """Return how many groups were dropped so far because they were unusable."""
         return sum(self._reporter.drop_counts[reason] for reason in UNUSABLE)
 
     def is_unusable(self, collected: Any, *, before: int) -> bool:
@@ -292,7 +292,7 @@ def stamp_policy_version(groups: Any, version: int | None) -> None:
         groups: what a rollout returned: a group or a list of groups and Nones.
         version: the oldest version its tokens were sampled under, from the engine where that
             names its weights, else what the service called the policy when they were asked for;
-            for a rollout that recorded no tokens, when it started. None when nobody says. A group
+            for a rollout that recorded no tokens, when it started. None if unknown. A group
             that names its version keeps it.
     """
     if version is None:
@@ -323,8 +323,8 @@ def stamp_finish_reasons(groups: Any, sampled: SampledVersions) -> None:
 def mark_tokenized_from_text(groups: Any, *, has_text: bool) -> None:
     """Mark finished groups whose tokens were made from a server's text, in place.
 
-    A group with such tokens carries no logprobs: nobody knows those of its tokens. Which groups of
-    a rollout they are is told by the logprobs, which have none where such a token is trained; all
+    A group with such tokens carries no logprobs, since they are unknown. Which groups of a rollout
+    they are follows from the logprobs, which are missing where such a token is trained; all
     of them where an environment sends no logprobs.
 
     Args:
@@ -365,4 +365,4 @@ def _make_plain(group: Any) -> None:
             try:
                 group[field.name] = to_plain(value)
             except TypeError:
-                continue  # whoever encodes the group says what is wrong with it
+                continue  # encoding the group reports what is wrong with it

@@ -188,7 +188,7 @@ class EnvHooks(metaclass=ABCMeta):
         return None
 
     def check_judge_reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the answer to a request that is no rollout, as one to a judge; for `check` only.
+        """Return the answer to a request outside a rollout, as one to a judge; for `check` only.
 
         Args:
             messages: of any request during a check. None, the default, means that it is the

@@ -393,7 +393,7 @@ class TerminalDisplay:
 
     def _leave(self) -> None:
         """Give the terminal back."""
-        # Without the lock: whoever logs meanwhile has locked a handler, and waits for this one.
+        # Without the lock: a thread that logs meanwhile holds a handler and waits for the lock.
         self._give_back.close()
         with self._drawing:
             if self._frame is not None:

@@ -11,7 +11,7 @@ Playing conversations: turns until the end or a limit, with the exact tokens of 
 
 A conversation belongs to one rollout and is closed when that ends, however it ends.
 
-Whoever writes the turns of a conversation: a managed server with exact tokens, or any chat.
+What samples the turns of a conversation: a managed server with exact tokens, or any chat.
 
 A turn is continued by the text a chat template puts *behind* a reply, never by rendering the reply
 again: a template that trims, drops thinking or rewrites history cannot break the sequence.
@@ -240,7 +240,7 @@ class _Written:
 
 
 class Policy(Protocol):
-    """Whoever writes the turns."""
+    """What samples the turns."""
 
     def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
         """Return how many tokens the next turn may have; below 1 there is no room."""
@@ -351,7 +351,7 @@ class TokenPolicy:
             return None
         mark = REPLY_MARK
         while any(mark in str(message.get("content")) for message in chat):
-            mark += REPLY_MARK  # whoever writes it must not be taken for it
+            mark += REPLY_MARK  # a message that contains the mark must not match it
         marked = [*chat[: length - 1], {"role": "assistant", "content": mark}]
         text = render_messages(self._tokenizer, [*marked, *chat[length:]])
         _, found, added = text.partition(mark)
@@ -424,7 +424,7 @@ async def play(
 ) -> Rollout:
     """Play a conversation to its end or to a limit.
 
-    A turn cut by a token limit ends it unanswered: half a move is no move. Whatever happens,
+    A turn cut by a token limit ends it unanswered: a cut move is not played. Whatever happens,
     `conversation.close` is awaited. Cancelling is safe.
 
     Args:

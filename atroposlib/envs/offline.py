@@ -196,7 +196,7 @@ class ProcessRun:
         return _Rollout(item, collected, time.monotonic() - started_at)
 
     async def _add_gold_answer(self, collected: Any, item: Any) -> None:
-        """Write the gold answer of an item into its groups: whoever looks at scores needs it."""
+        """Write the gold answer of an item into its groups, to compare scores with."""
         try:
             gold = await settle(self._env.check_gold_answer(item))
         except Exception:  # a hook of the author's; the groups are worth having without it

@@ -177,7 +177,7 @@ class RunFigures:
 
     @property
     def num_items_running(self) -> int:
-        """Items whose rollouts have begun and not ended."""
+        """Items whose rollouts are running."""
         return len(self._items_begun_at)
 
     @property
@@ -272,7 +272,7 @@ def restore_attributes(env: object, data: Mapping[str, Any] | None) -> None:
         if hasattr(env, key) and not callable(getattr(env, key)):
             setattr(env, key, value)
         else:
-            logger.warning("checkpoint key %r is no attribute of the environment", key)
+            logger.warning("checkpoint key %r is not an attribute of the environment", key)
 
 
 def _folder(checkpoint_dir: str | Path, prepend: str | None) -> Path:

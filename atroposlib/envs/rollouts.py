@@ -8,7 +8,7 @@ collect(item) x G, at the same time
 Run the rollouts of one group at the same time, and deal with those that lag behind.
 
     WAIT     start x G ──────────────────────────────► [G] outcomes
-    RETRY    a rollout past its time is ended and begun again, N times; then the group is given up
+    RETRY    a rollout past its time is started again, up to N times; then its group is dropped
     SHRINK   at the time, and once enough are done: the rest is ended, the group goes without it;
              its size divides G, so that services that put groups of one sender together can
     GIVE_UP  at the time: the group is given up
@@ -56,7 +56,7 @@ class StragglerRule:
     timeout_s: float = 0.0
     """Seconds one rollout may take before it is a straggler; 0 or less: none ever is."""
     retries: int = 0
-    """How often a straggler is begun again before its group is given up."""
+    """How often a straggler is started again before its group is dropped."""
     min_group_size: int = 2
     """Fewest trajectories a shrunk group may have."""
 
@@ -269,7 +269,7 @@ def assemble_group(results: list[Any], *, is_scored_later: bool) -> Any:
         when a rollout gave nothing.
 
     Raises:
-        GroupError: a result is no trajectory and nobody builds the group later.
+        GroupError: a result is not a trajectory and `build_group` is not overridden.
     """
     if results and all(_is_trajectory(result) for result in results):
         group, partial_fields = merge_items(results)

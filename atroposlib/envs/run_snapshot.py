@@ -176,7 +176,7 @@ class RecentErrors(logging.Handler):
         """Keep one record; a record that cannot be formatted is left to the other handlers."""
         try:
             text = _summary(record)
-        except Exception:  # noqa: BLE001 - whoever prints the record reports it
+        except Exception:  # noqa: BLE001 - the handler that prints the record reports it
             return
         known = self._lines.pop(text, None)
         self._lines[text] = ErrorLine(

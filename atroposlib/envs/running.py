@@ -51,8 +51,8 @@ def build_environment(
     is set on the instance before its constructor runs, so that constructors need not pass it on.
     Constructors that name `slurm` otherwise, such
     as `slurm_job_id`, get it under their own name, and those that take no names at all get the four
-    by position; what a constructor has no place for is left out, with a warning when somebody asked
-    for it.
+    by position; an argument that a constructor does not take is left out, with a warning if it was
+    given.
 
     Args:
         env_cls: The environment's class.
@@ -171,7 +171,7 @@ def _without_bare_server(servers: ServerConfigs) -> Any:
 
 
 def _configure_manager(env: Any, manager: ServerManagerConfig, given: frozenset[str]) -> None:
-    """Hand on what constructors have no argument for, and only if somebody asked for it."""
+    """Set what constructors have no argument for, if it was given."""
     if "max_n_completions" in given:
         env.server.max_n_completions = manager.max_n_completions
     if "proxy_url" in given:

@@ -222,7 +222,7 @@ class RolloutScheduler:
         if tries_left > 0:
             self._second_tries.append((record["item"], tries_left - 1))
             self._count_straggler("retried")
-            outcome = "begun again"
+            outcome = "started again"
         else:
             self._count_failure("worker_timeout")
             outcome = "given up"

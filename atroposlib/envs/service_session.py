@@ -242,15 +242,15 @@ class EnvSession:
         """Return the queue as the environment sees it.
 
         Raises:
-            TrajectoryApiError: with status 404, the service does not know the environment: nobody
-                has the id, or it is somebody's in another run than the one it was given in.
+            TrajectoryApiError: with status 404, the service does not know the environment: the id
+                is unknown, or belongs to another run than the one it was given in.
         """
         run_id = self._run_id
         status = await self.client.status_env(env_id)
         if run_id is not None and status.get("run_id", run_id) != run_id:
             raise TrajectoryApiError(
                 f"environment id {env_id} is of another run than the one served now: a trainer "
-                "has replaced its settings, or a new run has begun",
+                "has replaced its settings, or a new run was started",
                 status=404,
             )
         return status

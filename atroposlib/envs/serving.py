@@ -376,7 +376,7 @@ class ServingLoop:
             await self._reporter.tolerate(
                 self._env.handle_send_to_api(scored, record["item"]), "sending a group"
             )
-            # A rollout that nobody can use has failed too, and holds back the next.
+            # A rollout with unusable groups has failed too, and delays the next.
             is_unusable = self._delivery.is_unusable(scored, before=num_unusable)
             self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
             self._scheduler.request_refresh()

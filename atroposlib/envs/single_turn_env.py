@@ -106,8 +106,8 @@ def completion_budget(
     too long, its whole group with it, and some engines put a start token before the prompt.
     """
     prompt = render_chat_ids(tokenizer, messages, add_generation_prompt=True)
-    begun = tokenizer.encode(prefill, add_special_tokens=False) if prefill else ()
-    return max_token_length - len(prompt) - len(begun) - RESERVED_TOKENS
+    prefill_ids = tokenizer.encode(prefill, add_special_tokens=False) if prefill else ()
+    return max_token_length - len(prompt) - len(prefill_ids) - RESERVED_TOKENS
 
 
 async def ask(
@@ -232,7 +232,7 @@ def build_group(
         is_muted: [G] whether a trajectory must not move the policy (`set_advantage_to_zero`).
         generation_params: sampling settings, for the record.
         include_messages: add the chats.
-        reward_parts: [G] named parts of each score, before weighing; left out where there are none.
+        reward_parts: [G] named parts of each score, before weighing; left out if empty.
     """
     group: ScoredDataGroup = {
         "tokens": [trajectory.tokens for trajectory in trajectories],

@@ -88,7 +88,7 @@ class TeacherDistillationEnv(BaseEnv):
             attribute of that name.
 
     Attributes:
-        teacher_server_configs: the teacher's servers, for subclasses to set; None: there are none.
+        teacher_server_configs: the teacher's servers, set by subclasses; None without a teacher.
         teacher_server: the teacher, or None.
         teacher_namespace: prefix of the flags and name of the YAML section.
 

@@ -63,7 +63,7 @@ class ToolCall(BaseModel):
     arguments: Any = None
     """Whatever JSON the completion gave; usually an object."""
     error: str | None = None
-    """Why it is no call at all."""
+    """Why it cannot be read as a call; None if it can."""
 
 
 class ToolResult(BaseModel):
@@ -157,7 +157,7 @@ class Tool:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Read every `<tool_call>` of a completion, in order; one that is no JSON carries an error."""
+    """Read every `<tool_call>` of a completion, in order; one that is not JSON carries an error."""
     calls = []
     for content in _CALL.findall(text):
         name, arguments, is_error = parse_tool_call(f"<tool_call>{content}</tool_call>")
@@ -317,6 +317,6 @@ def _shown(result: ToolResult) -> dict[str, str]:
 
 
 def _as_json(value: Mapping[str, Any]) -> str:
-    """Return JSON with every letter as it is: escapes cost tokens, and nobody copies them right."""
+    """Return JSON without escapes of letters: they cost tokens, and models copy them wrongly."""
     text = json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()  # a lone surrogate is in no vocabulary

@@ -9,8 +9,8 @@ Groups of a live service, looked at without taking any; waits for more until sto
 
 Groups of a stored run, read from its SQLite file without its service.
 
-The file may be in use: a reader disturbs nobody. It holds the groups that wait, those in flight and
-the last delivered ones.
+The file may be in use, since reading does not disturb the service. It holds the groups that wait,
+those in flight and the last delivered ones.
 
 Groups taken from a service as its trainer: resets the run, registers, takes every batch.
 """
@@ -86,7 +86,7 @@ _decoder = msgspec.json.Decoder(ExportGroup)
 
 
 def lane_of_payload(content: bytes) -> Lane:
-    """Tell in which lane a stored group is written: JSON objects begin with a brace."""
+    """Return the format of a stored group: JSON objects start with a brace."""
     return "json" if content[:1] == b"{" else "msgpack"
 
 
@@ -343,7 +343,7 @@ def read_run(path: Path) -> Iterator[RawGroup]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a file of a run for reading only; one that nobody has open needs no files beside it."""
+    """Open a file of a run for reading only; one that is not in use needs no files beside it."""
     is_at_rest = not path.with_name(path.name + "-wal").exists()
     options = "mode=ro&immutable=1" if is_at_rest else "mode=ro"
     uri = f"{path.resolve().as_uri()}?{options}"
@@ -436,7 +436,7 @@ async def _answer(
             "trajectory service running there? `run-api` starts one"
         ) from error
     except httpx.InvalidURL as error:
-        raise ConfigError(f"{without_secrets(url)} is no address: {error}") from error
+        raise ConfigError(f"{without_secrets(url)} is not a URL: {error}") from error
     if reply.status_code >= 400:
         raise TrajectoryApiError(
             f"{method} {without_secrets(url)} answered {reply.status_code}: "

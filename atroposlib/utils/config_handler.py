@@ -92,7 +92,7 @@ class ConfigHandler:
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is no YAML: {error}") from error
+            raise ConfigError(f"{path} is not YAML: {error}") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: expected a mapping, found {type(content).__name__}")
         return content

@@ -501,7 +501,7 @@ def _spelled_call(text: str) -> str:
     try:
         return _call(json.loads(text))
     except (ValueError, RecursionError):
-        return folded("tool call that is no JSON", block(text), kind="v-call")
+        return folded("tool call that is not JSON", block(text), kind="v-call")
 
 
 def _stretches(rollout: Rollout) -> list[tuple[bool, list[int]]]:

@@ -18,7 +18,7 @@ Groups of a stored run, read from its file beside a service that may be running.
 
 What the file holds: groups that wait, are in flight, or were delivered last.
 
-Decoding a stored payload of either lane for the viewer; pure.
+Decoding a stored payload of either format for the viewer; pure.
 
 What a service says of itself, read from `/metrics` and `/status`; pure.
 """
@@ -102,7 +102,7 @@ class ServiceFigures:
     notes: list[str] = field(default_factory=list)
     """Sentences a person should read: stalls, a service that is away."""
     why_empty: str = ""
-    """Why there are no groups, and what to do; shown while there are none."""
+    """Why there are no groups, and what to do; shown while the list is empty."""
 
 
 class GroupSource(Protocol):
@@ -133,7 +133,7 @@ class GroupSource(Protocol):
 
 
 class JsonlSource:
-    """A file with one group a line; lines that are none are told by number, the rest is used.
+    """A file with one group per line; other lines are reported by number, the rest is used.
 
     Args:
         path: the file.
@@ -207,7 +207,7 @@ class JsonlSource:
         self._file.close()
 
     def _unfinished_note(self) -> str:
-        return f"line {self._number} has no end yet: somebody is writing, or was killed doing so"
+        return f"line {self._number} has no end yet: it is being written, or its writer was killed"
 
     def _is_whole(self, line: bytes) -> bool:
         try:
@@ -474,7 +474,7 @@ class LiveSource:
                 self._problem = None
         except TrajectoryApiError as error:
             self._problem = self._listing_refusal(error)
-        except ValueError as error:  # metrics that are none
+        except ValueError as error:  # not metrics
             self._problem = f"{without_secrets(self.base_url)}/metrics cannot be read: {error}"
 
     def _list(self, state: str, index: GroupIndex) -> None:

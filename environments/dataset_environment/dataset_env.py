@@ -187,7 +187,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected sections by name, found {type(content).__name__}")
     return content

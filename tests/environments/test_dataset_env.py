@@ -136,7 +136,7 @@ def test_variables_are_expanded_wherever_they_stand() -> None:
         ("dataset: {dataset_name: d, prompt_field: q, answer: a}", "no setting answer"),
         ("dataset: {prompt_field: q}", "dataset_name: Field required"),
         ("dataset: {dataset_name: d, prompt_field: q}\nserver_configs: [x]", "server_configs"),
-        ("a: b: c", "is no YAML"),
+        ("a: b: c", "is not YAML"),
     ],
 )
 def test_unusable_file_is_refused_with_what_is_wrong(

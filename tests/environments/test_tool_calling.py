@@ -43,7 +43,7 @@ def requests_of(split: str) -> list[Request]:
         (f"<think>hm</think>Here you are:\n{GOLD}", 1.0),
         # keys in another order, one more key at each depth, 4.0 for 4
         (block("book", slot={"hours": [9, 10], "day": 4.0, "x": 1}, room="Oak", y=2), 1.0),
-        # a block that is no JSON is left out
+        # a block that is not JSON is left out
         (f"<tool_call>{{oops</tool_call>{GOLD}", 1.0),
         ("", -1.0),
         ("I book the room Oak.", -1.0),

@@ -45,7 +45,7 @@ NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 def shape_problem(group: Any, *, group_size: int) -> str | None:
     """Return what the service or the base class would refuse a group for, or None.
 
-    Numbers that are not finite are left to `non_finite_path`, scores that are none to
+    Infinite and NaN values are left to `non_finite_path`, scores that are not numbers to
     `wrong_score`.
     """
     if isinstance(group, Mapping):
@@ -62,7 +62,7 @@ def shape_problem(group: Any, *, group_size: int) -> str | None:
 
 
 def wrong_score(group: Any) -> str | None:
-    """Return which score of a group is no number, or None."""
+    """Return the first score of a group that is not a number, or None."""
     scores = group.get("scores") if isinstance(group, Mapping) else None
     return wrong_number("scores", scores) if isinstance(scores, list | tuple) else None
 

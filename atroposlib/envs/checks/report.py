@@ -121,7 +121,7 @@ RULES: dict[str, Rule] = {
     "truncated": Rule(
         "truncated answers",
         "an answer that was cut before its end scores less than the gold answer, or is muted",
-        'look at finish_reason: "length" is no finished answer; read answers only behind </think>',
+        'check finish_reason: "length" marks a cut answer; read answers only behind </think>',
     ),
     "determinism": Rule(
         "determinism",
@@ -345,7 +345,7 @@ class Findings:
         return name in self._failed
 
     def outcomes(self) -> list[Outcome]:
-        """Return one outcome per rule; those nobody reached are skipped."""
+        """Return one outcome per rule; rules that were not reached are skipped."""
         return [self._outcome(name) for name in RULES]
 
     def _outcome(self, name: str) -> Outcome:
@@ -365,7 +365,7 @@ INSTALLED = tuple(
     for folder in {*PREFIXES, sysconfig.get_paths()["stdlib"], LIBRARY}
 )
 LOOP_BOUNDARY = str(Path("asyncio", "events.py"))
-"""Frames outside of it belong to whoever runs the loop, not to what runs in it."""
+"""Frames outside of it belong to the caller of the loop, not to the code that runs in it."""
 
 METHOD = re.compile(r"(\w+)\.(\w+)")
 """How messages name a method: `MyEnv.score returned None`, `MyEnv.score() takes 2 …`."""
@@ -442,7 +442,7 @@ def _site_before_package(step: Any) -> str | None:
         frame = getattr(step, "cr_frame", None) or getattr(step, "gi_frame", None)
         if frame is not None and is_own_file(frame.f_code.co_filename):
             site, is_in_package = shown(frame.f_code.co_filename, frame.f_lineno), False
-        elif frame is None:  # an object's own __await__, behind which Python lets nobody look
+        elif frame is None:  # an object's own __await__, which Python does not let us look into
             is_in_package |= type(step).__name__ == "coroutine_wrapper"
         else:
             is_in_package |= "site-packages" in frame.f_code.co_filename

@@ -444,7 +444,7 @@ class _Traces:
         self._num_counted = self._count()
 
     def tell_of(self, error: Exception) -> bool:
-        """Whether somebody could learn of an error."""
+        """Whether an error is visible in counters or output."""
         return self._count() > self._num_counted or self._output.tells_of(error, since=self._since)
 
     def _count(self) -> int:

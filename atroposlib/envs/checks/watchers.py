@@ -64,7 +64,7 @@ class Stall(NamedTuple):
 
     duration_s: float
     where: str | None
-    """The author's line that held it; None when nobody could look, as under a busy interpreter."""
+    """The author's line that held it; None if it was not observed, as under a busy interpreter."""
 
 
 class _Watch(threading.Thread):

@@ -89,7 +89,7 @@ class RewardRegistry:
     def get(self, name: str) -> Callable[..., Any]:
         """Return the class or function of that name.
 
-        A name nobody registered is looked for in a module of this package called `name`,
+        A name that is not registered is looked for in a module of this package called `name`,
         `name_reward` or as given.
 
         Raises:

@@ -38,7 +38,7 @@ class RewardFunction(ABC):
 
     Attributes:
         weight: as given.
-        config: keyword arguments nobody else took.
+        config: the remaining keyword arguments.
         wandb_logger: receives the metrics of every call; None until set.
         tolerates_errors: as given.
         num_errors: calls that raised, tolerated or not.
