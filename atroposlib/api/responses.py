@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.connection import Connection
+from atroposlib.api.http_protocol import Connection
 from atroposlib.api.middleware import Deflater, Pace
 
 __all__ = ["PiecesResponse", "json_response", "wait_until_gone"]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from atroposlib.tasks.reasoning_gym import tasks
-from atroposlib.tasks.reasoning_gym.answers import extract_answer, is_safe_answer
 from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
+from atroposlib.tasks.reasoning_gym.tasks import extract_answer, is_safe_answer
 
 pytestmark = pytest.mark.slow
 

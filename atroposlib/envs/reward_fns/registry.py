@@ -2,31 +2,141 @@
 
     name or {"type": name, "params": {...}} -> class or function -> RewardFunction
 
-Each entry answers to its short name, to the same with `_reward`, and to the same without
-underscores. Those of this package are registered when the package is imported.
+Each entry is found by its short name, by the same with `_reward`, and by the same without
+underscores. Those of this package are registered when the package is imported. A plain function is
+wrapped in a `RewardFunction`.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
-from atroposlib.envs.reward_fns.legacy_function import LegacyFunctionWrapper
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
-from atroposlib.envs.reward_fns.reward_names import (
-    class_stem,
-    name_stem,
-    registered_names,
-    required_names,
-)
 from atroposlib.errors import ConfigError, UnknownRewardError
 from atroposlib.utils.text import near_name
 
-__all__ = ["LegacyFunctionWrapper", "RewardRegistry", "registry"]
+__all__ = [
+    "LegacyFunctionWrapper",
+    "RewardRegistry",
+    "class_stem",
+    "name_stem",
+    "registered_names",
+    "registry",
+    "required_names",
+]
+
+WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def name_stem(name: str) -> str:
+    """Return the name without `_reward` or `reward` at its end: `custom_reward` is `custom`."""
+    return name.removesuffix("reward").rstrip("_") or name
+
+
+def class_stem(class_name: str) -> str:
+    """Return the name of a class in words: `CrosswordFormatReward` is `crossword_format`."""
+    words = class_name.removesuffix("Reward") or class_name
+    return name_stem(WORD_BORDER.sub("_", words).lower())
+
+
+def registered_names(name: str) -> set[str]:
+    """Return every name under which `name` can be found: short, long, and without underscores."""
+    stem = name_stem(name)
+    return {name, stem, f"{stem}_reward", stem.replace("_", "")}
+
+
+def required_names(config: Any) -> set[str]:
+    """Return the reward functions a configuration names.
+
+    They stand in `reward_functions` and `reward_funcs` of the configuration, in
+    `dataset_reward_funcs` and `reward_funcs` of each of its `datasets`, and in `reward_funcs` of
+    each of a dataset's `types`: as names, or as mappings with the name under `type`.
+
+    Args:
+        config: a mapping or an object with attributes, at every level; absent parts are skipped.
+    """
+    names = {*_names_in(config, "reward_functions"), *_names_in(config, "reward_funcs")}
+    for dataset in _part(config, "datasets") or ():
+        names.update(_names_in(dataset, "dataset_reward_funcs"))
+        names.update(_names_in(dataset, "reward_funcs"))
+        for kind in _part(dataset, "types") or ():
+            names.update(_names_in(kind, "reward_funcs"))
+    return names
+
+
+def _names_in(config: Any, key: str) -> Iterator[str]:
+    entries = _part(config, key) or ()
+    for entry in [entries] if isinstance(entries, (str, Mapping)) else entries:
+        name = _part(entry, "type") if isinstance(entry, Mapping) else entry
+        if isinstance(name, str) and name:
+            yield name
+
+
+def _part(config: Any, key: str) -> Any:
+    # A border: configurations come from YAML as mappings, from environments as objects.
+    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+
+
+class LegacyFunctionWrapper(RewardFunction):
+    """Calls `func(completions, **parameters)`; its name is the name of the function.
+
+    Keywords of a call win over the parameters given here. A function without `**kwargs` receives
+    only the keywords it names, so that callers may offer everything they know of an item.
+
+    Args:
+        func: returns one number per completion, or one number for all of them.
+        weight: what each raw reward is multiplied by.
+        **kwargs: parameters handed to every call; `name` is ignored.
+
+    Raises:
+        ConfigError: the function does not know one of the parameters.
+    """
+
+    def __init__(self, func: Callable[..., Any], weight: float = 1.0, **kwargs: Any) -> None:
+        parameters = {key: value for key, value in kwargs.items() if key != "name"}
+        tolerate_errors = bool(parameters.pop("tolerate_errors", False))
+        # A border: a partial or another callable object has no name of its own.
+        name = getattr(func, "__name__", type(func).__name__)
+        super().__init__(weight, name, tolerate_errors=tolerate_errors, **parameters)
+        self.func = func
+        self._keywords = _accepted_keywords(func)
+        unknown = [] if self._keywords is None else sorted(parameters.keys() - self._keywords)
+        if unknown:
+            raise ConfigError(
+                f"reward function {self.name!r} takes no parameter {', '.join(unknown)}; "
+                f"it takes {', '.join(sorted(self._keywords or ())) or 'none'}"
+            )
+
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        """Return what the function answers; one number is repeated for every completion."""
+        keywords = {**self.config, **kwargs}
+        if self._keywords is not None:
+            keywords = {key: keywords[key] for key in keywords.keys() & self._keywords}
+        rewards = self.func(completions, **keywords)
+        if isinstance(rewards, Real):
+            return [float(rewards)] * len(completions)
+        return list(rewards)
+
+
+def _accepted_keywords(func: Callable[..., Any]) -> set[str] | None:
+    """Return the keywords besides the completions; None when the function takes any."""
+    try:
+        parameters = list(inspect.signature(func).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions hide their signature
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name for parameter in parameters[1:] if parameter.kind in by_name}
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,48 +1,574 @@
 """Items of the reasoning-gym package: making, splitting, prompting and scoring them.
 
     (seed, iteration) -> task -> complexity -> generator parameters -> item -> messages
-    completion -> answer -> score in [0, 1]
+    completion -> answer -> is it safe? -> score of the package -> no more than highest_score
 
 Everything is a function of the settings and the arguments: the same call gives the same item.
-Training items never repeat a question of the evaluation set.
+Training items never repeat a question of the evaluation set. The package is imported when one of
+the functions below needs it.
+
+Several scorers of the package run the answer as Python, by `eval` or sympy's `parse_expr`. They
+receive an answer only if its syntax tree consists of literals or, for sympy, of names, arithmetic
+and well-known functions: `eval` resolves names among the scorer's variables, which include the
+right answer. Other scorers repeat a move as often as an answer asks; such counts have few digits.
+
+Some scorers pay for answers that solve nothing. For these tasks the score is limited to what is
+beyond the best trivial answer, and items whose answer can be copied are not asked. A right answer
+keeps its score of 1.0.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+import math
+import multiprocessing
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
-from atroposlib.errors import ConfigError
-from atroposlib.tasks.reasoning_gym import package
-from atroposlib.tasks.reasoning_gym.answers import extract_answer, is_safe_answer
+from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
 from atroposlib.tasks.reasoning_gym.curriculum import START
-from atroposlib.tasks.reasoning_gym.strict_scores import (
-    NOT_VALID,
-    can_be_copied,
-    concludes_anything,
-    highest_score,
-    partial_credit,
-    repeats_a_premise,
-    trivial_answers,
-)
+from atroposlib.utils.text import near_name
 
 __all__ = [
     "DEFAULT_SYSTEM_PROMPT",
+    "NOT_VALID",
     "TaskItem",
+    "as_key",
+    "buildable_tasks",
+    "can_be_copied",
+    "complexity_params",
+    "concludes_anything",
     "eval_items",
     "extract_answer",
+    "highest_score",
+    "is_safe_answer",
+    "make_dataset",
+    "partial_credit",
     "prompt_messages",
+    "repeats_a_premise",
     "score_completion",
+    "scoring_dataset",
     "task_names",
     "train_item",
     "train_task_and_complexity",
+    "trivial_answers",
 ]
+
+EVALUATED_BY_PYTHON = frozenset(["binary_matrix", "n_queens", "spiral_matrix", "string_insertion"])
+EVALUATED_BY_SYMPY = frozenset(
+    [
+        "countdown",
+        "intermediate_integration",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+    ]
+)
+MATH_FUNCTIONS = frozenset(["Abs", "Rational", "exp", "ln", "log", "sqrt"]) | frozenset(
+    ["acos", "asin", "atan", "cos", "cosh", "cot", "csc", "sec", "sin", "sinh", "tan", "tanh"]
+)
+LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Load)
+ARITHMETIC_NODES = (
+    ast.Name,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.Pow,
+    ast.USub,
+    ast.UAdd,
+)
+STRING_OF_LETTERS = re.compile(r"[A-E]+")
+"""An answer of string_insertion, which Python reads as a name; no scorer has such a variable."""
+MANY_MOVES = {"rubiks_cube": re.compile(r"\d{2}"), "rush_hour": re.compile(r"[+-]\d{2}")}
+PROPOSITION = re.compile(r"[A-Z\u00ac\u2227\u2228\u2192\u2194()\s]{1,500}")
+LONG_EXPONENT = re.compile(r"[0-9._][eE][-+]?[0-9_]{3}")
+"""sympy writes such a number out: 1e999999999 never ends."""
+MAX_ANSWER_CHARACTERS = 10_000
+MAX_LENGTHENING = 4
+"""Times the gold answer's length that an answer may have, if that is more."""
+MAX_EXPRESSION_CHARACTERS = 2_000
+MAX_POWER = 1_000
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def extract_answer(completion: str) -> str | None:
+    """Return the one answer a completion gives, or None.
+
+    Text inside `<think>` does not count; a chat template may have opened it in the prompt, and a
+    block that is never closed reaches to the end. Several answers count as no answer.
+    """
+    text = _without_thinking(completion)
+    if text.count("<answer>") != 1:
+        return None
+    match = ANSWER.search(text)
+    if match is None:
+        return None
+    return match[1].strip() or None
+
+
+def _without_thinking(completion: str) -> str:
+    *thoughts, rest = completion.split("</think>")
+    shown: list[str] = []
+    for thought in thoughts:
+        before, opened, _ = thought.partition("<think>")
+        if opened:
+            shown.append(before)
+        else:  # the chat template opened it: everything so far was thought
+            shown.clear()
+    return "".join([*shown, rest.partition("<think>")[0]])
+
+
+def is_safe_answer(answer: str, task: str, *, gold: str | None = None) -> bool:
+    """Return whether a task's scorer may be given an answer, knowing that it may run it.
+
+    Args:
+        answer: from `extract_answer`.
+        task: task name in the package.
+        gold: the item's own answer; None where many are right.
+    """
+    if len(answer) > max(MAX_ANSWER_CHARACTERS, MAX_LENGTHENING * len(gold or "")):
+        return False
+    if task in MANY_MOVES:
+        return MANY_MOVES[task].search(answer) is None
+    if task == "propositional_logic":
+        # Its scorer tries all values of any text in the place of a variable.
+        return PROPOSITION.fullmatch(answer) is not None
+    if task == "string_insertion" and STRING_OF_LETTERS.fullmatch(answer):
+        return True
+    if task not in EVALUATED_BY_PYTHON | EVALUATED_BY_SYMPY:
+        return True
+    if len(answer) > MAX_EXPRESSION_CHARACTERS:
+        return False
+    if task in EVALUATED_BY_SYMPY and LONG_EXPONENT.search(answer):
+        return False
+    try:
+        tree = ast.parse(answer.strip(), mode="eval")
+    except SyntaxError:
+        # `eval` fails on it as well, after which those scorers compare texts.
+        return task in EVALUATED_BY_PYTHON
+    except (ValueError, RecursionError, MemoryError):
+        return False
+    if task in EVALUATED_BY_SYMPY:
+        return _is_arithmetic(tree)
+    return all(isinstance(node, LITERAL_NODES) for node in ast.walk(tree))
+
+
+def _is_arithmetic(tree: ast.Expression) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            named = isinstance(node.func, ast.Name) and node.func.id in MATH_FUNCTIONS
+            if not named or node.keywords:
+                return False
+        elif isinstance(node, ast.Constant):
+            # sympy runs texts as well; complex and boolean constants are not answers.
+            if type(node.value) not in (int, float):
+                return False
+        elif not isinstance(node, LITERAL_NODES + ARITHMETIC_NODES):
+            return False
+    return _power(tree.body) <= MAX_POWER
+
+
+def _power(node: ast.AST) -> float:
+    """Return how high a value is raised at most: powers of powers multiply, 9**9**9 is not run."""
+    inner = max([1.0, *map(_power, ast.iter_child_nodes(node))])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _power(node.left) * _bound(node.right)
+    return inner
+
+
+def _bound(exponent: ast.AST) -> float:
+    """Return what the absolute value of an exponent cannot exceed; infinite when unsure."""
+    if isinstance(exponent, ast.Constant):
+        return abs(exponent.value)  # type: ignore[arg-type]
+    if isinstance(exponent, ast.Name):
+        return 1.0
+    if isinstance(exponent, ast.UnaryOp):
+        return _bound(exponent.operand)
+    if isinstance(exponent, ast.Call):
+        return max([1.0, *map(_bound, exponent.args)])
+    if isinstance(exponent, ast.BinOp):
+        left, right = _bound(exponent.left), _bound(exponent.right)
+        if isinstance(exponent.op, ast.Add | ast.Sub):
+            return left + right
+        if isinstance(exponent.op, ast.Mult):
+            return left * right
+        divisor = exponent.right
+        is_division = isinstance(exponent.op, ast.Div | ast.FloorDiv)
+        if is_division and isinstance(divisor, ast.Constant) and _bound(divisor) >= 1:
+            return left
+    return math.inf
+
+
+def as_key(params: Mapping[str, Any]) -> str:
+    """Return parameters as text, for caches."""
+    return json.dumps(params, sort_keys=True)
+
+
+def make_dataset(task: str, params: Mapping[str, Any], *, seed: int, size: int = 1) -> Any:
+    """Return a generator of `size` entries of a task; entry i is made from `seed + i`."""
+    return _package().factory.create_dataset(task, size=size, seed=seed, **params)
+
+
+@lru_cache(maxsize=512)
+def scoring_dataset(task: str, params_key: str) -> Any:
+    """Return a generator to score with; kept, since some read word lists when they are made."""
+    return make_dataset(task, json.loads(params_key), seed=0)
+
+
+@lru_cache(maxsize=64)
+def buildable_tasks(wanted: tuple[str, ...], params_key: str) -> tuple[str, ...]:
+    """Return the tasks asked for, sorted.
+
+    Args:
+        wanted: names; none means every task that can be built with its parameters.
+        params_key: `as_key` of the parameters by task.
+
+    Raises:
+        ConfigError: a name is unknown, or a task asked for refuses its parameters.
+    """
+    known = _package().factory.DATASETS
+    params = json.loads(params_key)
+    for name in (*wanted, *params):
+        if name not in known:
+            raise ConfigError(f"reasoning-gym has no task {name!r}{near_name(name, known)}")
+    if not wanted:
+        return tuple(name for name in sorted(known) if _refusal(name, params.get(name)) is None)
+    for name in wanted:
+        refusal = _refusal(name, params.get(name))
+        if refusal is not None:
+            raise ConfigError(f"task {name!r} cannot be built with these task_params: {refusal}")
+    return tuple(sorted(set(wanted)))
+
+
+@lru_cache(maxsize=4096)
+def complexity_params(task: str, complexity: float) -> Mapping[str, Any]:
+    """Read the parameters of a complexity off the package's own curriculum of the task.
+
+    Every attribute of the curriculum has a list of levels; complexity 0 is the first of each and
+    1 the last. A combination the generator refuses is lowered; a task without a curriculum has
+    only its defaults.
+    """
+    factory = _package().factory
+    if not factory.has_curriculum(task):
+        return {}
+    while complexity >= 0:
+        curriculum = factory.create_curriculum(task)
+        fields: list[str] = []
+        for name, attribute in curriculum.attributes.items():
+            level = round(complexity * (len(attribute.levels) - 1))
+            curriculum.set_attr_level(name, level)
+            fields += _field_names(attribute)
+        made = curriculum.generate_configuration()
+        params = {field: getattr(made, field) for field in fields}
+        refusal = _refusal(task, params)
+        if refusal is None:
+            return params
+        logger.debug("%s refuses complexity %.2f: %s", task, complexity, refusal)
+        complexity = round(complexity - 0.1, 2)
+    return {}
+
+
+def _field_names(attribute: Any) -> list[str]:
+    from reasoning_gym.coaching.attributes import RangeAttributeDefinition
+
+    if isinstance(attribute, RangeAttributeDefinition):
+        return [attribute.lower_field_name, attribute.upper_field_name]
+    return [attribute.field_name]
+
+
+def _refusal(task: str, params: Mapping[str, Any] | None) -> str | None:
+    try:
+        make_dataset(task, params or {}, seed=0)
+    except (AssertionError, TypeError, ValueError) as error:
+        return str(error) or repr(error)
+    return None
+
+
+@lru_cache(maxsize=1)
+def _package() -> Any:
+    try:
+        import reasoning_gym
+        import reasoning_gym.factory
+    except ImportError as error:
+        raise MissingExtraError("reasoning-gym", extra="examples") from error
+    return reasoning_gym
+
+
+if multiprocessing.parent_process() is not None:
+    # A worker that scores: it imports this module before the time of its first call begins, and
+    # the package takes seconds to load, on a busy machine longer than an answer may take.
+    with contextlib.suppress(MissingExtraError):  # raised by the first call instead
+        _package()
+
+
+TRIED = 0.01
+"""The package's score for a wrong answer to puzzle24."""
+TOLERANCE = 1e-3
+PLAIN = re.compile(r"[0-9+\-*/()\s]{1,2000}")
+NOT_FINITE = re.compile(r"nan|inf", re.IGNORECASE)
+FLOORS: Mapping[str, float] = {
+    "calendar_arithmetic": 0.6,  # any day of the week, or a number that is off by a tenth
+    "figlet_font": 0.2,  # two letters of the word
+    "polynomial_equations": 0.9,  # one number, 0.1 from the root
+    "rectangle_count": 0.6,  # a count that is off by one or two
+    "spell_backward": 0.25,  # letters that happen to be the same
+    "time_intervals": 0.98,  # a time within a fiftieth of the longest interval
+    "word_sorting": 0.2,  # the words in any order
+}
+"""Score of the package that an answer may reach without solving anything."""
+NO_WAY_TO_FILL = '["No solution"]'
+CONTAINED = 0.8
+"""The same of an answer that contains the right one: several are named, or it is some digits of a
+number. The package takes for its score what part of the answer is right."""
+OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def highest_score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
+    """Return the maximum score of an answer, regardless of the package's scorer.
+
+    Args:
+        task: name in the package.
+        answer: from `extract_answer`.
+        entry: what the package made, with the gold answer and its metadata.
+
+    The package counts numbers by their digits, so that 0e0 and 1_19 escape it, compares no number
+    of puzzle24 with those given, takes the common beginning of two probabilities for their
+    likeness, NaN for no distance at all and for sorted, and any text for no solution.
+    """
+    if task == "countdown":
+        return float(PLAIN.fullmatch(answer) is not None)
+    if task == "puzzle24":
+        return 1.0 if _makes_24(answer, entry["metadata"]["numbers"]) else TRIED
+    if task == "coin_flip":
+        return float(_is_probability(answer, entry))
+    if task in ("complex_arithmetic", "number_sorting"):
+        return float(NOT_FINITE.search(answer) is None)
+    if task == "polynomial_equations" and not str(entry["answer"]).strip():
+        return float(answer in ('""', "''"))
+    return 1.0
+
+
+def partial_credit(
+    task: str, score: float, trivial_scores: Sequence[float], *, contains_gold: bool
+) -> float:
+    """Return what the package's score of a wrong answer is worth.
+
+    Args:
+        task: name in the package.
+        score: below 1, from the package.
+        contains_gold: whether the right answer is a part of this one.
+        trivial_scores: the package's scores of `trivial_answers` to the same entry.
+
+    Returns:
+        0 for what the best trivial answer earns, and from there evenly up to 1.
+    """
+    contained = CONTAINED if contains_gold else 0.0
+    floor = max([contained, FLOORS.get(task, 0.0), *trivial_scores])
+    return (score - floor) / (1.0 - floor) if score > floor else 0.0
+
+
+def trivial_answers(task: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return answers that can be written without solving anything; empty where none pays.
+
+    Args:
+        task: name in the package.
+        entry: what the package made.
+
+    They are the question's own words or board, and a board that is filled with one value.
+    """
+    write = TRIVIAL.get(task)
+    return [] if write is None else write(entry)
+
+
+def can_be_copied(task: str, entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry has no answer to be found: none at all, or one the question shows.
+
+    Most strings of string_insertion have no place where anything is to be inserted, and the package
+    counts the answer that jugs cannot be filled so as wrong.
+    """
+    if entry["answer"] is None:
+        return False
+    answer = str(entry["answer"]).strip()
+    if task == "jugs" and answer == NO_WAY_TO_FILL:
+        return True
+    if task == "pool_matrix":
+        return bool(entry["metadata"]["pool_size"] == 1)
+    shown = SHOWN.get(task)
+    return not answer or (shown is not None and answer == shown(entry["metadata"]))
+
+
+OTHER_JOINTS = "\u2228\u2192\u2194"
+"""OR, IMPLIES and IFF."""
+ScoreAnswer = Callable[[str, Mapping[str, Any]], float]
+"""The package's score of an answer to an entry."""
+NOT_VALID = 0.05
+"""The package's score for a conclusion that does not follow."""
+
+
+def repeats_a_premise(answer: str, entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
+    """Return whether a conclusion says no more than one premise does, or than any two joined.
+
+    Args:
+        answer: a proposition.
+        entry: of propositional_logic.
+        score: of the package, which accepts any conclusion that follows.
+    """
+    if answer == entry["metadata"]["example_answer"]:
+        return False
+    alone = [
+        {**entry, "metadata": {**entry["metadata"], "premises": [premise]}}
+        for premise in entry["metadata"]["premises"]
+    ]
+    return any(score(part, one) > NOT_VALID for part in _joined_by_and(answer) for one in alone)
+
+
+def concludes_anything(entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
+    """Return whether an entry of propositional_logic cannot be used as a question.
+
+    Its premises contradict each other, so that everything follows from them, or its own example
+    does not follow.
+    """
+    variable = entry["metadata"]["variables"][0]
+    contradiction = score(f"{variable} ∧ ¬{variable}", entry)
+    example = str(entry["metadata"]["example_answer"])
+    return contradiction > NOT_VALID or score(example, entry) < 1.0
+
+
+def _joined_by_and(proposition: str) -> list[str]:
+    """Return what the outermost AND joins; the proposition alone where it is no such thing."""
+    text = proposition.strip()
+    while text.startswith("(") and _closing(text) == len(text) - 1:
+        text = text[1:-1].strip()
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and character in OTHER_JOINTS:
+            return [text]
+        if depth == 0 and character == "∧":
+            parts.append(text[start:i])
+            start = i + 1
+    if not parts:
+        return [text]
+    return [part for joined in (*parts, text[start:]) for part in _joined_by_and(joined)]
+
+
+def _closing(text: str) -> int:
+    """Return where the bracket is closed that a text begins with; -1 where it is not."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return i
+    return -1
+
+
+def _as_lines(board: Sequence[Sequence[Any]]) -> str:
+    return "\n".join(" ".join(map(str, row)) for row in board)
+
+
+def _filled(entry: Mapping[str, Any]) -> list[str]:
+    """Return a board of digits with all its blanks filled by 1, by 2, ..."""
+    puzzle = entry["metadata"]["puzzle"]
+    return [
+        _as_lines([[cell or digit for cell in row] for row in puzzle])
+        for digit in range(1, len(puzzle) + 1)
+    ]
+
+
+def _dead_or_unchanged(entry: Mapping[str, Any]) -> list[str]:
+    """Return a board of the game of life with no living cell, and the one shown."""
+    shown = str(entry["question"]).rpartition("\n\n")[2].strip().rstrip(".")
+    return [re.sub("1", "0", shown), shown]
+
+
+def _all_alike(entry: Mapping[str, Any]) -> list[str]:
+    """Return two answers: all are knights, and all are knaves."""
+    terms, names = entry["metadata"]["knight_knave_terms"], entry["metadata"]["names"]
+    kinds = (terms["a_knight"], terms["a_knave"])
+    return [", and ".join(f"{name} is {kind}" for name in names) for kind in kinds]
+
+
+TRIVIAL: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "futoshiki": _filled,
+    "game_of_life": _dead_or_unchanged,
+    "knights_knaves": _all_alike,
+    "letter_jumble": lambda entry: [" ".join(entry["metadata"]["scrambled_words"])],
+    "mini_sudoku": _filled,
+    "prime_factorization": lambda entry: [str(entry["metadata"]["number"])],
+    "sentence_reordering": lambda entry: [str(entry["question"]).rpartition("sentence: ")[2]],
+    "spell_backward": lambda entry: [str(entry["metadata"]["word"])],
+    "string_manipulation": lambda entry: [str(entry["metadata"]["string"])],
+    "sudoku": _filled,
+    "word_sorting": lambda entry: [", ".join(entry["metadata"]["transformed_words"])],
+}
+SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "number_sequence": lambda metadata: str(metadata["sequence"][-2]),
+    "polynomial_multiplication": lambda metadata: str(metadata["polynomial_expr"]),
+    "rotate_matrix": lambda metadata: _as_lines(metadata["matrix"]),
+    "string_insertion": lambda metadata: str(metadata["string"]),
+    "string_manipulation": lambda metadata: str(metadata["string"]),
+}
+"""The part of a question that may already be its answer."""
+
+
+def _makes_24(answer: str, numbers: list[int]) -> bool:
+    used: list[int] = []
+    try:
+        tree = ast.parse(answer.strip(), mode="eval") if PLAIN.fullmatch(answer) else None
+        return (
+            tree is not None and _value(tree.body, used) == 24 and sorted(used) == sorted(numbers)
+        )
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return False
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    """Return the exact value of an expression; its numbers are added to `used`."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand, used)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError(f"{type(node).__name__} is not arithmetic")
+
+
+def _is_probability(answer: str, entry: Mapping[str, Any]) -> bool:
+    rational = (entry.get("metadata") or {}).get("rational") or {}
+    golds = [str(entry["answer"])]
+    if rational:
+        golds.append(f"{rational['numerator']}/{rational['denominator']}")
+    try:
+        # By floats: as a fraction, 1e999999999 would be written out.
+        above, _, below = answer.replace(",", "").partition("/")
+        value = float(above) / float(below or 1)
+        return any(math.isclose(value, float(Fraction(gold)), rel_tol=TOLERANCE) for gold in golds)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return False
+
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +619,7 @@ def task_names(config: ReasoningGymEnvConfig) -> tuple[str, ...]:
         ConfigError: a name is unknown (the message suggests the nearest), or its parameters are
             refused by the package.
     """
-    return package.buildable_tasks(tuple(config.task_names), package.as_key(config.task_params))
+    return buildable_tasks(tuple(config.task_names), as_key(config.task_params))
 
 
 def eval_items(config: ReasoningGymEnvConfig) -> list[TaskItem]:
@@ -141,7 +667,7 @@ def train_item(
         hardness = None if complexity is None else complexity * (1 - attempt / MAX_ATTEMPTS)
         params = _params(task, config, hardness)
         try:
-            entry = package.make_dataset(task, params, seed=rng.randrange(2**32))[0]
+            entry = make_dataset(task, params, seed=rng.randrange(2**32))[0]
         except (ValueError, AssertionError, IndexError, KeyError, RuntimeError) as error:
             logger.debug("%s could not make an item with %s: %s", task, params, error)
             continue
@@ -184,7 +710,7 @@ def score_completion(completion: str, item: TaskItem) -> float:
     highest = highest_score(task, answer, item.entry)
     if highest == 0.0:
         return 0.0
-    dataset = package.scoring_dataset(item.task, package.as_key(item.params))
+    dataset = scoring_dataset(item.task, as_key(item.params))
     scorer = partial(_score, dataset)
     # Some scorers look for the tags themselves; others take them for a part of the answer.
     texts = [answer] if task in BARE_ANSWER_TASKS else [answer, f"<answer>{answer}</answer>"]
@@ -210,7 +736,7 @@ def _score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
 def _asks_something(task: str, params: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     """Return whether an entry has an answer that must be found."""
     if task == "propositional_logic":
-        dataset = package.scoring_dataset(task, package.as_key(params))
+        dataset = scoring_dataset(task, as_key(params))
         return not concludes_anything(entry, partial(_score, dataset))
     return not can_be_copied(task, entry)
 
@@ -229,7 +755,7 @@ def _eval_questions(task: str, config: ReasoningGymEnvConfig) -> frozenset[str]:
 
 
 def _eval_items(task: str, config: ReasoningGymEnvConfig) -> tuple[TaskItem, ...]:
-    params = package.as_key(_params(task, config, None))
+    params = as_key(_params(task, config, None))
     return _distinct_items(task, params, config.eval_seed, config.num_eval_samples_per_task)
 
 
@@ -237,7 +763,7 @@ def _eval_items(task: str, config: ReasoningGymEnvConfig) -> tuple[TaskItem, ...
 def _distinct_items(task: str, params_key: str, seed: int, num_items: int) -> tuple[TaskItem, ...]:
     params = json.loads(params_key)
     size = DRAWS_PER_ITEM * num_items
-    dataset = package.make_dataset(task, params, seed=seed, size=size)
+    dataset = make_dataset(task, params, seed=seed, size=size)
     items: dict[str, TaskItem] = {}
     num_drawn = 0
     for index in range(size):
@@ -256,4 +782,4 @@ def _params(task: str, config: ReasoningGymEnvConfig, complexity: float | None) 
     own = config.task_params.get(task, {})
     if complexity is None:
         return dict(own)
-    return {**package.complexity_params(task, round(complexity, 2)), **own}
+    return {**complexity_params(task, round(complexity, 2)), **own}

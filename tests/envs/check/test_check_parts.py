@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.checks.harness import judging
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.runner import StepTimeoutError, changed_path, data_of, within_limit
 from atroposlib.envs.checks.scripted_model import GARBAGE, RoleBook, make_script
-from atroposlib.envs.checks.verdicts import judging
 from atroposlib.envs.checks.watchers import (
     NetworkBlockedError,
     Running,
