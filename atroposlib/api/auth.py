@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,19 +24,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.errors import ConfigError
-
-__all__ = [
-    "UNKNOWN_ROUTE",
-    "BearerAuthMiddleware",
-    "Holder",
-    "Role",
-    "Rule",
-    "TokenTable",
-    "changes_on_get",
-    "path_of",
-    "read_token_file",
-    "rule_for",
-]
 
 
 class Role(str, Enum):
@@ -163,19 +150,12 @@ class Holder(NamedTuple):
     """Name of the holder in logs; role and line number if the file has no name."""
 
 
-class _Entry(NamedTuple):
-    digest: bytes
-    holder: Holder
-
-
 class TokenTable:
     """Finds the holder of a token in a time that reveals nothing about the known tokens."""
 
-    def __init__(self, holders: Iterable[tuple[str, Holder]] = ()) -> None:
+    def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._holders: dict[bytes, _Entry] = {}
-        for token, holder in holders:
-            self.add(token, holder)
+        self._holders: dict[bytes, Holder] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -188,18 +168,13 @@ class TokenTable:
         """
         digest = self._digest(token.encode())
         if digest in self._holders:
-            other = self._holders[digest].holder.name
+            other = self._holders[digest].name
             raise ConfigError(f"this is also the token of {other!r}; each holder needs its own")
-        self._holders[digest] = _Entry(digest, holder)
+        self._holders[digest] = holder
 
     def find(self, token: bytes) -> Holder | None:
-        """Return the holder of the token, None for an unknown one."""
-        digest = self._digest(token)
         # The key is secret, so the time of the lookup reveals nothing about the tokens.
-        known = self._holders.get(digest)
-        if known is None or not hmac.compare_digest(known.digest, digest):
-            return None
-        return known.holder
+        return self._holders.get(self._digest(token))
 
     def _digest(self, token: bytes) -> bytes:
         return hmac.digest(self._key, token, "sha256")
@@ -269,7 +244,6 @@ class BearerAuthMiddleware:
         self._logged: set[tuple[str, str, str]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the token of one request."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return

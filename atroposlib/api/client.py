@@ -4,7 +4,7 @@
 trainers; `batches` is an iterator for trainers that have their own training loop.
 
     TrajectoryApiClient ─► AsyncTransport ─┐
-                                           ├─► client_protocol: retries, errors, formats of bodies
+                                           ├─► client_transport: retries, errors, formats of bodies
     batches ─► TrainerClient ─► SyncClient ┘
 
     batches: register ─► [ lease ─► the caller trains ─► acknowledge ] ... ─► `num_steps` are done
@@ -28,17 +28,18 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, overload
 
-from atroposlib.api.client_protocol import (
+from atroposlib.api.client_transport import (
     BINARY_LANE_HEADERS,
     POST_RETRY,
+    AsyncTransport,
     Body,
     Encoder,
     LeasedBatch,
     NoServiceError,
     RetryRule,
+    SyncClient,
     ack_path,
     batch_path,
     delivered_groups,
@@ -48,9 +49,7 @@ from atroposlib.api.client_protocol import (
     plain,
     says_unregistered,
     service_address,
-    with_status_defaults,
 )
-from atroposlib.api.client_transport import AsyncTransport, SyncClient
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.aio import SideThread
 from atroposlib.utils.text import without_secrets
@@ -64,7 +63,12 @@ __all__ = [
     "TrainerClient",
     "TrajectoryApiClient",
     "batches",
+    "says_unregistered",
 ]
+
+
+_STATUS_ENV_DEFAULTS = {"self_queue_size": 0, "max_group_size": 1, "unallocated_fraction": 1.0}
+"""Fields that older services leave out of `GET /status-env`."""
 
 
 class TrajectoryApiClient:
@@ -109,12 +113,7 @@ class TrajectoryApiClient:
     async def __aenter__(self) -> TrajectoryApiClient:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     @property
@@ -186,7 +185,7 @@ class TrajectoryApiClient:
         """Return the queue in units of one environment; status 404 asks it to register again."""
         body = plain({"env_id": env_id})
         answer = await self._transport.send("GET", "/status-env", body, is_repeatable=True)
-        return with_status_defaults(answer)
+        return {**_STATUS_ENV_DEFAULTS, **answer}
 
     async def batch(self) -> list[dict[str, Any]] | None:
         """Take the next batch, None when none is ready; raises when no trainer is registered."""
@@ -196,7 +195,6 @@ class TrajectoryApiClient:
         return delivered_groups(answer, self.base_url)
 
     async def latest_example(self) -> dict[str, Any]:
-        """Return the group queued last."""
         return dict(await self._get("/latest_example"))
 
     async def post_group(
@@ -499,12 +497,7 @@ class BatchIterator:
     def __enter__(self) -> BatchIterator:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         self.leave(is_failed=exc_type is not None)
 
     def leave(self, *, is_failed: bool = False) -> None:
@@ -718,13 +711,7 @@ class AsyncBatches:
     async def __aenter__(self) -> AsyncBatches:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End as `BatchIterator.leave` does; waits for a pending request."""
+    async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         self._batches.stop_waiting()
         fetching, self._fetching = self._fetching, None
         is_failed = exc_type is not None

@@ -21,25 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from atroposlib.api.client_protocol import (
+from atroposlib.api.client_transport import (
     BINARY_LANE_HEADERS,
+    SyncClient,
     answer_lane,
     batch_path,
     leased_batch,
     plain,
     says_unregistered,
 )
-from atroposlib.api.client_transport import SyncClient
 from atroposlib.errors import TrajectoryApiError
 from atroposlib.wire import Lane
-
-__all__ = [
-    "GROUP_STATES",
-    "Consumer",
-    "GroupPayload",
-    "InspectionClient",
-    "consumer_registration",
-]
 
 PATIENCE_S = 30.0
 """Seconds without a request after which another consumer counts as gone, as in the service."""

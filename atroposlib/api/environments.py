@@ -10,19 +10,10 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from atroposlib.api.queue import QueuedGroup, oldest_combination
 from atroposlib.api.schemas import MAX_GROUP_SIZE, RegisterEnv
-
-__all__ = [
-    "MIN_ENV_WEIGHT",
-    "EnvRecord",
-    "EnvRegistry",
-    "minimum_shares",
-    "total_weight",
-    "unallocated_fraction",
-    "weight_share",
-]
 
 MIN_ENV_WEIGHT = 0.01
 """The smallest weight an environment is given, so that none is starved completely."""
@@ -58,7 +49,6 @@ class EnvRecord:
 
     @property
     def buffered_sequences(self) -> int:
-        """Sequences in the buffer."""
         return sum(group.num_sequences for group in self.buffer)
 
     def wants_to_buffer(self, num_sequences: int) -> bool:
@@ -118,9 +108,6 @@ class EnvRegistry:
     def __init__(self) -> None:
         self._envs: list[EnvRecord] = []
         self._namesakes: Counter[str] = Counter()
-        self._minimums: Mapping[int, float] | None = None
-        self._total_weight: float | None = None
-        self._unallocated: float | None = None
         self._buffered_by_env: dict[int, int] = {}
         self.buffered_sequences = 0
         """Sequences in all buffers."""
@@ -172,19 +159,16 @@ class EnvRegistry:
         self._forget_sums()
 
     def find(self, env_id: int | None) -> EnvRecord | None:
-        """Return the environment registered under this id, None when there is none."""
         if env_id is None or not 0 <= env_id < len(self._envs):
             return None
         return self._envs[env_id]
 
     def connect(self, env: EnvRecord, is_connected: bool, *, is_expired: bool = False) -> None:
-        """Record that an environment disconnected or reconnected."""
         env.is_connected = is_connected
         env.is_expired = is_expired
         self._forget_sums()
 
     def buffer(self, env: EnvRecord, group: QueuedGroup) -> list[QueuedGroup]:
-        """Add a group to its environment's buffer; return the groups that now add up."""
         released = env.buffer_group(group)
         change = group.num_sequences - sum(moved.num_sequences for moved in released)
         self.buffered_sequences += change
@@ -206,18 +190,15 @@ class EnvRegistry:
         return removed
 
     def stop_buffering(self, env: EnvRecord) -> list[QueuedGroup]:
-        """Queue groups of any size of an environment from now on; return those in its buffer."""
         released = env.stop_buffering()
         self.buffered_sequences -= self._buffered_by_env.pop(env.env_id, 0)
         self.buffered_bytes -= sum(group.num_bytes for group in released)
         return released
 
     def buffered_sequences_of(self, env_id: int) -> int:
-        """Sequences in the buffer of one environment."""
         return self._buffered_by_env.get(env_id, 0)
 
     def restore(self, envs: Iterable[EnvRecord]) -> None:
-        """Replace all environments, as by those of a snapshot."""
         self._envs = list(envs)
         self._namesakes = Counter(env.desired_name for env in self._envs)
         self._forget_sums()
@@ -225,29 +206,21 @@ class EnvRegistry:
         self.buffered_sequences = sum(self._buffered_by_env.values())
         self.buffered_bytes = sum(group.num_bytes for env in self._envs for group in env.buffer)
 
-    @property
+    @cached_property
     def minimums(self) -> Mapping[int, float]:
-        """Guaranteed batch shares of connected environments."""
-        if self._minimums is None:
-            self._minimums = minimum_shares(self._envs)
-        return self._minimums
+        return minimum_shares(self._envs)
 
-    @property
+    @cached_property
     def total_weight(self) -> float:
-        """Context length times weight, summed over connected environments."""
-        if self._total_weight is None:
-            self._total_weight = total_weight(self._envs)
-        return self._total_weight
+        return total_weight(self._envs)
 
-    @property
+    @cached_property
     def unallocated_fraction(self) -> float:
-        """The part of a batch that no connected environment has reserved, 0 to 1."""
-        if self._unallocated is None:
-            self._unallocated = unallocated_fraction(self.minimums)
-        return self._unallocated
+        return unallocated_fraction(self.minimums)
 
     def _forget_sums(self) -> None:
-        self._minimums = self._total_weight = self._unallocated = None
+        for name in ("minimums", "total_weight", "unallocated_fraction"):
+            self.__dict__.pop(name, None)
 
 
 def total_weight(envs: Iterable[EnvRecord]) -> float:
@@ -258,11 +231,8 @@ def total_weight(envs: Iterable[EnvRecord]) -> float:
 def weight_share(env: EnvRecord, total: float) -> float:
     """Return the share of inference capacity of one environment, at least `MIN_ENV_WEIGHT`.
 
-    A disconnected environment adds nothing to the total but still gets an answer.
-
-    Args:
-        env: the asking environment.
-        total: from `total_weight`; without a positive total the share is `MIN_ENV_WEIGHT`.
+    A disconnected environment adds nothing to the total but still gets an answer. Without a
+    positive total the share is `MIN_ENV_WEIGHT`.
     """
     if total <= 0:
         return MIN_ENV_WEIGHT

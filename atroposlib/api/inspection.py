@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
-from enum import Enum
+from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -21,42 +20,14 @@ from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.responses import PiecesResponse, json_response
 from atroposlib.api.routes import IN_EITHER_LANE, RunOfApp, advertises_lanes, refused
 from atroposlib.api.settings import ApiSettings
-from atroposlib.api.state import RunState
+from atroposlib.api.state import GroupState, RunState, find_group, walk_groups
 from atroposlib.wire import MEDIA_TYPES, convert_payload, lane_of_accept
-
-__all__ = [
-    "GroupFilter",
-    "GroupPage",
-    "GroupState",
-    "describe_envs",
-    "describe_group",
-    "find_group",
-    "get_group",
-    "get_group_payload",
-    "get_groups",
-    "get_latest_example",
-    "get_status",
-    "groups_router",
-    "info",
-    "inspection_router",
-    "list_envs",
-    "list_groups",
-    "remove_group",
-    "wandb_info",
-]
 
 inspection_router = APIRouter(tags=["inspection"])
 
 _NO_EXAMPLE_KEYS = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "generation_params",
-    "inference_logprobs",
-    "messages",
-    "images",
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs"),
+    *("generation_params", "inference_logprobs", "messages", "images"),
 )
 
 
@@ -132,19 +103,6 @@ async def get_latest_example(run: RunOfApp) -> Response | dict[str, Any]:
 _MAX_SCANNED = 10_000
 
 
-class GroupState(str, Enum):
-    """State of a group."""
-
-    QUEUED = "queued"
-    """In the queue; position 0 is the oldest."""
-    BUFFERED = "buffered"
-    """In the buffer of its environment, until groups add up to its group size."""
-    IN_FLIGHT = "in_flight"
-    """In a batch that is not acknowledged."""
-    PAST = "past"
-    """Delivered recently; position 0 is the latest."""
-
-
 class GroupFilter(NamedTuple):
     """Filter of the groups to list; None matches all."""
 
@@ -155,7 +113,6 @@ class GroupFilter(NamedTuple):
     """Groups with at least one score this low or lower."""
 
     def accepts(self, group: QueuedGroup) -> bool:
-        """Whether a group matches."""
         return (
             (self.env_id is None or group.env_id == self.env_id)
             and (self.min_score is None or group.max_score >= self.min_score)
@@ -182,15 +139,9 @@ def list_groups(
     limit: int,
     now: float,
 ) -> GroupPage:
-    """Describe up to `limit` groups from a position on, in order.
+    """Describe up to `limit` groups in one state from a position on, in order.
 
-    Args:
-        state: the run.
-        where: state of the groups to look at.
-        wanted: filter of the groups to describe.
-        offset: position of the first one to look at.
-        limit: maximum number to describe.
-        now: Unix time, for their ages.
+    `now` is the Unix time for their ages.
     """
     is_filtered = wanted != GroupFilter()
     total = _count(state, where)
@@ -208,20 +159,6 @@ def list_groups(
         total=None if is_filtered else total,
         next_offset=following if following < total else None,
     )
-
-
-def find_group(state: RunState, group_id: int) -> tuple[QueuedGroup, GroupState] | None:
-    """Return a group and its state; None if the run does not have it."""
-    queued, past = state.queue.get(group_id), state.past.get(group_id)
-    if queued is not None:
-        return queued, GroupState.QUEUED
-    if past is not None:
-        return past, GroupState.PAST
-    for where in (GroupState.IN_FLIGHT, GroupState.BUFFERED):
-        for group in _walk(state, where):
-            if group.group_id == group_id:
-                return group, where
-    return None
 
 
 def describe_group(
@@ -250,36 +187,19 @@ def describe_group(
 def _window(state: RunState, where: GroupState, offset: int, length: int) -> Sequence[QueuedGroup]:
     if where is GroupState.QUEUED:
         return state.queue.window(offset, length)
-    return list(islice(_walk(state, where), offset, offset + length))
-
-
-def _walk(state: RunState, where: GroupState) -> Iterable[QueuedGroup]:
-    if where is GroupState.BUFFERED:
-        return (group for env in state.envs for group in env.buffer)
-    if where is GroupState.IN_FLIGHT:
-        return (group for handout in state.delivery.pending() for group in handout.groups)
-    return reversed(list(state.past))
+    return list(islice(walk_groups(state, where), offset, offset + length))
 
 
 def _count(state: RunState, where: GroupState) -> int:
     if where is GroupState.QUEUED:
         return len(state.queue)
-    if where is GroupState.BUFFERED:
-        return sum(len(env.buffer) for env in state.envs)
-    if where is GroupState.IN_FLIGHT:
-        return sum(len(handout.groups) for handout in state.delivery.pending())
-    return len(state.past)
+    if where is GroupState.PAST:
+        return len(state.past)
+    return sum(1 for _ in walk_groups(state, where))
 
 
 def describe_envs(state: RunState, *, offset: int, limit: int, now: float) -> dict[str, Any]:
-    """Describe up to `limit` environments from a position on, in order of registration.
-
-    Args:
-        state: the run.
-        offset: id of the first environment.
-        limit: maximum number to describe.
-        now: Unix time, for the seconds since their last request.
-    """
+    """Describe up to `limit` environments from an id on, in order of registration."""
     described = [
         {
             "env_id": env.env_id,

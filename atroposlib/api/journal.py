@@ -24,15 +24,12 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 
-from atroposlib.api.admission import Admission
 from atroposlib.api.environments import EnvRecord
-from atroposlib.api.leases import Handout
-from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.queue import Admission, QueuedGroup
 from atroposlib.api.records import (
     GroupsAdmitted,
     PayloadFlaw,
@@ -43,25 +40,15 @@ from atroposlib.api.records import (
     kind_of,
 )
 from atroposlib.api.schemas import Registration
-from atroposlib.api.state import KeyEntry, RunState
+from atroposlib.api.state import Handout, KeyEntry, RunState
 from atroposlib.api.store.base import Payload, RunStore, StoreFullError
 from atroposlib.errors import ConfigError, RunStoreError
-
-__all__ = [
-    "FrozenRun",
-    "RunLog",
-    "freeze",
-    "restore",
-    "snapshot",
-]
 
 _FORMAT = b"\x01"
 _HEAD, _QUEUE, _DISCARDABLE, _KEYS = b"h", b"q", b"d", b"k"
 _LENGTH_BYTES = 8
 _CHUNK = 2000
 _MAX_COUNT = 2**63 - 1
-
-_Entry = TypeVar("_Entry")
 
 
 class _Head(msgspec.Struct):
@@ -89,6 +76,12 @@ class _Head(msgspec.Struct):
     set_aside_groups: list[tuple[int, PayloadFlaw]] = []
 
 
+_PLAIN_FIELDS = (
+    *("run_id", "taken_over_run_id", "started_at", "step"),
+    *("is_started", "policy_version", "epoch", "fence"),
+)
+"""Fields that `RunState` has under the same name."""
+
 _encode = msgspec.msgpack.Encoder().encode
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _queue_decoder = msgspec.msgpack.Decoder(list[QueuedGroup])
@@ -96,50 +89,35 @@ _ids_decoder = msgspec.msgpack.Decoder(list[int])
 _keys_decoder = msgspec.msgpack.Decoder(list[tuple[str, KeyEntry]])
 
 
-class FrozenRun:
-    """The state of a run at one moment, to be encoded while the run continues."""
+def freeze(state: RunState) -> Iterator[bytes]:
+    """Capture the current state; return an iterator that encodes it.
 
-    def __init__(self, state: RunState) -> None:
-        self._head = _head_of(state)
-        self._queued = list(state.queue)
-        self._lists: list[tuple[bytes, list[Any]]] = [
-            (_DISCARDABLE, state.payloads.discardable),
-            (_KEYS, list(state.keys.items())),
-        ]
-        self._parts = [_FORMAT]
+    Each part of the snapshot takes about a millisecond; the run may continue in between.
+    """
+    head = _head_of(state)
+    lists: list[tuple[bytes, list[Any]]] = [
+        (_QUEUE, list(state.queue)),
+        (_DISCARDABLE, state.payloads.discardable),
+        (_KEYS, list(state.keys.items())),
+    ]
 
-    def encode_in_slices(self) -> Iterator[None]:
-        """Encode one part, about a millisecond of work, per iteration."""
-        self._add(_HEAD, self._head)
-        yield
-        for chunk in _chunked(self._queued):
-            self._add(_QUEUE, chunk)
-            yield
-        for kind, entries in self._lists:
-            for chunk in _chunked(entries):
-                self._add(kind, chunk)
-                yield
+    def encode() -> Iterator[bytes]:
+        yield _FORMAT + _part(_HEAD, head)
+        for kind, entries in lists:
+            for start in range(0, len(entries), _CHUNK):
+                yield _part(kind, entries[start : start + _CHUNK])
 
-    def content(self) -> bytes:
-        """Return the snapshot; every slice must have been encoded."""
-        return b"".join(self._parts)
-
-    def _add(self, kind: bytes, value: object) -> None:
-        content = _encode(value)
-        self._parts += [kind, len(content).to_bytes(_LENGTH_BYTES, "little"), content]
+    return encode()
 
 
-def freeze(state: RunState) -> FrozenRun:
-    """Capture the current state."""
-    return FrozenRun(state)
+def _part(kind: bytes, value: object) -> bytes:
+    content = _encode(value)
+    return kind + len(content).to_bytes(_LENGTH_BYTES, "little") + content
 
 
 def snapshot(state: RunState) -> bytes:
     """Return the whole state as bytes, without pauses."""
-    frozen = freeze(state)
-    for _ in frozen.encode_in_slices():
-        pass
-    return frozen.content()
+    return b"".join(freeze(state))
 
 
 def restore(state: RunState, content: bytes) -> None:
@@ -192,8 +170,6 @@ def _head_of(state: RunState) -> _Head:
     delivery = state.delivery
     return _Head(
         registration=state.registration.model_dump() if state.registration else None,
-        run_id=state.run_id,
-        started_at=state.started_at,
         trainer_ids=[f"{trainer_id:x}" for trainer_id in state.trainer_ids],
         envs=[_plain(env) for env in state.envs],
         next_batch_id=delivery.next_id,
@@ -201,16 +177,11 @@ def _head_of(state: RunState) -> _Head:
         returned=list(delivery.returned.values()),
         acknowledged=list(delivery.acknowledged.items()),
         past=list(state.past),
-        step=state.step,
-        is_started=state.is_started,
-        policy_version=state.policy_version,
         latest=state.latest,
         latest_is_held=state.payloads.latest_is_held,
         counters={name: min(n, _MAX_COUNT) for name, n in sorted(state.counters.items())},
-        epoch=state.epoch,
-        fence=state.fence,
-        taken_over_run_id=state.taken_over_run_id,
         set_aside_groups=list(state.set_aside_groups),
+        **{name: getattr(state, name) for name in _PLAIN_FIELDS},
     )
 
 
@@ -225,30 +196,18 @@ def _restore_head(state: RunState, head: _Head) -> None:
             state.registration = Registration.model_validate(head.registration)
         except ValueError as error:  # of an earlier version, which had no bounds
             state.set_aside("registration", error)
-    state.run_id = head.run_id
-    state.started_at = head.started_at
+    for name in _PLAIN_FIELDS:
+        setattr(state, name, getattr(head, name))
     state.trainer_ids.extend(int(trainer_id, 16) for trainer_id in head.trainer_ids)
     state.envs.restore(head.envs)
     state.delivery.next_id = head.next_batch_id
     state.delivery.restore(head.in_flight, head.returned)
     state.delivery.acknowledged.update(head.acknowledged)
-    state.step = head.step
-    state.is_started = head.is_started
-    state.policy_version = head.policy_version
     state.payloads.latest = head.latest
     state.payloads.latest_is_held = head.latest_is_held
     state.counters.update(head.counters)  # adds up
-    state.epoch = head.epoch
-    state.fence = head.fence
-    state.taken_over_run_id = head.taken_over_run_id
     state.set_aside_groups.extend(head.set_aside_groups)
     state.payloads.note_delivered(head.past)
-
-
-def _chunked(items: list[_Entry]) -> Iterator[list[_Entry]]:
-    remaining = iter(items)
-    while chunk := list(islice(remaining, _CHUNK)):
-        yield chunk
 
 
 logger = logging.getLogger(__name__)
@@ -267,12 +226,9 @@ def _num_payloads(state: RunState) -> int:
 
 
 class RunLog:
-    """Keeps a state and its store consistent.
+    """Keeps a state and its store consistent; only the log changes the state.
 
-    Args:
-        store: store of the records.
-        state: the state they are applied to; nothing else may change it.
-        on_applied: called after every record, also those of other replicas.
+    `on_applied` is called after every record, also those of other replicas.
     """
 
     def __init__(
@@ -280,8 +236,8 @@ class RunLog:
     ) -> None:
         self.failure: ConfigError | None = None
         """Reason for which the run cannot continue; None while it can."""
-        self._store = store
-        self._state = state
+        self.store = store
+        self.state = state
         self._on_applied = on_applied
         self._position = 0
         self._num_records = 0  # in the log after its snapshot
@@ -297,7 +253,7 @@ class RunLog:
         Raises:
             ConfigError: the store cannot be used, or its format is unknown to this version.
         """
-        await self._store.open(self._apply, self._restore)
+        await self.store.open(self._apply, self._restore)
         self.check()
 
     def check(self) -> None:
@@ -308,7 +264,7 @@ class RunLog:
     async def append(self, record: Record) -> None:
         """Write a record that commutes with others, and apply it."""
         self.check()
-        await self._store.append(encode_record(record))
+        await self.store.append(encode_record(record))
 
     async def append_groups(self, record: GroupsAdmitted, payloads: Sequence[Payload]) -> Admission:
         """Write groups with their payloads, all or none; return their admission."""
@@ -316,7 +272,7 @@ class RunLog:
         first = record.groups[0].group_id
         self._outcomes[first] = None
         try:
-            await self._store.append(encode_record(record), payloads)
+            await self.store.append(encode_record(record), payloads)
             self.check()
             return self._outcomes[first] or self._outcome_in_state(record)
         finally:
@@ -328,7 +284,7 @@ class RunLog:
         Raises:
             RunStoreError: the state does not contain it.
         """
-        known = self._state.keys.find(record.key) if record.key is not None else None
+        known = self.state.keys.find(record.key) if record.key is not None else None
         if known is not None and known.digest == record.digest:
             return Admission(known.placements)
         raise RunStoreError(
@@ -339,9 +295,8 @@ class RunLog:
     async def guarded(self, decide: Callable[[], tuple[Record | None, T]]) -> T:
         """Make a decision on the state and write it; repeat if another replica was faster.
 
-        Args:
-            decide: reads the state and returns the guarded record to write, or None, and the
-                result. Its exceptions propagate.
+        `decide` reads the state and returns the guarded record to write, or None, and the result.
+        Its exceptions propagate.
         """
         async with self._deciding:
             while True:
@@ -349,17 +304,17 @@ class RunLog:
                 record, answer = decide()
                 if record is None:
                     return answer
-                if await self._store.append(encode_record(record), fence=self._state.fence):
+                if await self.store.append(encode_record(record), fence=self.state.fence):
                     return answer
 
     async def discard(self) -> None:
         """Discard payloads that are no longer needed; failures are retried later."""
-        ledger = self._state.payloads
-        if self._store.full_reason is not None:
+        ledger = self.state.payloads
+        if self.store.full_reason is not None:
             ledger.give_up_past()  # space for new groups matters more than inspection
         while group_ids := ledger.take_discardable(_DISCARDED_AT_ONCE):
             try:
-                await self._store.discard(group_ids)
+                await self.store.discard(group_ids)
             except OSError as error:
                 ledger.give_up(group_ids)
                 logger.warning("payloads are kept until the store works again: %s", error)
@@ -371,19 +326,20 @@ class RunLog:
 
     async def compact_if_due(self) -> None:
         """Replace a long log by a snapshot, in slices so that other tasks run in between."""
-        alive = _num_payloads(self._state)
-        is_full = self._store.full_reason is not None  # then a shorter log frees space
+        alive = _num_payloads(self.state)
+        is_full = self.store.full_reason is not None  # then a shorter log frees space
         least = self._least_when_full if is_full else _MIN_RECORDS_TO_COMPACT
         if self._num_records <= max(least, _RECORDS_PER_GROUP_TO_COMPACT * alive):
             return
         num_records, position = self._num_records, self._position
-        frozen = freeze(self._state)
-        for _ in frozen.encode_in_slices():
+        parts = []
+        for part in freeze(self.state):
+            parts.append(part)
             await asyncio.sleep(0)
-        content = frozen.content()
+        content = b"".join(parts)
         await asyncio.sleep(0)
         try:
-            await self._store.compact(content, position=position)
+            await self.store.compact(content, position=position)
         except StoreFullError:
             self._least_when_full = 2 * num_records
             return
@@ -393,7 +349,7 @@ class RunLog:
     def _restore(self, content: bytes) -> None:
         """Load a snapshot: at the start, or after another replica compacted unseen records."""
         try:
-            restore(self._state, content)
+            restore(self.state, content)
         except ConfigError as error:
             self.failure = error
         except Exception as error:
@@ -402,7 +358,7 @@ class RunLog:
                 f"the run's snapshot cannot be taken over ({error!r}); serve the run with the "
                 "version that wrote it, or start another run"
             )
-        if self._state.fault is not None:
+        if self.state.fault is not None:
             self._tell_fault("the snapshot of the run was taken over in part")
         self._num_records = 0
         self.is_new = False
@@ -416,8 +372,8 @@ class RunLog:
             self._skip(position, error)
             return
         self._count(position)
-        outcome = self._state.apply(record)
-        if self._state.fault is not None:
+        outcome = self.state.apply(record)
+        if self.state.fault is not None:
             self._tell_fault(f"record {position} of the run ({kind_of(type(record))}) is set aside")
         if isinstance(record, GroupsAdmitted) and record.groups:
             first = record.groups[0].group_id
@@ -435,7 +391,7 @@ class RunLog:
             logger.error("the run stops: %s", error)
             return
         self._count(position)
-        self._state.skip(error.record_type, error.__cause__ or error)
+        self.state.skip(error.record_type, error.__cause__ or error)
         self._tell_fault(f"record {position} of the run ({kind_of(error.record_type)}) is damaged")
 
     def _count(self, position: int) -> None:
@@ -444,4 +400,4 @@ class RunLog:
         self.is_new = False
 
     def _tell_fault(self, what: str) -> None:
-        logger.error("%s, the run goes on without it: %s", what, self._state.fault)
+        logger.error("%s, the run goes on without it: %s", what, self.state.fault)

@@ -1,26 +1,17 @@
 """Log lines of the service, as text or JSON; levels are set by the entry point.
 
-`RequestErrorsMiddleware` gives each request an id, which all its log lines carry. A response 500
-has the same id, so that it can be matched with the traceback in the log.
+Lines about a request carry its id (`middleware.RequestErrorsMiddleware`).
 """
 
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import time
-from collections.abc import Mapping
-from contextvars import ContextVar
-from itertools import count
 from typing import Any, Literal, get_args
 
 import msgspec
-from starlette.requests import ClientDisconnect
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["LogFormat", "RequestErrorsMiddleware", "log_config", "request_id"]
+from atroposlib.api.middleware import request_id
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +25,6 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0))
     0x2029: "\\u2029",
 }
 _CONTROLS_OF_TRACEBACKS = {k: v for k, v in _CONTROLS.items() if chr(k) not in "\n\t"}
-_SENDERS_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-
-_request_id: ContextVar[str] = ContextVar("request_id", default="")
-
-
-def request_id() -> str:
-    """Return the id of the request being served; empty outside of one."""
-    return _request_id.get()
 
 
 def log_config(log_format: LogFormat, *, level: str = "INFO") -> dict[str, Any]:
@@ -122,50 +105,3 @@ def _encodable(text: str) -> str:
 def _timestamp(record: logging.LogRecord) -> str:
     seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
     return f"{seconds}.{int(record.msecs):03d}Z"
-
-
-class RequestErrorsMiddleware:
-    """Gives each request an id, and responds 500 with that id if the application fails.
-
-    Clients may send their own `X-Request-ID`. A client that disconnects while its body is read is
-    not an error.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-        self._prefix = secrets.token_hex(4)
-        self._numbers = count()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request under an id."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        # Each request runs in its own task, so the id need not be reset: later log lines of the
-        # server about the request still carry it.
-        _request_id.set(_senders_id(scope) or f"{self._prefix}-{next(self._numbers)}")
-        is_started = False
-
-        async def note_start(message: Message) -> None:
-            nonlocal is_started
-            is_started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, note_start)
-        except ClientDisconnect:
-            logger.debug("the client of %s %s left", scope["method"], scope["path"])
-        except Exception:
-            if is_started:
-                raise  # the server ends the connection and logs the traceback
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            headers = {"X-Request-ID": request_id()}
-            refusal = PlainTextResponse("Internal Server Error", 500, headers)
-            await refusal(scope, receive, send)
-
-
-def _senders_id(scope: Mapping[str, Any]) -> str:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            return value.decode() if _SENDERS_ID.fullmatch(value) else ""
-    return ""

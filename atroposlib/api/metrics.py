@@ -14,8 +14,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, islice
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.core import (
@@ -27,17 +28,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from atroposlib.api.leases import Handout
 from atroposlib.api.middleware import RequestMetrics
 from atroposlib.api.stalls import Stall
-from atroposlib.api.state import GROUPS_SET_ASIDE, SET_ASIDE, RunState
-
-__all__ = [
-    "FIGURES",
-    "Figure",
-    "MeteredRun",
-    "ServiceMetrics",
-]
+from atroposlib.api.state import GROUPS_SET_ASIDE, SET_ASIDE, Handout, RunState
 
 _MAX_ENVIRONMENT_NAMES = 100
 _OTHER_NAMES = "other"
@@ -70,15 +63,15 @@ class Figure(NamedTuple):
     """One metric read from the run."""
 
     name: str
-    kind: Literal["gauge", "counter"]
+    """Ends in `_total` if it is a counter; else it is a gauge."""
     help: str
     read: Callable[[MeteredRun], Reading]
     """Returns a number, one number per label value, or None without a value."""
     label: str | None = None
 
 
-def _counted(name: str) -> Callable[[MeteredRun], Reading]:
-    return lambda run: run.state.counters[name]
+def _counted(name: str, run: MeteredRun) -> Reading:
+    return run.state.counters[name]
 
 
 def _by_reason(counters: Counter[str], prefix: str) -> Reading:
@@ -127,161 +120,127 @@ def _oldest_age_s(run: MeteredRun) -> Reading:
     return 0.0 if oldest is None else max(0.0, run.now - oldest.received_at)
 
 
-def _gauge(
-    name: str, text: str, read: Callable[[MeteredRun], Reading], label: str | None = None
-) -> Figure:
-    return Figure(name, "gauge", text, read, label)
-
-
-def _counter(
-    name: str, text: str, read: Callable[[MeteredRun], Reading], label: str | None = None
-) -> Figure:
-    return Figure(name, "counter", text, read, label)
-
+_COUNTERS = {
+    "groups/received": "Groups stored.",
+    "sequences/received": "Sequences stored.",
+    "tokens/received": "Tokens stored.",
+    "groups/loose": "Groups stored although an optional field does not line up with their tokens.",
+    "groups/tokenized_from_text": "Groups stored whose tokens were made from text, because the "
+    "server reports no token ids.",
+    "groups/removed": "Groups removed from the queue by an operator.",
+    "batches/delivered": "Batches acknowledged.",
+    "batches/without_step": "Batches acknowledged without a step: not trained on, or already "
+    "counted.",
+    "groups/delivered": "Groups of acknowledged batches.",
+    "sequences/delivered": "Sequences of acknowledged batches.",
+    "tokens/delivered": "Tokens of acknowledged batches.",
+}
+"""Counters of `RunState`; the metric of `groups/received` is `atropos_groups_received_total`."""
 
 FIGURES = (
-    _gauge(
+    Figure(
         "atropos_step",
         "Batches the trainer has trained on, plus its first step.",
         lambda run: run.state.step,
     ),
-    _gauge(
+    Figure(
         "atropos_policy_version",
         "Policy version last reported by the trainer, else its step.",
         lambda run: run.state.current_version,
     ),
-    _gauge("atropos_queue_groups", "Queued groups.", lambda run: len(run.state.queue)),
-    _gauge(
+    Figure("atropos_queue_groups", "Queued groups.", lambda run: len(run.state.queue)),
+    Figure(
         "atropos_queue_sequences",
         "Queued sequences.",
         lambda run: run.state.queue.num_sequences,
     ),
-    _gauge(
+    Figure(
         "atropos_queue_tokens",
         "Queued tokens.",
         lambda run: run.state.queue.num_tokens,
     ),
-    _gauge(
+    Figure(
         "atropos_queue_bytes",
         "Payload bytes of queued groups.",
         lambda run: run.state.queue.num_bytes,
     ),
-    _gauge(
+    Figure(
         "atropos_environment_queue_sequences",
         "Queued sequences, by the name that their environment requested.",
         _queued_by_environment,
         "environment",
     ),
-    _gauge(
+    Figure(
         "atropos_queue_oldest_age_seconds",
         "Time since the oldest queued group was received.",
         _oldest_age_s,
     ),
-    _gauge(
+    Figure(
         "atropos_queue_oldest_staleness_steps",
         "Current policy version minus the lowest known version of a queued group.",
         lambda run: run.state.oldest_staleness,
     ),
-    _gauge(
+    Figure(
         "atropos_buffered_sequences",
         "Sequences in buffers, until groups add up to their environment's group size.",
         lambda run: run.state.envs.buffered_sequences,
     ),
-    _gauge(
+    Figure(
         "atropos_buffered_bytes",
         "Payload bytes of buffered sequences.",
         lambda run: run.state.envs.buffered_bytes,
     ),
-    _gauge(
+    Figure(
         "atropos_stalled_sequences",
         "Sequences that are stuck, or missing from a minimum share, by reason.",
         _stalled_sequences,
         "reason",
     ),
-    _gauge(
+    Figure(
         "atropos_batches_pending",
         "Batches formed but not acknowledged, by state.",
         _batches_pending,
         "state",
     ),
-    _gauge(
+    Figure(
         "atropos_batches_pending_sequences",
         "Sequences in batches formed but not acknowledged.",
         lambda run: run.state.delivery.num_sequences,
     ),
-    _gauge("atropos_environments", "Registered environments, by state.", _environments, "state"),
-    _gauge(
+    Figure("atropos_environments", "Registered environments, by state.", _environments, "state"),
+    Figure(
         "atropos_store_full",
         "1 while the store has no space for new groups, else 0.",
         lambda run: run.full_reason is not None,
     ),
-    _counter("atropos_groups_received_total", "Groups stored.", _counted("groups/received")),
-    _counter(
-        "atropos_sequences_received_total", "Sequences stored.", _counted("sequences/received")
+    *(
+        Figure(f"atropos_{name.replace('/', '_')}_total", text, partial(_counted, name))
+        for name, text in _COUNTERS.items()
     ),
-    _counter("atropos_tokens_received_total", "Tokens stored.", _counted("tokens/received")),
-    _counter(
-        "atropos_groups_loose_total",
-        "Groups stored although an optional field does not line up with their tokens.",
-        _counted("groups/loose"),
-    ),
-    _counter(
-        "atropos_groups_tokenized_from_text_total",
-        "Groups stored whose tokens were made from text, because the server reports no token ids.",
-        _counted("groups/tokenized_from_text"),
-    ),
-    _counter(
+    Figure(
         "atropos_requests_repeated_total",
         "Requests answered from their idempotency key, without storing them again.",
         lambda run: run.counters["requests/repeated"],
     ),
-    _counter(
+    Figure(
         "atropos_requests_refused_total",
         "Rejected requests with groups, by reason.",
         lambda run: _by_reason(run.counters, _REFUSED),
         "reason",
     ),
-    _counter(
-        "atropos_batches_delivered_total", "Batches acknowledged.", _counted("batches/delivered")
-    ),
-    _counter(
-        "atropos_batches_without_step_total",
-        "Batches acknowledged without a step: not trained on, or already counted.",
-        _counted("batches/without_step"),
-    ),
-    _counter(
-        "atropos_groups_delivered_total",
-        "Groups of acknowledged batches.",
-        _counted("groups/delivered"),
-    ),
-    _counter(
-        "atropos_sequences_delivered_total",
-        "Sequences of acknowledged batches.",
-        _counted("sequences/delivered"),
-    ),
-    _counter(
-        "atropos_tokens_delivered_total",
-        "Tokens of acknowledged batches.",
-        _counted("tokens/delivered"),
-    ),
-    _counter(
-        "atropos_groups_removed_total",
-        "Groups removed from the queue by an operator.",
-        _counted("groups/removed"),
-    ),
-    _counter(
+    Figure(
         "atropos_groups_set_aside_total",
         "Groups left out of the run because their payload is missing or damaged in the store.",
         lambda run: _by_reason(run.state.counters, GROUPS_SET_ASIDE),
         "flaw",
     ),
-    _counter(
+    Figure(
         "atropos_batches_returned_total",
         "Batches returned for redelivery, by reason; expired: the lease expired.",
         lambda run: _by_reason(run.state.counters, "batches/returned_"),
         "reason",
     ),
-    _counter(
+    Figure(
         "atropos_records_set_aside_total",
         "Records of the run that could not be applied and were left out, by kind.",
         lambda run: _by_reason(run.state.counters, SET_ASIDE),
@@ -303,7 +262,8 @@ class _RunCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for figure in FIGURES:
-            kind = GaugeMetricFamily if figure.kind == "gauge" else CounterMetricFamily
+            is_counter = figure.name.endswith("_total")
+            kind = CounterMetricFamily if is_counter else GaugeMetricFamily
             reading = figure.read(self._run)
             family = kind(figure.name, figure.help, labels=[figure.label] if figure.label else None)
             if isinstance(reading, Mapping):

@@ -1,4 +1,4 @@
-"""ASGI middleware for bodies: gzip both ways, size limits, memory budget, request metrics.
+"""ASGI middleware: gzip both ways, limits on bodies and their memory, request ids and metrics.
 
     request  ── GZipRequestMiddleware: BodyBudget, size limit, gunzip ──► application
     response ◄─ GZipResponseMiddleware: gzip ───────────────────────────  application
@@ -13,43 +13,39 @@ that are too slow lose theirs:
     body ─ piece by piece ─► Account.take ─► kept until the response is sent ─► Account.close
                                   │
                                   └ no room: the next piece is not read, the sender waits
+
+Each request has an id, which all its log lines carry. A response 500 has the same id, so that it
+can be matched with the traceback in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+import secrets
 import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
+from contextvars import ContextVar
+from itertools import count
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.auth import path_of, rule_for
 from atroposlib.wire import MEDIA_TYPES
 
-__all__ = [
-    "Account",
-    "BodyBudget",
-    "BodyTooLargeError",
-    "Deflater",
-    "GZipRequestMiddleware",
-    "GZipResponseMiddleware",
-    "GzipError",
-    "Inflater",
-    "Pace",
-    "RequestMetrics",
-    "RequestMetricsMiddleware",
-    "accepts_gzip",
-]
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -68,12 +64,7 @@ class BodyTooLargeError(Exception):
 
 
 class Inflater:
-    """Inflates one gzip stream of any number of members up to a cap.
-
-    Args:
-        max_bytes: limit on the decompressed size.
-        threads: executor for decompression; None: the default executor of the loop.
-    """
+    """Inflates one gzip stream of any number of members up to a cap of `max_bytes`."""
 
     def __init__(self, max_bytes: int, threads: Executor | None = None) -> None:
         self._member = zlib.decompressobj(_GZIP_WINDOW)
@@ -131,12 +122,9 @@ class Inflater:
 
 
 class Deflater:
-    """Compresses the bodies of responses.
+    """Compresses the bodies of responses of at least `min_bytes`, at a level from 1 (fastest) to 9.
 
-    Args:
-        min_bytes: shorter bodies are not compressed.
-        level: 1 (fastest) to 9.
-        threads: executor for compression; None: the default executor of the loop.
+    Long pieces are compressed in `threads`; None is the default executor of the loop.
     """
 
     def __init__(self, *, min_bytes: int, level: int, threads: Executor | None = None) -> None:
@@ -149,8 +137,7 @@ class Deflater:
         return num_bytes >= self._min_bytes and accepts_gzip(request_headers)
 
     def start(self) -> DeflaterStream:
-        """Start a body."""
-        return DeflaterStream(zlib.compressobj(self._level, zlib.DEFLATED, _GZIP_WINDOW), self)
+        return DeflaterStream(self._level, self._threads)
 
     async def deflate(self, pieces: Iterable[bytes], is_gone: Callable[[], bool]) -> list[bytes]:
         """Compress a body; the result is incomplete if the client disconnected meanwhile."""
@@ -163,17 +150,13 @@ class Deflater:
         compressed.append(await stream.feed(b"", is_last=True))
         return compressed
 
-    async def run(self, num_bytes: int, work: Callable[[], bytes]) -> bytes:
-        """Call `work` in a thread, or directly for short pieces."""
-        return await _in_thread(self._threads, num_bytes, work)
-
 
 class DeflaterStream:
     """The compression of one body."""
 
-    def __init__(self, stream: zlib._Compress, deflater: Deflater) -> None:
-        self._stream = stream
-        self._deflater = deflater
+    def __init__(self, level: int, threads: Executor | None) -> None:
+        self._stream = zlib.compressobj(level, zlib.DEFLATED, _GZIP_WINDOW)
+        self._threads = threads
 
     async def feed(self, piece: bytes, *, is_last: bool = False) -> bytes:
         """Compress a piece; return the bytes that are ready, after the last piece all of them."""
@@ -182,7 +165,7 @@ class DeflaterStream:
             ready = self._stream.compress(piece)
             return ready + self._stream.flush() if is_last else ready
 
-        return await self._deflater.run(len(piece), work)
+        return await _in_thread(self._threads, len(piece), work)
 
 
 def accepts_gzip(headers: Headers) -> bool:
@@ -217,7 +200,6 @@ class Pace:
         self._silent_s = 0.0
 
     def add(self, seconds: float, num_bytes: int) -> None:
-        """Count bytes and the seconds spent waiting for them."""
         self.turn_s += seconds
         self.num_bytes += num_bytes
         self._silent_s = 0.0 if num_bytes else self._silent_s + seconds
@@ -230,7 +212,6 @@ class Pace:
 
     @property
     def bytes_per_s(self) -> float:
-        """Average rate."""
         return self.num_bytes / max(self.turn_s, 1e-9)
 
 
@@ -247,14 +228,10 @@ class BodyBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """Bytes taken and not yet given back."""
         self._accounts: dict[int, Account] = {}
         self._waiting: deque[_Waiting] = deque()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes taken and not yet given back."""
-        return self._held_bytes
 
     def open(self) -> Account:
         """Open the account of one request; the caller closes it."""
@@ -273,14 +250,14 @@ class BodyBudget:
             while not waiting.granted.done():
                 await asyncio.wait([waiting.granted], timeout=self.patience_s)
                 if not waiting.granted.done():
-                    self._evict_slow()
+                    for each in list(self._accounts.values()):
+                        each.evict_if_slow(self.patience_s, self.min_bytes_per_s)
         finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
     def forget(self, account: Account) -> None:
-        """Release the bytes that an account held."""
-        self._held_bytes -= account.held_bytes
+        self.held_bytes -= account.held_bytes
         del self._accounts[id(account)]
         for waiting in list(self._waiting):
             if self._has_room(waiting.account, waiting.num_bytes):
@@ -289,17 +266,13 @@ class BodyBudget:
                 if not waiting.granted.done():
                     waiting.granted.set_result(None)
 
-    def _evict_slow(self) -> None:
-        for account in list(self._accounts.values()):
-            account.evict_if_slow(self.patience_s, self.min_bytes_per_s)
-
     def _has_room(self, account: Account, num_bytes: int) -> bool:
         is_oldest = next(iter(self._accounts.values())) is account
-        return is_oldest or self._held_bytes + num_bytes <= self._max_bytes
+        return is_oldest or self.held_bytes + num_bytes <= self._max_bytes
 
     def _give(self, account: Account, num_bytes: int) -> None:
         account.held_bytes += num_bytes
-        self._held_bytes += num_bytes
+        self.held_bytes += num_bytes
 
 
 class Account:
@@ -318,12 +291,7 @@ class Account:
         self._watch: asyncio.TimerHandle | None = None
 
     async def read(self, receive: Receive, *, timeout_s: float) -> Message | None:
-        """Wait for the next piece; None after the timeout, or when evicted.
-
-        Args:
-            receive: returns the piece; cancelled when the wait ends.
-            timeout_s: longest wait; must be the same for all pieces.
-        """
+        """Wait for the next piece; None when evicted, or after a timeout that all pieces share."""
         self._reader, self._reading_since = asyncio.current_task(), time.monotonic()
         if self._watch is None:  # one timer for all pieces, since most arrive at once
             self._watch_for(timeout_s, timeout_s)
@@ -367,11 +335,9 @@ class Account:
             self._reader.cancel()
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until this account may hold this many more bytes."""
         await self._budget.grant(self, num_bytes)
 
     def close(self) -> None:
-        """Release all bytes."""
         if self._watch is not None:
             self._watch.cancel()
         self._budget.forget(self)
@@ -409,11 +375,7 @@ _DENSE_TYPES = (MEDIA_TYPES["msgpack"],)
 class GZipRequestMiddleware:
     """Decompresses request bodies sent as gzip; rejects bodies above the limit with 413.
 
-    Args:
-        app: the wrapped application.
-        max_body_bytes: limit on the decompressed body.
-        budget: shares the memory for bodies with other requests; None: one for this middleware.
-        threads: executor for decompression; None: the default executor of the loop.
+    `budget` shares the memory for bodies with other requests; None: one for this middleware.
     """
 
     def __init__(
@@ -430,7 +392,6 @@ class GZipRequestMiddleware:
         self._threads = threads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -440,7 +401,9 @@ class GZipRequestMiddleware:
         elif encoding in _PLAIN_ENCODINGS and length is not None and length <= _SMALL_BYTES:
             await self.app(scope, receive, send)
         elif encoding not in _PLAIN_ENCODINGS and "gzip" not in encoding:
-            await _unknown_encoding(encoding)(scope, receive, send)
+            text = f"Content-Encoding {encoding!r} is not understood"
+            detail = {"detail": f"{text}; send gzip or an uncompressed body"}
+            await JSONResponse(detail, 415, {"Accept-Encoding": "gzip"})(scope, receive, send)
         else:
             account = self._budget.open()
             try:
@@ -462,7 +425,8 @@ class GZipRequestMiddleware:
         except BodyTooLargeError:
             await self._too_large()(scope, receive, send)
         except HTTPException as error:
-            await _refusal(error)(scope, receive, send)
+            refusal = JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+            await refusal(scope, receive, send)
         else:
             if pieces is not None:
                 await self.app(_plain_scope(scope, pieces), _replay(pieces, receive), send)
@@ -507,15 +471,6 @@ def _announced(scope: Scope) -> tuple[int | None, str]:
 
 def _too_large_message(max_body_bytes: int) -> str:
     return f"request body larger than {max_body_bytes} bytes; post fewer groups at a time"
-
-
-def _unknown_encoding(encoding: str) -> JSONResponse:
-    text = f"Content-Encoding {encoding!r} is not understood; send gzip or an uncompressed body"
-    return JSONResponse({"detail": text}, 415, {"Accept-Encoding": "gzip"})
-
-
-def _refusal(error: HTTPException) -> JSONResponse:
-    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
 
 
 def _plain_scope(scope: Scope, pieces: list[bytes]) -> Scope:
@@ -605,7 +560,6 @@ class GZipResponseMiddleware:
         self.deflater = Deflater(min_bytes=min_bytes, level=level, threads=threads)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] == "http" and accepts_gzip(Headers(scope=scope)):
             send = _GzipSender(send, self.deflater, Headers(scope=scope))
         await self.app(scope, receive, send)
@@ -642,14 +596,69 @@ class _GzipSender:
         return {**message, "headers": headers.raw}
 
 
+_SENDERS_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def request_id() -> str:
+    """Return the id of the request being served; empty outside of one."""
+    return _request_id.get()
+
+
+class RequestErrorsMiddleware:
+    """Gives each request an id, and responds 500 with that id if the application fails.
+
+    Clients may send their own `X-Request-ID`. A client that disconnects while its body is read is
+    not an error.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._prefix = secrets.token_hex(4)
+        self._numbers = count()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # Each request runs in its own task, so the id need not be reset: later log lines of the
+        # server about the request still carry it.
+        _request_id.set(_senders_id(scope) or f"{self._prefix}-{next(self._numbers)}")
+        is_started = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, note_start)
+        except ClientDisconnect:
+            logger.debug("the client of %s %s left", scope["method"], scope["path"])
+        except Exception:
+            if is_started:
+                raise  # the server ends the connection and logs the traceback
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            headers = {"X-Request-ID": request_id()}
+            refusal = PlainTextResponse("Internal Server Error", 500, headers)
+            await refusal(scope, receive, send)
+
+
+def _senders_id(scope: Mapping[str, Any]) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            return value.decode() if _SENDERS_ID.fullmatch(value) else ""
+    return ""
+
+
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _CLIENT_LEFT = 499
 
 
 class _Series(NamedTuple):
-    """The series of one method and route."""
-
     durations: Histogram
     in_flight: Gauge
 
@@ -684,7 +693,6 @@ class RequestMetrics:
         self._counters: dict[tuple[str, str, int], Counter] = {}
 
     def series(self, method: str, route: str) -> _Series:
-        """Return the series of a request."""
         series = self._series.get((method, route))
         if series is None:
             labels = (method, route)
@@ -693,7 +701,6 @@ class RequestMetrics:
         return series
 
     def count(self, method: str, route: str, status: int) -> None:
-        """Count a response."""
         counter = self._counters.get((method, route, status))
         if counter is None:
             counter = self._answers.labels(method, route, str(status))
@@ -709,7 +716,6 @@ class RequestMetricsMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

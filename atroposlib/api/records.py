@@ -17,33 +17,6 @@ import msgspec
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.errors import ConfigError
 
-__all__ = [
-    "BatchAcknowledged",
-    "BatchFormed",
-    "BatchHandedOut",
-    "BatchPassedOver",
-    "BatchesReturned",
-    "ConsumerLeft",
-    "EnvDisconnected",
-    "EnvRegistered",
-    "EnvRevived",
-    "EnvsSeen",
-    "GroupsAdmitted",
-    "GroupsRemoved",
-    "GroupsSetAside",
-    "PayloadFlaw",
-    "PolicyVersionSet",
-    "Record",
-    "ReturnReason",
-    "RunReset",
-    "TrainerRegistered",
-    "TrainerStarted",
-    "UnreadableRecordError",
-    "decode_record",
-    "encode_record",
-    "kind_of",
-]
-
 _FORMAT = b"\x01"
 """First byte of every record; incremented by a change that older readers would misread."""
 

@@ -28,14 +28,13 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from atroposlib.api.admission import Admission, OversizedGroupError, Placement
-from atroposlib.api.leases import AckResult, Handout
 from atroposlib.api.metrics import ServiceMetrics
+from atroposlib.api.queue import Admission, OversizedGroupError, Placement
 from atroposlib.api.records import PayloadFlaw
 from atroposlib.api.responses import PiecesResponse, json_response, wait_until_gone
 from atroposlib.api.run import RegistrationConflictError, Run
 from atroposlib.api.schemas import EnvIdentifier, Policy, RegisterEnv, Registration, ScoredData
-from atroposlib.api.state import MAX_KEY_CHARACTERS
+from atroposlib.api.state import MAX_KEY_CHARACTERS, AckResult, Handout
 from atroposlib.api.store.base import WatchedStore
 from atroposlib.errors import AtroposError
 from atroposlib.wire import (
@@ -54,40 +53,6 @@ from atroposlib.wire import (
     lane_of,
     lane_of_accept,
 )
-
-__all__ = [
-    "BUSIEST_ROUTES",
-    "EVERYWHERE",
-    "IN_EITHER_LANE",
-    "PostedGroups",
-    "RunOfApp",
-    "acknowledge_batch",
-    "advertises_lanes",
-    "disconnect_env",
-    "environments_router",
-    "get_batch",
-    "get_metrics",
-    "get_status_env",
-    "in_threads",
-    "is_live",
-    "is_ready",
-    "operations_router",
-    "read_env_id",
-    "read_groups",
-    "refused",
-    "register",
-    "register_env_url",
-    "release_consumer",
-    "reply_of",
-    "reset_data",
-    "return_batch",
-    "root",
-    "run_of",
-    "scored_data",
-    "scored_data_list",
-    "set_policy",
-    "trainer_router",
-]
 
 T = TypeVar("T")
 Decode = Callable[..., list[DecodedGroup]]
@@ -123,17 +88,14 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
     lane: Lane = lane_of(request.headers.get("content-type")) or "json"
     work = partial(decode, body, lane, max_bytes=request.app.state.settings.max_body_bytes)
     try:
-        is_small = len(body) <= _INLINE_BYTES and (lane == "json" or not _may_unfold(body))
+        # A MessagePack body may hold a zstd frame; the map of one group holds none.
+        may_unfold = lane == "msgpack" and not _MAP_BEGINS(body) and _ZSTD_MAGIC in body
+        is_small = len(body) <= _INLINE_BYTES and not may_unfold
         groups = work() if is_small else await in_threads(request, work)
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         raise
     return PostedGroups(groups, key, 0 if key is None else _digest(body))
-
-
-def _may_unfold(body: bytes) -> bool:
-    """Whether a MessagePack body may hold a zstd frame; the map of one group holds none."""
-    return not _MAP_BEGINS(body) and _ZSTD_MAGIC in body
 
 
 async def in_threads(request: Request, work: Callable[[], T]) -> T:

@@ -16,33 +16,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 from uuid import uuid4
 
 from atroposlib.api import records
-from atroposlib.api.admission import (
+from atroposlib.api.environments import EnvRecord, weight_share
+from atroposlib.api.journal import RunLog
+from atroposlib.api.queue import (
+    UNKNOWN_VERSION,
     Admission,
     BusyError,
     KeyReusedError,
     OversizedGroupError,
+    QueuedGroup,
     QueueFullError,
     RunLimits,
     Waiting,
     check_room,
     check_sizes,
+    checksum_of,
+    queue_view,
     room_for,
 )
-from atroposlib.api.environments import EnvRecord, weight_share
-from atroposlib.api.journal import RunLog
-from atroposlib.api.leases import AckResult, Handout
-from atroposlib.api.queue import UNKNOWN_VERSION, QueuedGroup, checksum_of, queue_view
 from atroposlib.api.records import (
     BatchFormed,
     EnvDisconnected,
     EnvRegistered,
+    EnvRevived,
+    EnvsSeen,
     GroupsAdmitted,
     PayloadFlaw,
     Record,
@@ -50,21 +54,30 @@ from atroposlib.api.records import (
 )
 from atroposlib.api.run_delivery import DeliveryDesk
 from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.stalls import Presence, Stall, StallWatch
-from atroposlib.api.state import RunState, check_key
+from atroposlib.api.stalls import Stall, StallWatch
+from atroposlib.api.state import (
+    AckResult,
+    GroupState,
+    Handout,
+    RunState,
+    check_key,
+    find_group,
+)
 from atroposlib.api.store.base import DamagedPayloadError, Payload, RunStore, StoreFullError
 from atroposlib.errors import ConfigError
-from atroposlib.utils.steady_clock import steady_clock
 from atroposlib.wire import DecodedGroup, StoredPayload
 
-__all__ = [
-    "AdmissionDesk",
-    "EnvDesk",
-    "EnvView",
-    "RegistrationConflictError",
-    "Run",
-    "env_view",
-]
+
+def steady_clock(
+    *, unix: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+) -> Callable[[], float]:
+    """Return a clock of Unix time that does not jump when the system clock is changed.
+
+    It reads Unix time once and then advances with the monotonic clock. Differences between its
+    times are durations. Its dates are as accurate as the system clock was at this call.
+    """
+    offset = unix() - monotonic()
+    return lambda: offset + monotonic()
 
 
 class EnvView(NamedTuple):
@@ -80,15 +93,8 @@ class EnvView(NamedTuple):
     """Groups of its size that it may have in progress; None without a limit."""
 
 
-def env_view(state: RunState, env: EnvRecord, limits: RunLimits) -> EnvView:
-    """Return the view of one environment, in units of the largest group it has queued.
-
-    Args:
-        state: the run.
-        env: the environment.
-        limits: limits on the groups it may start.
-    """
-    minimums = state.envs.minimums
+def env_view(state: RunState, env: EnvRecord) -> EnvView:
+    """Return the view of one environment, in units of the largest group it has queued."""
     pack_size = max(1, state.queue.largest_group)
     group_size = max(env.largest_group, state.queue.largest_group_of(env.env_id))
     view = queue_view(
@@ -97,7 +103,7 @@ def env_view(state: RunState, env: EnvRecord, limits: RunLimits) -> EnvView:
         group_size=group_size,
         pack_size=pack_size,
         batch_size=state.batch_size,
-        minimums=minimums,
+        minimums=state.envs.minimums,
     )
     weight = weight_share(env, state.envs.total_weight)
     return EnvView(
@@ -107,19 +113,17 @@ def env_view(state: RunState, env: EnvRecord, limits: RunLimits) -> EnvView:
         self_queue_size=view.own_groups,
         max_group_size=pack_size,
         env_weight=weight,
-        groups_to_start=_groups_to_start(state, limits, weight=weight, group_size=group_size),
+        groups_to_start=_groups_to_start(state, weight=weight, group_size=group_size),
     )
 
 
-def _groups_to_start(
-    state: RunState, limits: RunLimits, *, weight: float, group_size: int
-) -> int | None:
+def _groups_to_start(state: RunState, *, weight: float, group_size: int) -> int | None:
     """Divide the room among environments; if there is any, each may start at least one group.
 
     Rounding shares down to 0 would stall a run in which many environments share little room.
     """
     room = room_for(
-        limits,
+        state.limits,
         waiting=state.waiting,
         pending_sequences=state.delivery.num_sequences,
         batch_size=state.batch_size,
@@ -129,34 +133,34 @@ def _groups_to_start(
     return max(1, int(room * min(1.0, weight)) // group_size) if room > 0 else 0
 
 
+_NOTE_INTERVAL_S = 30.0
+
+
 class EnvDesk:
     """Handles registration, heartbeats and timeouts of the environments of a run.
 
-    Args:
-        log: log of the run.
-        state: the run.
-        store: read for records of other replicas.
-        presence: heartbeats received by this replica.
-        limits: limits of the run.
-        clock: Unix time in seconds.
+    Each replica hears of some environments. All heartbeats are written in one record, at most every
+    30 s, so that all replicas agree which environments are silent. Silence is measured by the clock
+    of this process, from when it applied the last record that names an environment: the clocks of
+    other processes may be hours off.
     """
 
-    def __init__(
-        self,
-        log: RunLog,
-        state: RunState,
-        store: RunStore,
-        presence: Presence,
-        *,
-        limits: RunLimits,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, log: RunLog, clock: Callable[[], float]) -> None:
         self._log = log
-        self._state = state
-        self._store = store
-        self._presence = presence
-        self._limits = limits
+        self._state = log.state
         self._clock = clock
+        self._expiry_s = log.state.limits.env_expiry_s
+        self._interval_s = min(_NOTE_INTERVAL_S, self._expiry_s / 4 or _NOTE_INTERVAL_S)
+        self._heard: dict[int, float] = {}
+        """Environment id → last request to this process that is not yet in a record."""
+        self._learned: dict[int, float] = {}
+        """Environment id → when this process last applied a record that names it."""
+        self._epoch = 0
+        self._noted_at = self._since = 0.0
+
+    def start(self) -> None:
+        """Start: silence counts from now at the earliest."""
+        self._since = self._noted_at = self._clock()
 
     async def register(self, request: RegisterEnv) -> EnvRecord | None:
         """Add an environment to the run; None until a trainer has requested a batch."""
@@ -186,7 +190,6 @@ class EnvDesk:
         )
 
     async def disconnect(self, env_id: int) -> bool:
-        """Disconnect an environment; False for an unknown id."""
         await self._find(env_id)
 
         def decide() -> tuple[Record | None, bool]:
@@ -207,7 +210,7 @@ class EnvDesk:
             return None
         largest = self._state.queue.largest_group_of(env_id)
         env.largest_group = max(env.largest_group, largest)
-        return env_view(self._state, env, self._limits)
+        return env_view(self._state, env)
 
     async def hear(self, env_id: int | None) -> EnvRecord | None:
         """Record a heartbeat; return its environment, None for an unknown id."""
@@ -215,33 +218,87 @@ class EnvDesk:
         if env is None:
             return None
         now = self._clock()
-        self._presence.note(env.env_id, now)
+        self._forget_former_epoch()
+        self._heard[env.env_id] = now
         if env.is_expired:
-            await self._log.guarded(lambda: (self._presence.revival_of(env.env_id, now), None))
+            await self._log.guarded(lambda: (self._revival_of(env.env_id, now), None))
             logger.info("environment %d (%s) reconnected", env.env_id, env.real_name)
         return env
 
+    def note(self, record: Record) -> None:
+        """Update from the environments that a record names, of any replica."""
+        env_ids: Iterable[int | None]
+        if isinstance(record, GroupsAdmitted):
+            env_ids = {group.env_id for group in record.groups}
+        elif isinstance(record, EnvsSeen):
+            env_ids = record.seen
+        elif isinstance(record, EnvRegistered | EnvRevived):
+            env_ids = [record.env_id]
+        else:
+            return
+        self._forget_former_epoch()
+        now = self._clock()
+        for env_id in env_ids:
+            if env_id is not None and self._state.envs.find(env_id) is not None:
+                self._learned[env_id] = now
+
+    def last_heard(self, env_id: int) -> float:
+        """Return the time of the last heartbeat of an environment, received or by a record."""
+        self._forget_former_epoch()
+        return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
+
     async def watch(self) -> None:
         """Write heartbeats if due, and disconnect environments that timed out."""
-        notes = self._presence.notes_due(self._clock())
+        notes = self._notes_due(self._clock())
         if notes is not None:
             await self._log.append(notes)
 
         def decide() -> tuple[Record | None, int | None]:
-            expired = self._presence.expiry_due(self._clock())
+            expired = self._expiry_due(self._clock())
             return expired, None if expired is None else expired.env_id
 
         while (env_id := await self._log.guarded(decide)) is not None:
             logger.warning(
                 "environment %d sent no request for %g s and counts as disconnected",
                 env_id,
-                self._limits.env_expiry_s,
+                self._expiry_s,
             )
+
+    def _notes_due(self, now: float) -> EnvsSeen | None:
+        if now - self._noted_at < self._interval_s:
+            return None
+        self._noted_at = now
+        self._forget_former_epoch()
+        seen = {
+            env_id: heard
+            for env_id, heard in self._heard.items()
+            if heard > self._learned.get(env_id, 0.0) and self._state.envs.find(env_id) is not None
+        }
+        self._heard.clear()
+        return EnvsSeen(self._state.epoch, seen) if seen else None
+
+    def _expiry_due(self, now: float) -> EnvDisconnected | None:
+        if not self._expiry_s:
+            return None
+        for env in self._state.envs:
+            if env.is_connected and now - self.last_heard(env.env_id) > self._expiry_s:
+                return EnvDisconnected(env.env_id, True, now)
+        return None
+
+    def _revival_of(self, env_id: int, now: float) -> EnvRevived | None:
+        env = self._state.envs.find(env_id)
+        return EnvRevived(env_id, now) if env is not None and env.is_expired else None
+
+    def _forget_former_epoch(self) -> None:
+        if self._epoch != self._state.epoch:
+            self._heard.clear()
+            self._learned.clear()
+            self._epoch = self._state.epoch
 
     async def _find(self, env_id: int | None) -> EnvRecord | None:
         """Look an environment up; if unknown, apply the records of other replicas first."""
         if env_id is not None and self._state.envs.find(env_id) is None:
-            await self._store.sync()
+            await self._log.store.sync()
         return self._state.envs.find(env_id)
 
 
@@ -257,19 +314,9 @@ class AdmissionDesk:
     exceed a limit together.
     """
 
-    def __init__(
-        self,
-        log: RunLog,
-        state: RunState,
-        store: RunStore,
-        *,
-        limits: RunLimits,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, log: RunLog, clock: Callable[[], float]) -> None:
         self._log = log
-        self._limits = limits
-        self._state = state
-        self._store = store
+        self._state = log.state
         self._clock = clock
         self._arriving = Waiting(0, 0)
         self._formed_at = (0.0, 0.0)
@@ -312,17 +359,22 @@ class AdmissionDesk:
         arriving = Waiting(
             sum(group.num_sequences for group in groups), sum(len(g.payload) for g in groups)
         )
-        self._check_room(arriving)
-        self._expect(arriving, 1)
+        check_room(
+            self._state.limits,
+            waiting=self._state.waiting.plus(self._arriving),
+            arriving=arriving,
+            retry_after_s=self._retry_after_s(),
+        )
+        self._arriving = self._arriving.plus(arriving)
         try:
             return await self._admit(groups, key, digest)
         finally:
-            self._expect(arriving, -1)
+            self._arriving = self._arriving.plus(arriving, -1)
 
     async def _admit(
         self, groups: Sequence[DecodedGroup], key: str | None, digest: int
     ) -> Admission:
-        group_ids = await self._store.new_group_ids(len(groups))
+        group_ids = await self._log.store.new_group_ids(len(groups))
         now = self._clock()
         record = GroupsAdmitted(
             epoch=self._state.epoch,
@@ -370,26 +422,6 @@ class AdmissionDesk:
             raise _key_reused(key)
         return Admission(known.placements, is_repeat=True)
 
-    def _check_room(self, arriving: Waiting) -> None:
-        waiting = self._state.waiting
-        check_room(
-            self._limits,
-            waiting=Waiting(
-                waiting.num_sequences + self._arriving.num_sequences,
-                waiting.num_bytes + self._arriving.num_bytes,
-            ),
-            arriving=arriving,
-            retry_after_s=self._retry_after_s(),
-        )
-
-    def _expect(self, arriving: Waiting, sign: int) -> None:
-        """Count groups that are being written as waiting, until they are applied."""
-        held = self._arriving
-        self._arriving = Waiting(
-            held.num_sequences + sign * arriving.num_sequences,
-            held.num_bytes + sign * arriving.num_bytes,
-        )
-
     def _retry_after_s(self) -> float:
         """Estimate the seconds until the next batch is taken."""
         before, last = self._formed_at
@@ -408,27 +440,16 @@ def _key_reused(key: str | None) -> KeyReusedError:
 
 logger = logging.getLogger(__name__)
 
+_REFUSALS: Mapping[type[Exception], str] = {
+    QueueFullError: "queue_full",
+    StoreFullError: "store_full",
+    OversizedGroupError: "oversized",
+    KeyReusedError: "key_reused",
+}
+"""Why groups are rejected, in the names of counters."""
+
 CONSUMER_PATIENCE_S = 30.0
 """Seconds without a request for a batch after which another consumer may replace one."""
-
-
-def _find_group(state: RunState, group_id: int) -> QueuedGroup | None:
-    """Return a group whose payload the store has, in any state."""
-    if state.latest is not None and state.latest.group_id == group_id:
-        return state.latest
-    found = state.queue.get(group_id) or state.past.get(group_id)
-    if found is not None:
-        return found
-    buffered = (group for env in state.envs for group in env.buffer)
-    in_batches = (group for handout in state.delivery.pending() for group in handout.groups)
-    return next((g for g in chain(buffered, in_batches) if g.group_id == group_id), None)
-
-
-def _is_waiting(state: RunState, group_id: int) -> bool:
-    """Whether a group is queued or buffered."""
-    return state.queue.get(group_id) is not None or any(
-        group.group_id == group_id for env in state.envs for group in env.buffer
-    )
 
 
 class RegistrationConflictError(ConfigError):
@@ -463,22 +484,11 @@ class Run:
         """Called with every batch that this process delivers; must not raise."""
         self._clock = clock = clock or steady_clock()
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
-        self._presence = Presence(self.state, expiry_s=self.limits.env_expiry_s)
-        self._envs = EnvDesk(
-            self._log, self.state, store, self._presence, limits=self.limits, clock=clock
-        )
-        self._admissions = AdmissionDesk(
-            self._log, self.state, store, limits=self.limits, clock=clock
-        )
-        self._stalls = StallWatch(self.state, self._presence, clock=clock)
+        self._envs = EnvDesk(self._log, clock)
+        self._admissions = AdmissionDesk(self._log, clock)
+        self._stalls = StallWatch(self.state, self._envs.last_heard, clock=clock)
         self._deliveries = DeliveryDesk(
-            self._log,
-            self.state,
-            store,
-            replica=replica,
-            report_stall=self._stalls.report,
-            limits=self.limits,
-            clock=clock,
+            self._log, clock, replica=replica, report_stall=self._stalls.report
         )
         self._consumer_asked_at: float | None = None
         self._opening = asyncio.Lock()
@@ -499,18 +509,16 @@ class Run:
                 return
             await self._log.open()
             self.is_new = self._log.is_new
-            self._presence.start(self._clock())
+            self._envs.start()
             self._deliveries.start()
             self._is_open = True
             await self._return_orphans(is_start=True)
 
     @property
     def now(self) -> float:
-        """Unix time in seconds, by the clock of this run."""
         return self._clock()
 
     def stop_waiting(self) -> None:
-        """End all current and later waits for a batch without one."""
         self._deliveries.stop_waiting()
 
     async def close(self) -> None:
@@ -520,12 +528,10 @@ class Run:
 
     @property
     def failure(self) -> ConfigError | None:
-        """Reason for which the run cannot continue; None while it can."""
         return self._log.failure
 
     @property
     def full_reason(self) -> str | None:
-        """Reason for which the store rejects new groups; None while it accepts them."""
         return self.store.full_reason
 
     async def register_trainer(self, registration: Registration) -> int:
@@ -567,11 +573,7 @@ class Run:
         return number
 
     async def release_consumer(self, consumer: str) -> bool:
-        """Unregister a consumer; False if it is not registered.
-
-        Args:
-            consumer: its id, a decimal number.
-        """
+        """Unregister a consumer by its id, a decimal number; False if it is not registered."""
         await self.open()
 
         def decide() -> tuple[Record | None, bool]:
@@ -586,7 +588,6 @@ class Run:
         return has_left
 
     def hear_consumer(self) -> None:
-        """Record that the consumer requested a batch."""
         self._consumer_asked_at = self._clock()
 
     @property
@@ -611,40 +612,26 @@ class Run:
             )
 
     async def register_env(self, request: RegisterEnv) -> EnvRecord | None:
-        """Add an environment to the run; None until a trainer has requested a batch."""
         return await self._envs.register(request)
 
     async def disconnect_env(self, env_id: int) -> bool:
-        """Disconnect an environment; False for an unknown id."""
         return await self._envs.disconnect(env_id)
 
     async def view_for(self, env_id: int) -> EnvView | None:
-        """Return the view of one environment; see `EnvDesk.view_for`."""
         return await self._envs.view_for(env_id)
 
     async def admit(
         self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
     ) -> Admission:
-        """Store groups, all or none, then queue or buffer each in order.
-
-        Arguments, result and errors are those of `AdmissionDesk.admit`.
-        """
+        """Store groups, all or none; see `AdmissionDesk.admit`."""
         await self.open()
         for env_id in {group.env_id for group in groups}:
             await self._envs.hear(env_id)
         try:
             admission = await self._admissions.admit(groups, key=key, digest=digest)
-        except QueueFullError:
-            self.counters["groups/refused_queue_full"] += 1
-            raise
-        except StoreFullError:
-            self.counters["groups/refused_store_full"] += 1
-            raise
-        except OversizedGroupError:
-            self.counters["groups/refused_oversized"] += 1
-            raise
-        except KeyReusedError:
-            self.counters["groups/refused_key_reused"] += 1
+        except tuple(_REFUSALS) as error:
+            reason = next(name for kind, name in _REFUSALS.items() if isinstance(error, kind))
+            self.counters[f"groups/refused_{reason}"] += 1
             raise
         self.counters["requests/repeated"] += admission.is_repeat
         return admission
@@ -663,24 +650,18 @@ class Run:
         return found
 
     async def acknowledge(self, handout_token: str, *, steps_done: int | None = None) -> AckResult:
-        """Acknowledge a batch; return `acked`, `repeated`, `expired` or `unknown`.
-
-        Arguments are those of `DeliveryDesk.acknowledge`.
-        """
+        """Acknowledge a batch and discard its groups; see `DeliveryDesk.acknowledge`."""
         result = await self._deliveries.acknowledge(handout_token, steps_done=steps_done)
         await self._log.discard()
         return result
 
     async def give_back(self, handout_token: str, *, reason: ReturnReason = "lost") -> AckResult:
-        """Return a batch for redelivery; the result is `returned` or why that is impossible."""
         return await self._deliveries.give_back(handout_token, reason=reason)
 
     async def set_aside(self, handout_token: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
-        """Remove groups of a batch from the run; see `DeliveryDesk.set_aside`."""
         return await self._deliveries.set_aside(handout_token, flaws)
 
     async def set_policy_version(self, version: int) -> None:
-        """Record which policy version the trainer serves now."""
         await self._log.append(records.PolicyVersionSet(self.state.epoch, version))
 
     def stalls(self) -> list[Stall]:
@@ -693,10 +674,10 @@ class Run:
 
         None if it is no longer kept, or its payload is missing or damaged.
         """
-        group = _find_group(self.state, group_id)
+        group = self._find_group(group_id)
         if group is None:
             await self.store.sync()
-            group = _find_group(self.state, group_id)
+            group = self._find_group(group_id)
         if group is None:
             return None
         try:
@@ -705,13 +686,22 @@ class Run:
             return None
         return StoredPayload(group.lane, content)
 
+    def _find_group(self, group_id: int) -> QueuedGroup | None:
+        """Return a group whose payload the store has, in any state."""
+        latest = self.state.latest
+        if latest is not None and latest.group_id == group_id:
+            return latest
+        found = find_group(self.state, group_id)
+        return None if found is None else found[0]
+
     async def remove_group(self, group_id: int) -> bool:
         """Remove a queued or buffered group from the run; False if there is none."""
         await self.open()
         await self.store.sync()
 
         def decide() -> tuple[Record | None, bool]:
-            if not _is_waiting(self.state, group_id):
+            found = find_group(self.state, group_id)
+            if found is None or found[1] not in (GroupState.QUEUED, GroupState.BUFFERED):
                 return None, False
             return records.GroupsRemoved([group_id], self._clock()), True
 
@@ -749,7 +739,7 @@ class Run:
     def _on_applied(self, record: Record) -> None:
         self._admissions.note(record)
         self._deliveries.note(record)
-        self._presence.note_record(record, self._clock())
+        self._envs.note(record)
         self._deliveries.wake()
 
 

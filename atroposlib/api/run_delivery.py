@@ -18,19 +18,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 
 from atroposlib.api import records
-from atroposlib.api.admission import BusyError, RunLimits
 from atroposlib.api.journal import RunLog
-from atroposlib.api.leases import AckResult, BatchToken, Handout, parse_token
-from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.queue import BusyError, QueuedGroup
 from atroposlib.api.records import PayloadFlaw, Record, ReturnReason
-from atroposlib.api.state import RunState
-from atroposlib.api.store.base import DamagedPayloadError, RunStore
+from atroposlib.api.state import AckResult, BatchToken, Handout, parse_token
+from atroposlib.api.store.base import DamagedPayloadError
 from atroposlib.wire import StoredPayload
-
-__all__ = [
-    "DeliveryDesk",
-    "Waiters",
-]
 
 
 class Waiters:
@@ -100,34 +93,32 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 5.0
 
 
+def _require_less(number: int, limit: int, what: str, *, status: int) -> None:
+    if limit and number >= limit:
+        raise BusyError(
+            f"{limit} {what} retry in {_RETRY_AFTER_S:g} s",
+            status=status,
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+
 class DeliveryDesk:
     """Delivers the batches of a run and records whether they were received.
 
-    Args:
-        log: log of the run.
-        state: the run.
-        store: store of the payloads.
-        replica: name of this process.
-        report_stall: called when enough sequences are queued but form no batch.
-        limits: limits on waiting requests and batches in flight.
-        clock: Unix time in seconds.
+    `report_stall` is called when enough sequences are queued but form no batch.
     """
 
     def __init__(
         self,
         log: RunLog,
-        state: RunState,
-        store: RunStore,
+        clock: Callable[[], float],
         *,
         replica: str,
         report_stall: Callable[[], None],
-        limits: RunLimits,
-        clock: Callable[[], float],
     ) -> None:
-        self._limits = limits
         self._log = log
-        self._state = state
-        self._store = store
+        self._state = log.state
+        self._store = log.store
         self._replica = replica
         self._clock = clock
         self._waiters = Waiters()
@@ -196,29 +187,14 @@ class DeliveryDesk:
                 return found
             left = deadline - asyncio.get_running_loop().time()
             if left > 0:
-                self._check_line()
+                _require_less(
+                    len(self._waiters),
+                    self._state.limits.max_waiting_requests,
+                    "requests wait for a batch already (--max-waiting-requests);",
+                    status=503,
+                )
             if not await self._waiters.wait(ticket, timeout_s=left):
                 return None
-
-    def _check_line(self) -> None:
-        limit = self._limits.max_waiting_requests
-        if limit and len(self._waiters) >= limit:
-            raise BusyError(
-                f"{limit} requests wait for a batch already (--max-waiting-requests); retry in "
-                f"{_RETRY_AFTER_S:g} s",
-                status=503,
-                retry_after_s=_RETRY_AFTER_S,
-            )
-
-    def _check_in_flight(self) -> None:
-        limit = self._limits.max_batches_in_flight
-        if limit and len(self._state.delivery.in_flight) >= limit:
-            raise BusyError(
-                f"{limit} batches are with trainers and not acknowledged (--max-batches-in-flight);"
-                f" acknowledge some, or retry in {_RETRY_AFTER_S:g} s",
-                status=429,
-                retry_after_s=_RETRY_AFTER_S,
-            )
 
     async def _try_batch(self, lease_s: float | None) -> tuple[Handout, list[StoredPayload]] | None:
         while self._state.may_form_batch:
@@ -235,7 +211,7 @@ class DeliveryDesk:
                 self._abandon(token)
                 raise
             except Exception:
-                if await self._give_back(token, "lost") == "unknown":
+                if await self.give_back(str(token)) == "unknown":
                     continue  # reset while it was read
                 raise
             if contents is None:
@@ -263,20 +239,18 @@ class DeliveryDesk:
             except DamagedPayloadError:
                 flaws[group.group_id] = "damaged"
         if flaws:
-            await self._set_aside(token, flaws)
+            await self.set_aside(str(token), flaws)
         return None if flaws else contents
 
     async def set_aside(self, text: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
-        """Remove groups of a batch from the run and queue its other groups again.
+        """Remove groups of a batch in flight from the run and queue its other groups again.
 
-        Args:
-            text: token of the batch, which must be in flight.
-            flaws: group id → flaw of its payload.
+        `flaws` are the groups by id, with the flaw of their payload.
         """
         token = parse_token(text)
-        return "unknown" if token is None else await self._set_aside(token, flaws)
+        if token is None:
+            return "unknown"
 
-    async def _set_aside(self, token: BatchToken, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
         def decide() -> tuple[Record | None, AckResult]:
             if self._state.delivery.find(token) is None:
                 return None, "unknown"
@@ -306,23 +280,25 @@ class DeliveryDesk:
         lease_until = None if lease_s is None else now + lease_s
         delivery = self._state.delivery
         again = delivery.oldest_returned
+        groups = None
+        if again is None:
+            groups = None if self._state.registration is None else self._state.plan_batch()
+            if groups is None:
+                return None, None
+        _require_less(
+            len(delivery.in_flight),
+            self._state.limits.max_batches_in_flight,
+            "batches are with trainers and not acknowledged (--max-batches-in-flight); "
+            "acknowledge some, or",
+            status=429,
+        )
         if again is not None:
-            self._check_in_flight()
-            attempt = again.attempt + 1
-            record = records.BatchHandedOut(
-                again.batch_id, attempt, self._replica, now, lease_until
-            )
-            return record, BatchToken(again.batch_id, attempt)
-        if self._state.registration is None:
-            return None, None
-        groups = self._state.plan_batch()
-        if groups is None:
-            return None, None
-        self._check_in_flight()
-        group_ids = [group.group_id for group in groups]
-        batch_id = delivery.next_id
-        formed = records.BatchFormed(batch_id, group_ids, self._replica, now, lease_until)
-        return formed, BatchToken(batch_id, 1)
+            token = BatchToken(again.batch_id, again.attempt + 1)
+            return records.BatchHandedOut(*token, self._replica, now, lease_until), token
+        token = BatchToken(delivery.next_id, 1)
+        group_ids = [group.group_id for group in groups or ()]
+        record = records.BatchFormed(token.batch_id, group_ids, self._replica, now, lease_until)
+        return record, token
 
     async def acknowledge(self, text: str, *, steps_done: int | None = None) -> AckResult:
         """Acknowledge a batch; its groups are discarded later.
@@ -349,9 +325,9 @@ class DeliveryDesk:
     async def give_back(self, text: str, *, reason: ReturnReason = "lost") -> AckResult:
         """Return a batch, to be redelivered to the next caller."""
         token = parse_token(text)
-        return "unknown" if token is None else await self._give_back(token, reason)
+        if token is None:
+            return "unknown"
 
-    async def _give_back(self, token: BatchToken, reason: ReturnReason) -> AckResult:
         def decide() -> tuple[Record | None, AckResult]:
             result = self._state.delivery.return_result(token)
             returned = records.BatchesReturned([token], reason, self._clock())
@@ -409,7 +385,7 @@ class DeliveryDesk:
             if has_arrived:
                 await self.acknowledge(str(token))
             else:
-                await self._give_back(token, "lost")
+                await self.give_back(str(token))
 
     async def return_orphans(self, alive: Collection[str] | None, *, is_start: bool) -> None:
         """Return batches that were being sent by replicas that are gone.

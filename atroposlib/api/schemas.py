@@ -7,18 +7,6 @@ from unicodedata import category
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-__all__ = [
-    "MAX_BATCH_SIZE",
-    "MAX_GROUP_SIZE",
-    "EnvIdentifier",
-    "Info",
-    "Policy",
-    "RegisterEnv",
-    "Registration",
-    "ScoredData",
-    "Status",
-]
-
 MAX_BATCH_SIZE = 2**20
 """Sequences that a batch may hold."""
 MAX_GROUP_SIZE = 4096

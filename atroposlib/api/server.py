@@ -27,9 +27,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import State
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.routing import Route
 
-from atroposlib.api.admission import BusyError, KeyReusedError, QueueFullError, RunLimits
 from atroposlib.api.auth import BearerAuthMiddleware, changes_on_get, read_token_file
 from atroposlib.api.environments import MIN_ENV_WEIGHT
 from atroposlib.api.inspection import (
@@ -40,16 +38,16 @@ from atroposlib.api.inspection import (
     inspection_router,
     wandb_info,
 )
-from atroposlib.api.logs import RequestErrorsMiddleware
 from atroposlib.api.metrics import ServiceMetrics
 from atroposlib.api.middleware import (
     BodyBudget,
     Deflater,
     GZipRequestMiddleware,
     GZipResponseMiddleware,
+    RequestErrorsMiddleware,
     RequestMetricsMiddleware,
 )
-from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.queue import BusyError, KeyReusedError, QueueFullError, RunLimits
 from atroposlib.api.responses import json_response
 from atroposlib.api.routes import (
     BUSIEST_ROUTES,
@@ -79,7 +77,7 @@ from atroposlib.api.schemas import (
 )
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.state import RunState
-from atroposlib.api.store.base import RunStore, StoreFullError, WatchedStore
+from atroposlib.api.store.base import StoreFullError, WatchedStore
 from atroposlib.api.store.open import fresh_run_name, open_store
 from atroposlib.errors import ConfigError, GroupError, RunStoreError
 from atroposlib.scored_data import GROUP_FIELDS
@@ -118,8 +116,7 @@ __all__ = [
 ]
 
 _MAX_ECHO_BYTES = 200
-_STORE_RETRY_AFTER_S = 5
-_QUEUE_RETRY_AFTER_S = 5.0
+_RETRY_AFTER_S = 5
 
 
 def refusal_of(error: WireError) -> Response:
@@ -137,42 +134,35 @@ async def _refuse_invalid(request: Request, error: Exception) -> Response:
     return _detail(error.errors())
 
 
-async def _refuse_group(request: Request, error: Exception) -> Response:
+async def _refuse_content(request: Request, error: Exception) -> Response:
     if isinstance(error, WireError):
         return refusal_of(error)
     return json_response({"detail": str(error)}, 422)
 
 
-async def _refuse_reused_key(request: Request, error: Exception) -> Response:
-    return json_response({"detail": str(error)}, 422)
-
-
 async def _refuse_for_now(request: Request, error: Exception) -> Response:
     assert isinstance(error, QueueFullError | BusyError)  # registered for these classes only
-    wait_s = math.ceil(error.retry_after_s or _QUEUE_RETRY_AFTER_S)
+    wait_s = math.ceil(error.retry_after_s or _RETRY_AFTER_S)
     headers = {"Retry-After": str(wait_s)}
     return json_response({"detail": str(error)}, error.status or 503, headers)
 
 
 async def _refuse_without_store(request: Request, error: Exception) -> Response:
-    # The store logs when it starts to fail; a line per request would hide that one.
-    logger.debug("%s %s was not served: %s", request.method, request.url.path, error)
-    text = f"the store of the run does not work: {error}; nothing was acknowledged"
-    return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
-
-
-async def _refuse_without_room(request: Request, error: Exception) -> Response:
-    text = f"{error}; nothing was stored"
-    return json_response({"detail": text}, 503, {"Retry-After": str(_STORE_RETRY_AFTER_S)})
+    if isinstance(error, StoreFullError):
+        text = f"{error}; nothing was stored"
+    else:
+        # The store logs when it starts to fail; a line per request would hide that one.
+        logger.debug("%s %s was not served: %s", request.method, request.url.path, error)
+        text = f"the store of the run does not work: {error}; nothing was acknowledged"
+    return json_response({"detail": text}, 503, {"Retry-After": str(_RETRY_AFTER_S)})
 
 
 REFUSALS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
     RequestValidationError: _refuse_invalid,
-    GroupError: _refuse_group,
-    KeyReusedError: _refuse_reused_key,
+    GroupError: _refuse_content,
+    KeyReusedError: _refuse_content,
     QueueFullError: _refuse_for_now,
     BusyError: _refuse_for_now,
-    StoreFullError: _refuse_without_room,
     RunStoreError: _refuse_without_store,
     OSError: _refuse_without_store,
     ConfigError: _refuse_without_store,
@@ -207,6 +197,31 @@ def _echo(value: Any) -> Any:
     return ascii(value)[:_MAX_ECHO_BYTES]
 
 
+def _describe_envs(state: RunState) -> list[dict[str, object]]:
+    return [
+        {
+            "max_context_len": env.max_token_length,
+            "weight": env.weight,
+            "desired_name": env.desired_name,
+            "real_name": env.real_name,
+            "registered_id": env.env_id,
+            "last_update": env.last_update,
+            "connected": env.is_connected,
+            "min_batch_allocation": env.min_batch_allocation,
+            "group_size": env.largest_group,
+        }
+        for env in state.envs
+    ]
+
+
+def _view(read: Callable[[RunState], Any]) -> property:
+    return property(lambda self: read(self.run.state))
+
+
+def _registered(name: str, default: Any) -> property:
+    return _view(lambda run: getattr(run.registration, name) if run.registration else default)
+
+
 class StateView(State):
     """The class of `app.state`: the run as `run`, and values derived from it.
 
@@ -216,98 +231,21 @@ class StateView(State):
     def __init__(self, run: Run) -> None:
         super().__init__({"run": run})
 
-    @property
-    def _run(self) -> RunState:
-        run: Run = self._state["run"]
-        return run.state
-
-    @property
-    def queue(self) -> list[QueuedGroup]:
-        """Groups that wait for a batch, oldest first."""
-        return list(self._run.queue)
-
-    @property
-    def buffer(self) -> dict[int, list[QueuedGroup]]:
-        """Groups in buffers, until they add up to their environment's group size."""
-        return {env.env_id: list(env.buffer) for env in self._run.envs if env.buffer}
-
-    @property
-    def curr_batch(self) -> list[list[QueuedGroup]]:
-        """Always empty: batches are formed when they are requested."""
-        return []
-
-    @property
-    def started(self) -> bool:
-        """Whether the trainer has requested a batch."""
-        return self._run.is_started
-
-    @property
-    def envs(self) -> list[dict[str, object]]:
-        """Registered environments."""
-        return [
-            {
-                "max_context_len": env.max_token_length,
-                "weight": env.weight,
-                "desired_name": env.desired_name,
-                "real_name": env.real_name,
-                "registered_id": env.env_id,
-                "last_update": env.last_update,
-                "connected": env.is_connected,
-                "min_batch_allocation": env.min_batch_allocation,
-                "group_size": env.largest_group,
-            }
-            for env in self._run.envs
-        ]
-
-    @property
-    def requesters(self) -> list[int]:
-        """Ids of registered trainers."""
-        return list(self._run.trainer_ids)
-
-    @property
-    def latest(self) -> QueuedGroup | None:
-        """Description of the group queued last."""
-        return self._run.latest
-
-    @property
-    def group(self) -> str | None:
-        """Run group of the trainer."""
-        return self._run.registration.wandb_group if self._run.registration else None
-
-    @property
-    def project(self) -> str | None:
-        """Project of the trainer."""
-        return self._run.registration.wandb_project if self._run.registration else None
-
-    @property
-    def batchsize(self) -> int:
-        """Sequences per batch, -1 before registration."""
-        return self._run.registration.batch_size if self._run.registration else -1
-
-    @property
-    def max_token_len(self) -> int:
-        """Length limit of trajectories, -1 before registration."""
-        return self._run.registration.max_token_len if self._run.registration else -1
-
-    @property
-    def checkpoint_dir(self) -> str:
-        """Shared directory for checkpoints, empty before registration."""
-        return self._run.registration.checkpoint_dir if self._run.registration else ""
-
-    @property
-    def save_checkpoint_interval(self) -> int:
-        """Steps between environment checkpoints, -1 before registration."""
-        return self._run.registration.save_checkpoint_interval if self._run.registration else -1
-
-    @property
-    def num_steps(self) -> int:
-        """Planned steps, -1 before registration."""
-        return self._run.registration.num_steps if self._run.registration else -1
-
-    @property
-    def status_dict(self) -> dict[str, int]:
-        """The step counter."""
-        return {"step": self._run.step}
+    queue = _view(lambda run: list(run.queue))
+    buffer = _view(lambda run: {env.env_id: list(env.buffer) for env in run.envs if env.buffer})
+    curr_batch = _view(lambda run: [])  # batches are formed when they are requested
+    started = _view(lambda run: run.is_started)
+    envs = _view(_describe_envs)
+    requesters = _view(lambda run: list(run.trainer_ids))
+    latest = _view(lambda run: run.latest)
+    group = _registered("wandb_group", None)
+    project = _registered("wandb_project", None)
+    batchsize = _registered("batch_size", -1)
+    max_token_len = _registered("max_token_len", -1)
+    checkpoint_dir = _registered("checkpoint_dir", "")
+    save_checkpoint_interval = _registered("save_checkpoint_interval", -1)
+    num_steps = _registered("num_steps", -1)
+    status_dict = _view(lambda run: {"step": run.step})
 
 
 logger = logging.getLogger(__name__)
@@ -330,8 +268,17 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     """
     settings = settings or ApiSettings()
     replica = uuid4().hex
-    store = WatchedStore(_store_of(settings, replica))
-    run = Run(store, limits=_limits_of(settings), replica=replica)
+    store = WatchedStore(
+        open_store(
+            settings.store,
+            data_dir=settings.data_dir,
+            run_name=settings.run_name or fresh_run_name(),
+            fsync=settings.fsync,
+            replica=replica,
+        )
+    )
+    limits = RunLimits(**{limit.name: getattr(settings, limit.name) for limit in fields(RunLimits)})
+    run = Run(store, limits=limits, replica=replica)
     metrics = ServiceMetrics(run)
     run.on_handed_out = metrics.observe_handout
     store.observe = metrics.observe_store
@@ -356,34 +303,13 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
         groups_router,
     ):
         application.include_router(router)
-    _serve_directly(application, BUSIEST_ROUTES)
+    # These read the request and build the response themselves, which saves a quarter of the time.
+    # The same routes in the routers remain for the OpenAPI document.
+    application.router.routes[:0] = BUSIEST_ROUTES
     for kind, refuse in REFUSALS.items():
         application.add_exception_handler(kind, refuse)
     _add_middleware(application, settings, threads)
     return application
-
-
-def _serve_directly(application: FastAPI, busiest: Sequence[Route]) -> None:
-    """Serve the busiest routes without the framework's handling of arguments and results.
-
-    They read the request and build the response themselves, which saves a quarter of the time. The
-    same routes in the routers remain for the OpenAPI document.
-    """
-    application.router.routes[:0] = busiest
-
-
-def _store_of(settings: ApiSettings, replica: str) -> RunStore:
-    return open_store(
-        settings.store,
-        data_dir=settings.data_dir,
-        run_name=settings.run_name or fresh_run_name(),
-        fsync=settings.fsync,
-        replica=replica,
-    )
-
-
-def _limits_of(settings: ApiSettings) -> RunLimits:
-    return RunLimits(**{limit.name: getattr(settings, limit.name) for limit in fields(RunLimits)})
 
 
 def _lifespan_of(

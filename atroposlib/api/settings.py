@@ -10,8 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from atroposlib.api.store.open import check_run_name, check_store_url
 from atroposlib.utils.web_pages import check_allowed_host
 
-__all__ = ["ApiSettings"]
-
 _MIB = 1024 * 1024
 
 

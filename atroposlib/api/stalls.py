@@ -1,12 +1,7 @@
-"""Stalls: why queued groups do not form a batch; heartbeats and timeouts of environments.
+"""Stalls: why queued groups do not form a batch.
 
 `find_stalls` does not scan the queue: it reads counters, and makes one plan. It costs that plan and
 O(environments), so it serves `/status` and metrics, not every request.
-
-`Presence` records heartbeats. Each replica hears of some environments. All heartbeats are written
-in one record, at most every `NOTE_INTERVAL_S`, so that all replicas agree which environments are
-silent. Silence is measured by the clock of this process, from when it applied the last record that
-names an environment: the clocks of other processes may be hours off.
 
 `StallWatch` logs each reason once.
 """
@@ -14,29 +9,12 @@ names an environment: the clocks of other processes may be hours off.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from atroposlib.api.environments import EnvRecord, EnvRegistry
 from atroposlib.api.queue import GroupQueue
-from atroposlib.api.records import (
-    EnvDisconnected,
-    EnvRegistered,
-    EnvRevived,
-    EnvsSeen,
-    GroupsAdmitted,
-    Record,
-)
 from atroposlib.api.state import RunState
-
-__all__ = [
-    "NOTE_INTERVAL_S",
-    "Patience",
-    "Presence",
-    "Stall",
-    "StallWatch",
-    "find_stalls",
-]
 
 _MAX_NAMED = 5
 
@@ -70,12 +48,8 @@ def find_stalls(
 ) -> list[Stall]:
     """Find every reason why groups are not delivered.
 
-    Args:
-        queue: the groups that wait.
-        envs: the environments, with their minimum shares and buffers.
-        batch_size: sequences per batch, 0 before a trainer registered; shares and sizes are checked
-            only once the queue holds a batch.
-        patience: timeouts; None skips reasons that depend on time.
+    Shares and sizes are checked only once the queue holds a batch. Without `patience`, reasons that
+    depend on time are skipped.
     """
     found = [*_oversized(queue, batch_size), *_unpackable(queue)]
     if 0 < batch_size <= queue.num_sequences:
@@ -179,127 +153,34 @@ def _named(envs: list[EnvRecord], detail: Callable[[EnvRecord], str]) -> str:
     return f"environment{'s' if len(envs) > 1 else ''} {', '.join(names)}{more}"
 
 
-NOTE_INTERVAL_S = 30.0
-
-
-class Presence:
-    """Heartbeats of the environments of a run, as received by this replica.
-
-    Args:
-        state: the run.
-        expiry_s: seconds of silence after which an environment times out; 0: never.
-    """
-
-    def __init__(self, state: RunState, *, expiry_s: float) -> None:
-        self._state = state
-        self._expiry_s = expiry_s
-        self._interval_s = min(NOTE_INTERVAL_S, expiry_s / 4 or NOTE_INTERVAL_S)
-        self._heard: dict[int, float] = {}
-        """Environment id → last request to this process that is not yet in a record."""
-        self._learned: dict[int, float] = {}
-        """Environment id → when this process last applied a record that names it."""
-        self._epoch = 0
-        self._noted_at = 0.0
-        self._since = 0.0
-
-    def start(self, now: float) -> None:
-        """Start: silence counts from now at the earliest."""
-        self._since = self._noted_at = now
-
-    def note(self, env_id: int, now: float) -> None:
-        """Record a heartbeat."""
-        self._forget_former_epoch()
-        self._heard[env_id] = now
-
-    def note_record(self, record: Record, now: float) -> None:
-        """Update from the environments that a record names, of any replica."""
-        env_ids: Iterable[int | None]
-        if isinstance(record, GroupsAdmitted):
-            env_ids = {group.env_id for group in record.groups}
-        elif isinstance(record, EnvsSeen):
-            env_ids = record.seen
-        elif isinstance(record, EnvRegistered | EnvRevived):
-            env_ids = [record.env_id]
-        else:
-            return
-        self._forget_former_epoch()
-        for env_id in env_ids:
-            if env_id is not None and self._state.envs.find(env_id) is not None:
-                self._learned[env_id] = now
-
-    def last_heard(self, env_id: int) -> float:
-        """Return the time of the last heartbeat of an environment, received or by a record."""
-        self._forget_former_epoch()
-        return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
-
-    def notes_due(self, now: float) -> EnvsSeen | None:
-        """Return the record of heartbeats to write now; None if empty or not due."""
-        if now - self._noted_at < self._interval_s:
-            return None
-        self._noted_at = now
-        self._forget_former_epoch()
-        seen = {
-            env_id: heard
-            for env_id, heard in self._heard.items()
-            if heard > self._learned.get(env_id, 0.0) and self._state.envs.find(env_id) is not None
-        }
-        self._heard.clear()
-        return EnvsSeen(self._state.epoch, seen) if seen else None
-
-    def expiry_due(self, now: float) -> EnvDisconnected | None:
-        """Return the record that disconnects one timed-out environment, if any."""
-        if not self._expiry_s:
-            return None
-        for env in self._state.envs:
-            if env.is_connected and now - self.last_heard(env.env_id) > self._expiry_s:
-                return EnvDisconnected(env.env_id, True, now)
-        return None
-
-    def revival_of(self, env_id: int, now: float) -> EnvRevived | None:
-        """Return the record that reconnects an environment that had timed out."""
-        env = self._state.envs.find(env_id)
-        return EnvRevived(env_id, now) if env is not None and env.is_expired else None
-
-    def _forget_former_epoch(self) -> None:
-        if self._epoch != self._state.epoch:
-            self._heard.clear()
-            self._learned.clear()
-            self._epoch = self._state.epoch
-
-
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 1.0
 
 
 class StallWatch:
-    """Finds and logs the stalls of a run.
+    """Finds and logs the stalls of a run."""
 
-    Args:
-        state: the run.
-        presence: heartbeats of environments.
-        clock: Unix time in seconds.
-    """
-
-    def __init__(self, state: RunState, presence: Presence, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        last_heard: Callable[[int], float],
+        *,
+        clock: Callable[[], float],
+    ) -> None:
         self._state = state
-        self._presence = presence
+        self._last_heard = last_heard
         self._clock = clock
         self._last_text = ""
         self._reported_at = 0.0
 
-    def find(self, *, patience: Patience | None = None) -> list[Stall]:
-        """Find the reasons why queued groups do not form a batch.
-
-        Args:
-            patience: timeouts; None skips reasons that depend on time.
-        """
-        state = self._state
-        return find_stalls(state.queue, state.envs, batch_size=state.batch_size, patience=patience)
-
     def find_all(self) -> list[Stall]:
         """Find all reasons, including silent environments and groups waiting in buffers."""
-        return self.find(patience=Patience(self._clock(), self._presence.last_heard))
+        return self._find(Patience(self._clock(), self._last_heard))
+
+    def _find(self, patience: Patience | None = None) -> list[Stall]:
+        state = self._state
+        return find_stalls(state.queue, state.envs, batch_size=state.batch_size, patience=patience)
 
     def report(self) -> None:
         """Log once per reason why enough sequences do not form a batch; checks at intervals."""
@@ -309,7 +190,7 @@ class StallWatch:
         self._reported_at = now
         text = ""
         if state.queue.num_sequences >= state.batch_size:
-            text = "; ".join(stall.message for stall in self.find())
+            text = "; ".join(stall.message for stall in self._find())
             text = text or "the sizes of the queued groups do not add up"
         if text and text != self._last_text:
             logger.warning("no batch of %d sequences: %s", state.batch_size, text)

@@ -16,37 +16,225 @@ Invariants:
 - The step grows by one per acknowledged batch that was trained on; only a registration sets it.
 - Any registration replaces a consumer; the batch it had leased is queued again.
 - `fence` is the number of guarded records applied.
+
+`Delivery` holds the batches from delivery to acknowledgement:
+
+    hand_out ──► in flight ── acknowledge ──► gone (its step counted)
+                    │  ▲
+          give_back ▼  │ hand_out_again (next attempt)
+                  returned (redelivered before anything new is formed)
+
+Each delivery of a batch is an *attempt* with its own token. A returned batch can be acknowledged
+under its last token until it is redelivered; after that the old token is expired. An unknown token,
+such as one from before a reset, changes nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from atroposlib.api import records
-from atroposlib.api.admission import Admission, Placement, RunLimits, Waiting
 from atroposlib.api.environments import EnvRegistry
-from atroposlib.api.leases import BatchToken, Delivery
-from atroposlib.api.queue import UNKNOWN_VERSION, GroupQueue, QueuedGroup
+from atroposlib.api.queue import (
+    UNKNOWN_VERSION,
+    Admission,
+    GroupQueue,
+    Placement,
+    QueuedGroup,
+    RunLimits,
+    Waiting,
+)
 from atroposlib.api.records import PayloadFlaw, RecordType, kind_of
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.errors import GroupError
 
-__all__ = [
-    "GROUPS_SET_ASIDE",
-    "MAX_KEY_CHARACTERS",
-    "SET_ASIDE",
-    "KeyBook",
-    "KeyEntry",
-    "PastGroups",
-    "PayloadLedger",
-    "RunState",
-    "check_key",
-]
+_KEPT_ACKNOWLEDGEMENTS = 4096
+
+AckResult: TypeAlias = Literal["acked", "returned", "repeated", "expired", "unknown"]
+"""Result of acknowledging (`acked`) or returning (`returned`) a batch. `repeated`: it had happened
+before; `expired`: the batch was redelivered or acknowledged; `unknown`: no such batch."""
+
+
+class BatchToken(NamedTuple):
+    """Names one attempt to deliver one batch; written as `17-1`."""
+
+    batch_id: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.batch_id}-{self.attempt}"
+
+
+def parse_token(text: str) -> BatchToken | None:
+    """Parse a token; None if the text is malformed."""
+    batch_id, separator, attempt = text.partition("-")
+    if not (separator and _is_number(batch_id) and _is_number(attempt)):
+        return None
+    return BatchToken(int(batch_id), int(attempt))
+
+
+def _is_number(text: str) -> bool:
+    return len(text) < 19 and text.isascii() and text.isdigit()
+
+
+class Handout(msgspec.Struct, frozen=True, array_like=True):
+    """One delivery of a batch to one client."""
+
+    batch_id: int
+    attempt: int
+    groups: tuple[QueuedGroup, ...]
+    owner: str
+    """The replica that delivered it."""
+    at: float
+    """Unix time of the delivery, in seconds."""
+    lease_until: float | None = None
+    """Unix time at which the lease expires; None while the body is being sent."""
+
+    @property
+    def lease_s(self) -> float | None:
+        """Duration of the lease, in seconds; None while the body is being sent."""
+        return None if self.lease_until is None else self.lease_until - self.at
+
+    @property
+    def token(self) -> str:
+        return str(BatchToken(self.batch_id, self.attempt))
+
+    @property
+    def group_ids(self) -> list[int]:
+        return [group.group_id for group in self.groups]
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(group.num_sequences for group in self.groups)
+
+
+class Delivery:
+    """Keeps batches until they are acknowledged; returned ones are redelivered first."""
+
+    def __init__(self) -> None:
+        self.next_id = 0
+        self.in_flight: dict[int, Handout] = {}
+        self.returned: dict[int, Handout] = {}
+        self.acknowledged: dict[int, int] = {}
+        """Recently acknowledged batches → their attempt, oldest first."""
+        self.num_sequences = 0
+        """Sequences in unacknowledged batches."""
+
+    @property
+    def oldest_returned(self) -> Handout | None:
+        """The batch to redeliver next; None if none was returned."""
+        return self.returned[min(self.returned)] if self.returned else None
+
+    def pending(self) -> list[Handout]:
+        return [*self.in_flight.values(), *self.returned.values()]
+
+    def hand_out(
+        self, groups: Sequence[QueuedGroup], *, owner: str, at: float, lease_until: float | None
+    ) -> Handout:
+        """Put a newly formed batch in flight."""
+        handout = Handout(self.next_id, 1, tuple(groups), owner, at, lease_until)
+        self.next_id += 1
+        self.in_flight[handout.batch_id] = handout
+        self.num_sequences += handout.num_sequences
+        return handout
+
+    def hand_out_again(
+        self, token: BatchToken, *, owner: str, at: float, lease_until: float | None
+    ) -> Handout | None:
+        """Put a returned batch in flight under its next attempt; None when it is not waiting."""
+        before = self.returned.get(token.batch_id)
+        if before is None or before.attempt + 1 != token.attempt:
+            return None
+        del self.returned[token.batch_id]
+        again = Handout(token.batch_id, token.attempt, before.groups, owner, at, lease_until)
+        self.in_flight[token.batch_id] = again
+        return again
+
+    def acknowledge(self, token: BatchToken) -> Handout | None:
+        """Remove an acknowledged batch; None if the token is not the current one."""
+        handout = self._current(token)
+        if handout is None:
+            return None
+        self._forget(handout)
+        self.acknowledged[token.batch_id] = token.attempt
+        while len(self.acknowledged) > _KEPT_ACKNOWLEDGEMENTS:
+            del self.acknowledged[next(iter(self.acknowledged))]
+        return handout
+
+    def give_back(self, token: BatchToken) -> Handout | None:
+        """Mark a batch for redelivery; None if the token is not in flight."""
+        handout = self.find(token)
+        if handout is None:
+            return None
+        del self.in_flight[token.batch_id]
+        self.returned[token.batch_id] = handout
+        return handout
+
+    def dissolve(self, batch_id: int) -> tuple[QueuedGroup, ...]:
+        """Remove a returned batch and return its groups, which are queued again."""
+        handout = self.returned[batch_id]
+        self._forget(handout)
+        return handout.groups
+
+    def change_groups(
+        self, change: Callable[[Iterable[QueuedGroup]], Iterable[QueuedGroup]]
+    ) -> None:
+        """Replace the descriptions of all groups in batches; sizes must not change."""
+        for batches in (self.in_flight, self.returned):
+            for batch_id, handout in batches.items():
+                groups = tuple(change(handout.groups))
+                batches[batch_id] = msgspec.structs.replace(handout, groups=groups)
+
+    def find(self, token: BatchToken) -> Handout | None:
+        handout = self.in_flight.get(token.batch_id)
+        return handout if handout is not None and handout.attempt == token.attempt else None
+
+    def ack_result(self, token: BatchToken) -> AckResult:
+        """Return the result that acknowledging would have, without doing it."""
+        if self._current(token) is not None:
+            return "acked"
+        if self.acknowledged.get(token.batch_id) == token.attempt:
+            return "repeated"
+        return self._stale_result(token)
+
+    def return_result(self, token: BatchToken) -> AckResult:
+        """Return the result that returning would have, without doing it."""
+        handout = self._current(token)
+        if handout is None:
+            return self._stale_result(token)
+        return "returned" if token.batch_id in self.in_flight else "repeated"
+
+    def restore(self, in_flight: Iterable[Handout], returned: Iterable[Handout]) -> None:
+        self.in_flight = {handout.batch_id: handout for handout in in_flight}
+        self.returned = {handout.batch_id: handout for handout in returned}
+        self.num_sequences = sum(handout.num_sequences for handout in self.pending())
+
+    def clear(self) -> None:
+        """Remove every batch; ids are not reused, so that late acknowledgements are recognized."""
+        self.in_flight.clear()
+        self.returned.clear()
+        self.acknowledged.clear()
+        self.num_sequences = 0
+
+    def _current(self, token: BatchToken) -> Handout | None:
+        handout = self.in_flight.get(token.batch_id) or self.returned.get(token.batch_id)
+        return handout if handout is not None and handout.attempt == token.attempt else None
+
+    def _stale_result(self, token: BatchToken) -> AckResult:
+        pending = self.in_flight.get(token.batch_id) or self.returned.get(token.batch_id)
+        last = pending.attempt if pending else self.acknowledged.get(token.batch_id, 0)
+        return "expired" if 1 <= token.attempt <= last else "unknown"
+
+    def _forget(self, handout: Handout) -> None:
+        self.in_flight.pop(handout.batch_id, None)
+        self.returned.pop(handout.batch_id, None)
+        self.num_sequences -= handout.num_sequences
 
 
 class PastGroups:
@@ -56,7 +244,8 @@ class PastGroups:
         self._max_groups = max_groups
         self._max_bytes = max_bytes
         self._groups: dict[int, QueuedGroup] = {}
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Payload bytes of all kept groups."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -67,34 +256,27 @@ class PastGroups:
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._groups
 
-    @property
-    def num_bytes(self) -> int:
-        """Payload bytes of all kept groups."""
-        return self._num_bytes
-
     def get(self, group_id: int) -> QueuedGroup | None:
-        """Return a kept group, None if it is not kept."""
         return self._groups.get(group_id)
 
     def add(self, groups: Iterable[QueuedGroup]) -> list[int]:
         """Keep delivered groups; return the ids of those removed to make room."""
         for group in groups:
             known = self._groups.pop(group.group_id, None)
-            self._num_bytes -= known.num_bytes if known else 0
+            self.num_bytes -= known.num_bytes if known else 0
             self._groups[group.group_id] = group
-            self._num_bytes += group.num_bytes
+            self.num_bytes += group.num_bytes
         fallen = []
-        while len(self._groups) > self._max_groups or self._num_bytes > self._max_bytes:
+        while len(self._groups) > self._max_groups or self.num_bytes > self._max_bytes:
             oldest = self._groups.pop(next(iter(self._groups)))
-            self._num_bytes -= oldest.num_bytes
+            self.num_bytes -= oldest.num_bytes
             fallen.append(oldest.group_id)
         return fallen
 
     def clear(self) -> list[int]:
-        """Remove every group; return their ids."""
         forgotten = list(self._groups)
         self._groups.clear()
-        self._num_bytes = 0
+        self.num_bytes = 0
         return forgotten
 
 
@@ -115,18 +297,12 @@ class PayloadLedger:
         """Ids of groups whose payloads are no longer needed."""
         return list(self._discardable)
 
-    def take_discardable(self, limit: int | None = None) -> list[int]:
-        """Remove and return ids of groups whose payloads are no longer needed.
-
-        Args:
-            limit: maximum number to return; None for all.
-        """
+    def take_discardable(self, limit: int) -> list[int]:
+        """Remove and return up to `limit` ids of groups whose payloads are no longer needed."""
         held = self._discardable
-        count = len(held) if limit is None else min(limit, len(held))
-        return [held.popleft() for _ in range(count)]
+        return [held.popleft() for _ in range(min(limit, len(held)))]
 
     def give_up(self, group_ids: Iterable[int]) -> None:
-        """Mark payloads as discardable."""
         self._discardable.extend(group_ids)
 
     def note_queued(self, group: QueuedGroup) -> None:
@@ -138,23 +314,18 @@ class PayloadLedger:
 
     def note_delivered(self, groups: Sequence[QueuedGroup]) -> None:
         """Keep delivered groups for inspection, in place of older ones."""
-        for group_id in self.past.add(groups):
-            if self.latest is not None and group_id == self.latest.group_id:
-                self.latest_is_held = True
-            else:
-                self._discardable.append(group_id)
+        self._release(self.past.add(groups))
 
     def note_removed(self, groups: Iterable[QueuedGroup]) -> None:
         """Mark removed groups as discardable, except the latest."""
-        for group in groups:
-            if self.latest is not None and group.group_id == self.latest.group_id:
-                self.latest_is_held = True
-            else:
-                self._discardable.append(group.group_id)
+        self._release(group.group_id for group in groups)
 
     def give_up_past(self) -> None:
         """Mark groups kept for inspection as discardable, except the latest."""
-        for group_id in self.past.clear():
+        self._release(self.past.clear())
+
+    def _release(self, group_ids: Iterable[int]) -> None:
+        for group_id in group_ids:
             if self.latest is not None and group_id == self.latest.group_id:
                 self.latest_is_held = True
             else:
@@ -215,7 +386,6 @@ class KeyBook:
         return len(self._entries)
 
     def find(self, key: str) -> KeyEntry | None:
-        """Return the entry of a key, None if unknown."""
         return self._entries.get(key)
 
     def items(self) -> Iterable[tuple[str, KeyEntry]]:
@@ -227,7 +397,6 @@ class KeyBook:
         self.restore([(key, KeyEntry(digest, tuple(p.buffered_sequences for p in placements)))])
 
     def restore(self, items: Iterable[tuple[str, KeyEntry]]) -> None:
-        """Add entries, oldest first."""
         for key, entry in items:
             known = self._entries.pop(key, None)
             self._num_bytes -= _size_of(key, known) if known else 0
@@ -236,11 +405,6 @@ class KeyBook:
         while len(self._entries) > _MAX_KEYS or self._num_bytes > _MAX_BYTES:
             oldest = next(iter(self._entries))
             self._num_bytes -= _size_of(oldest, self._entries.pop(oldest))
-
-    def clear(self) -> None:
-        """Remove every key."""
-        self._entries.clear()
-        self._num_bytes = 0
 
 
 def _size_of(key: str, entry: KeyEntry) -> int:
@@ -261,15 +425,46 @@ _MAX_GROUP_FIGURE = 2**48  # sequences, tokens and bytes of one group: sums stay
 _RUN_ID_DIGITS = 16
 
 
+class GroupState(str, Enum):
+    """State of a group."""
+
+    QUEUED = "queued"
+    """In the queue; position 0 is the oldest."""
+    BUFFERED = "buffered"
+    """In the buffer of its environment, until groups add up to its group size."""
+    IN_FLIGHT = "in_flight"
+    """In a batch that is not acknowledged."""
+    PAST = "past"
+    """Delivered recently; position 0 is the latest."""
+
+
 class RunState:
     """One run of one trainer with any number of environments; changed by `apply` only."""
 
     def __init__(self, limits: RunLimits | None = None) -> None:
-        self._limits = limits or RunLimits()
+        self.limits = limits or RunLimits()
         self.start_over()
 
     def start_over(self) -> None:
-        """Set the initial state."""
+        self._forget_run()
+        self.delivery = Delivery()
+        self.payloads = PayloadLedger(
+            max_past_groups=self.limits.keep_past_groups,
+            max_past_bytes=self.limits.keep_past_bytes,
+        )
+        """Which payloads are kept for inspection, and which may be discarded."""
+        self.counters: Counter[str] = Counter()
+        """Counters over the whole life of the run, including resets."""
+        self.set_aside_groups: deque[tuple[int, PayloadFlaw]] = deque(maxlen=_KEPT_FLAWS)
+        """(group_id, flaw) of the groups set aside most recently."""
+        self.epoch = 0
+        """Number of resets of the run."""
+        self.fence = 0
+        self.fault: str | None = None
+        """Why the last record was set aside; None if it was applied."""
+
+    def _forget_run(self) -> None:
+        """Set what a reset sets, too."""
         self.registration: Registration | None = None
         self.run_id: str | None = None
         """Identifies a run from its first registration until a reset, or until a trainer replaces a
@@ -281,12 +476,6 @@ class RunState:
         """Unix time of the registration that started the run, in seconds."""
         self.envs = EnvRegistry()
         self.queue = GroupQueue()
-        self.delivery = Delivery()
-        self.payloads = PayloadLedger(
-            max_past_groups=self._limits.keep_past_groups,
-            max_past_bytes=self._limits.keep_past_bytes,
-        )
-        """Which payloads are kept for inspection, and which may be discarded."""
         self.keys = KeyBook()
         self.step = 0
         self.is_started = False
@@ -294,15 +483,6 @@ class RunState:
         self.policy_version: int | None = None
         """The policy version that the trainer last reported; None if it never did."""
         self.trainer_ids: deque[int] = deque(maxlen=_KEPT_TRAINER_IDS)
-        self.counters: Counter[str] = Counter()
-        """Counters over the whole life of the run, including resets."""
-        self.set_aside_groups: deque[tuple[int, PayloadFlaw]] = deque(maxlen=_KEPT_FLAWS)
-        """(group_id, flaw) of the groups set aside most recently."""
-        self.epoch = 0
-        """Number of resets of the run."""
-        self.fence = 0
-        self.fault: str | None = None
-        """Why the last record was set aside; None if it was applied."""
 
     def apply(self, record: records.Record) -> Admission | None:
         """Apply a record.
@@ -376,17 +556,14 @@ class RunState:
 
     @property
     def past(self) -> PastGroups:
-        """Delivered groups whose payloads are kept for inspection."""
         return self.payloads.past
 
     @property
     def latest(self) -> QueuedGroup | None:
-        """The group queued last."""
         return self.payloads.latest
 
     @property
     def latest_group_id(self) -> int | None:
-        """The group queued last."""
         return self.latest.group_id if self.latest else None
 
     @property
@@ -647,18 +824,33 @@ class RunState:
         forgotten += [group.group_id for env in self.envs for group in env.buffer]
         forgotten += [i for handout in self.delivery.pending() for i in handout.group_ids]
         self.payloads.forget(forgotten)
-        self.registration = None
-        self.run_id = None
-        self.taken_over_run_id = None
-        self.started_at = None
-        self.envs.restore(())
-        self.queue = GroupQueue()
         self.delivery.clear()
-        self.keys.clear()
-        self.step = 0
-        self.is_started = False
-        self.policy_version = None
-        self.trainer_ids.clear()
+        self._forget_run()
+
+
+def walk_groups(state: RunState, where: GroupState) -> Iterable[QueuedGroup]:
+    """Return the groups in one state, in order of their positions."""
+    if where is GroupState.QUEUED:
+        return state.queue
+    if where is GroupState.BUFFERED:
+        return (group for env in state.envs for group in env.buffer)
+    if where is GroupState.IN_FLIGHT:
+        return (group for handout in state.delivery.pending() for group in handout.groups)
+    return reversed(list(state.past))
+
+
+def find_group(state: RunState, group_id: int) -> tuple[QueuedGroup, GroupState] | None:
+    """Return a group and its state; None if the run does not have it."""
+    queued, past = state.queue.get(group_id), state.past.get(group_id)
+    if queued is not None:
+        return queued, GroupState.QUEUED
+    if past is not None:
+        return past, GroupState.PAST
+    for where in (GroupState.IN_FLIGHT, GroupState.BUFFERED):
+        for group in walk_groups(state, where):
+            if group.group_id == group_id:
+                return group, where
+    return None
 
 
 _HANDLERS: dict[type[Any], Callable[[RunState, Any], Admission | None]] = {

@@ -7,11 +7,10 @@ from collections import Counter
 from itertools import count
 
 from atroposlib.api import records
-from atroposlib.api.leases import Handout
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.stalls import Stall, find_stalls
-from atroposlib.api.state import RunState
+from atroposlib.api.state import Handout, RunState
 from tests.api.helpers import REGISTRATION
 
 

@@ -15,7 +15,7 @@ from httpx import Response
 from starlette.types import ASGIApp
 
 from atroposlib.api.auth import Role
-from atroposlib.api.http_protocol import ObservedHttpProtocol
+from atroposlib.api.responses import ObservedHttpProtocol
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.store.open import fresh_run_name

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from atroposlib.api.admission import RunLimits
+from atroposlib.api.queue import RunLimits
 from atroposlib.api.run import Run
 from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.store.base import RunStore
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore, RunStore
 from atroposlib.wire import DecodedGroup
 from tests.api.helpers import REGISTRATION
 

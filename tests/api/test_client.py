@@ -10,7 +10,7 @@ from aiohttp import web
 
 from atroposlib.api.client import TrainerClient, TrajectoryApiClient
 from atroposlib.api.client_consumer import InspectionClient
-from atroposlib.api.client_protocol import NotReachedError, RetryRule
+from atroposlib.api.client_transport import NotReachedError, RetryRule
 from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
 from tests.api.helpers import REGISTRATION, make_group, serve

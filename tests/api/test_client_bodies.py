@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.client_protocol import (
+from atroposlib.api.client_transport import (
     Body,
     Format,
     ServiceTraits,

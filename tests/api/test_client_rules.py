@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.api.client_protocol import (
+from atroposlib.api.client_transport import (
     LeasedBatch,
     NoServiceError,
     NotReachedError,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.client_protocol import leased_batch
+from atroposlib.api.client_transport import leased_batch
 from atroposlib.api.inspection import GroupFilter, GroupState, list_groups
 from atroposlib.api.journal import restore, snapshot
 from atroposlib.api.run import RegistrationConflictError, Run

@@ -9,10 +9,10 @@ import time
 import httpx
 import pytest
 
-from atroposlib.api.leases import BatchToken, Delivery, Handout, parse_token
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.server import create_app
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.state import BatchToken, Delivery, Handout, parse_token
+from atroposlib.api.store.base import MemoryRunStore
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.run_helpers import Clock, decoded, started_run, take
 
@@ -42,7 +42,7 @@ def test_returned_batches_leave_again_oldest_first_under_a_new_token():
     again = [hand_out_again(delivery), hand_out_again(delivery), hand_out_again(delivery)]
 
     assert [handout and handout.token for handout in again] == ["0-2", "1-2", None]
-    assert (delivery.num_pending, delivery.num_sequences) == (2, 2)
+    assert (len(delivery.pending()), delivery.num_sequences) == (2, 2)
 
 
 def test_acknowledge_counts_once():
@@ -54,7 +54,7 @@ def test_acknowledge_counts_once():
     assert counted == [True, False]
     assert delivery.ack_result(token) == "repeated"
     assert delivery.give_back(token) is None
-    assert (delivery.num_pending, delivery.num_sequences) == (0, 0)
+    assert (len(delivery.pending()), delivery.num_sequences) == (0, 0)
 
 
 def test_returned_batch_is_acknowledged_until_it_is_handed_out_again():
@@ -281,7 +281,7 @@ async def test_batch_of_a_caller_cancelled_at_any_moment_is_not_lost(num_turns):
     assert found is not None
     assert await run.acknowledge(found[0].token) == "acked"
     await run.close()
-    assert (run.state.step, run.state.delivery.num_pending, len(run.state.queue)) == (1, 0, 0)
+    assert (run.state.step, len(run.state.delivery.pending()), len(run.state.queue)) == (1, 0, 0)
 
 
 def test_batch_that_a_client_did_not_read_is_delivered_again(free_port):

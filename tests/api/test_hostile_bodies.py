@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api.http_protocol import ObservedHttpProtocol
 from atroposlib.api.middleware import BodyBudget, Pace
+from atroposlib.api.responses import ObservedHttpProtocol
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from tests.api.helpers import REGISTRATION, make_group, serve

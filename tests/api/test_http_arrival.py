@@ -11,9 +11,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.http_protocol import WholeAnswers
 from atroposlib.api.middleware import Deflater
-from atroposlib.api.responses import PiecesResponse
+from atroposlib.api.responses import PiecesResponse, WholeAnswers
 from tests.api.helpers import serve
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from atroposlib.api.client_protocol import leased_batch
+from atroposlib.api.client_transport import leased_batch
 from atroposlib.api.middleware import Pace
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings

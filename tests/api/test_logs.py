@@ -14,7 +14,8 @@ from fastapi.testclient import TestClient
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 
-from atroposlib.api.logs import RequestErrorsMiddleware, log_config, request_id
+from atroposlib.api.logs import log_config
+from atroposlib.api.middleware import RequestErrorsMiddleware, request_id
 
 
 def format_line(log_format: str, message: str, *, error: Exception | None = None) -> str:
@@ -140,7 +141,7 @@ def test_failure_is_answered_with_the_id_that_the_log_has(
 
     assert (answer.status_code, answer.text) == (500, "Internal Server Error")
     assert answer.headers["x-request-id"] == "from-the-sender-7"
-    (record,) = [r for r in caplog.records if r.name == "atroposlib.api.logs"]
+    (record,) = [r for r in caplog.records if r.name == "atroposlib.api.middleware"]
     assert record.getMessage() == "GET /fails failed"
     assert record.exc_info is not None
 

@@ -15,6 +15,7 @@ from atroposlib.api.queue import (
     pack_exact,
     pack_with_minimums,
 )
+from tests.api.test_queue import take_batch
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +86,7 @@ class Model:
 
     def _take(self, details) -> None:
         expected = expected_plan(self.groups, *details)
-        taken = self.queue.take_batch(*details)
+        taken = take_batch(self.queue, *details)
         assert ids(taken) == expected
         self._forget(expected or [])
 
@@ -157,7 +158,7 @@ def test_restore_front_puts_groups_before_all_others_in_the_order_given():
     queue = GroupQueue()
     for group_id in range(6):
         queue.append(entry(group_id, 2))
-    first, second = queue.take_batch(4), queue.take_batch(4)
+    first, second = take_batch(queue, 4), take_batch(queue, 4)
 
     queue.restore_front(second)
     queue.restore_front(first)

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from atroposlib.api.admission import KeyReusedError, Placement, QueueFullError
 from atroposlib.api.journal import snapshot
+from atroposlib.api.queue import KeyReusedError, Placement, QueueFullError
 from atroposlib.api.run import RegistrationConflictError
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore
 from atroposlib.errors import ConfigError, GroupError
 from tests.api.run_helpers import (
     Clock,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.api.admission import (
+from atroposlib.api.queue import (
     Placement,
+    QueuedGroup,
     QueueFullError,
     RunLimits,
     Waiting,
     check_room,
     room_for,
 )
-from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.state import KeyBook, PastGroups
 from atroposlib.errors import RunStoreError
 from tests.api.run_helpers import decoded, env_request, started_run

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.api.admission import RunLimits
-from atroposlib.api.journal import freeze
+from atroposlib.api.journal import snapshot
+from atroposlib.api.queue import RunLimits
 from atroposlib.api.records import decode_record
 from atroposlib.api.run import Run
 from atroposlib.api.state import RunState
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore
 from atroposlib.errors import RunStoreError
 from atroposlib.wire import decode_group, encode_group
 from tests.api.helpers import make_group
@@ -30,10 +30,7 @@ class OvertakenStore(MemoryRunStore):
 
     async def append(self, record, payloads=(), *, fence=None) -> bool:
         is_written = await super().append(record, payloads, fence=fence)
-        frozen = freeze(self._other)
-        for _ in frozen.encode_in_slices():
-            pass
-        self._restore_run(frozen.content())
+        self._restore_run(snapshot(self._other))
         return is_written
 
 

@@ -11,7 +11,8 @@ Guarded records: a record that would be wrong if another replica had acted meanw
 with a *fence*, the number of guarded records applied so far. The store rejects it if the log holds
 more of them. The caller has then applied the records of the other replica, and decides again.
 
-`WatchedStore` wraps any store to observe failures and durations.
+`MemoryRunStore` holds a run in the memory of this process. `WatchedStore` wraps any store to
+observe its failures and durations.
 """
 
 from __future__ import annotations
@@ -24,21 +25,6 @@ from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
 from atroposlib.errors import RunStoreError
-
-__all__ = [
-    "Apply",
-    "DamagedPayloadError",
-    "Observe",
-    "Payload",
-    "PayloadCheck",
-    "Restore",
-    "RunStore",
-    "StoreFullError",
-    "WatchedStore",
-    "applied",
-    "check_payloads",
-    "damaged_payload",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -187,10 +173,7 @@ _FAILURE_COUNTS_S = 30.0
 class WatchedStore:
     """Wraps a store and records failures, see `problem`, and durations.
 
-    Args:
-        store: the store that does the work.
-        observe: called after every successful append and fetch; may be replaced.
-        clock: seconds that never go back.
+    `observe` is called after every successful append and fetch; it may be replaced.
     """
 
     def __init__(
@@ -224,51 +207,41 @@ class WatchedStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Reason for which the store rejects new groups; None while it accepts them."""
         return self.store.full_reason
 
     async def open(self, apply: Apply, restore: Restore) -> None:
-        """Load the run."""
         await self.store.open(apply, restore)
 
     async def append(
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
     ) -> bool:
-        """Write a record with its payloads."""
         # On a full disk only records without payloads can be written: track them separately.
         with self._watch("append", bool(payloads)):
             return await self.store.append(record, payloads, fence=fence)
 
     async def sync(self) -> None:
-        """Apply what other replicas have appended."""
         await self.store.sync()
 
     async def new_group_ids(self, count: int) -> range:
-        """Reserve ids."""
         with self._noting_failure("reserve ids"):
             return await self.store.new_group_ids(count)
 
     async def fetch(
         self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
     ) -> list[bytes]:
-        """Return payloads."""
         with self._watch("fetch"):
             return await self.store.fetch(group_ids, checks)
 
     async def discard(self, group_ids: Collection[int]) -> None:
-        """Delete payloads."""
         await self.store.discard(group_ids)
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
-        """Replace records by a snapshot."""
         await self.store.compact(snapshot, position=position)
 
     async def alive_replicas(self) -> frozenset[str] | None:
-        """Return the names of replicas that serve this run."""
         return await self.store.alive_replicas()
 
     async def close(self) -> None:
-        """Release all resources."""
         await self.store.close()
 
     @contextmanager
@@ -297,3 +270,79 @@ class WatchedStore:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+class MemoryRunStore:
+    """A `RunStore` for temporary runs and tests; its methods never wait.
+
+    The run lasts as long as this object: opened again, it replays its log like a store on disk.
+    """
+
+    def __init__(self) -> None:
+        self._apply: Apply = _ignore
+        self._snapshot: bytes | None = None
+        self._first_position = 0
+        self._records: list[bytes] = []
+        self._num_guarded = 0
+        self._payloads: dict[int, bytes] = {}
+        self._next_group_id = 0
+
+    @property
+    def full_reason(self) -> str | None:
+        return None
+
+    async def open(self, apply: Apply, restore: Restore) -> None:
+        self._apply = apply
+        if self._snapshot is not None:
+            restore(self._snapshot)
+        for position, record in enumerate(self._records, start=self._first_position):
+            applied(apply, position, record)
+
+    async def append(
+        self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
+    ) -> bool:
+        if fence is not None:
+            if fence < self._num_guarded:
+                return False
+            self._num_guarded += 1
+        self._payloads.update(payloads)
+        position = self._first_position + len(self._records)
+        self._records.append(record)
+        applied(self._apply, position, record)
+        return True
+
+    async def sync(self) -> None:
+        """Do nothing: there are no other replicas."""
+
+    async def new_group_ids(self, count: int) -> range:
+        first = self._next_group_id
+        self._next_group_id += count
+        return range(first, self._next_group_id)
+
+    async def fetch(
+        self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
+    ) -> list[bytes]:
+        contents = [self._payloads[group_id] for group_id in group_ids]
+        check_payloads(group_ids, contents, checks)
+        return contents
+
+    async def discard(self, group_ids: Collection[int]) -> None:
+        for group_id in group_ids:
+            self._payloads.pop(group_id, None)
+
+    async def compact(self, snapshot: bytes, *, position: int) -> None:
+        num_records = position - self._first_position
+        if num_records >= 0:
+            self._snapshot = snapshot
+            self._first_position = position
+            del self._records[:num_records]
+
+    async def alive_replicas(self) -> frozenset[str] | None:
+        return None
+
+    async def close(self) -> None:
+        """Do nothing: the run may be opened again while this object exists."""
+
+
+def _ignore(position: int, record: bytes) -> None:
+    """Placeholder for the caller's `apply` until the store is opened."""

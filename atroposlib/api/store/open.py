@@ -8,21 +8,9 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from atroposlib.api.store.base import RunStore
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore, RunStore
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import without_secrets
-
-__all__ = [
-    "check_run_name",
-    "check_store_url",
-    "fresh_run_name",
-    "known_runs",
-    "open_store",
-    "run_file",
-    "similar_run",
-    "stored_runs",
-]
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 MAX_RUN_NAME = 100
@@ -31,39 +19,15 @@ MIN_SLIP_LETTERS = 4
 """Words with fewer letters, such as `a` and `b`, never count as misspelled."""
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.+-]{{0,{MAX_RUN_NAME - 1}}}")
 WORDS = (
-    "aspen",
-    "birch",
-    "cedar",
-    "coral",
-    "delta",
-    "fern",
-    "grove",
-    "hazel",
-    "ivory",
-    "maple",
-    "meadow",
-    "moss",
-    "olive",
-    "opal",
-    "pine",
-    "quartz",
-    "reed",
-    "sage",
-    "slate",
-    "tide",
-    "topaz",
-    "wren",
+    "aspen birch cedar coral delta fern grove hazel ivory maple meadow moss "
+    "olive opal pine quartz reed sage slate tide topaz wren"
 )
 
 
 def fresh_run_name(now: datetime | None = None) -> str:
-    """Return a unique name, such as `2026-11-21-2239-maple-3f9a1c`.
-
-    Args:
-        now: Time in the name; the current local time by default.
-    """
+    """Return a unique name with the local time, such as `2026-11-21-2239-maple-3f9a1c`."""
     moment = now or datetime.now()
-    return f"{moment:%Y-%m-%d-%H%M}-{secrets.choice(WORDS)}-{secrets.token_hex(3)}"
+    return f"{moment:%Y-%m-%d-%H%M}-{secrets.choice(WORDS.split())}-{secrets.token_hex(3)}"
 
 
 def check_run_name(name: str) -> str:

@@ -65,28 +65,6 @@ from atroposlib.utils.aio import end_task
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-__all__ = [
-    "APPEND",
-    "BEAT",
-    "COMPACT",
-    "FORMAT",
-    "LEAVE",
-    "OPEN",
-    "READ",
-    "RESERVE",
-    "TAG_BYTES",
-    "Argument",
-    "RedisFullError",
-    "RedisLink",
-    "RedisLog",
-    "RedisRunStore",
-    "RunKeys",
-    "RunLostError",
-    "address_of",
-    "connect",
-    "is_passing",
-    "runs_in_redis",
-]
 
 _SOCKET_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -196,7 +174,8 @@ class RedisLink:
             raise ConfigError(f"{error}; is --store right, and is Redis running?") from error
         except TypeError as error:  # a query parameter unknown to the client
             raise ConfigError(f"{self.address}: the URL has an unknown parameter") from error
-        if _version(info["redis_version"]) < _OLDEST_VERSION:
+        major, minor, *_ = map(int, f"{info['redis_version']}.0".split(".")[:2])
+        if (major, minor) < _OLDEST_VERSION:
             raise ConfigError(
                 f"{self.address} is Redis {info['redis_version']}; version 7.0 or later is needed"
             )
@@ -212,11 +191,7 @@ class RedisLink:
     ) -> Any:  # the result of the script
         """Run a script, loading it into Redis on first use.
 
-        Args:
-            script: text of the script.
-            keys: the keys it uses.
-            arguments: its other arguments.
-            deadline: `time.monotonic()` after which it is not retried; None: `patience_s` from now.
+        It is not retried after `deadline`, of `time.monotonic()`; None: `patience_s` from now.
 
         Raises:
             RunLostError: the script found that Redis lost data of the run.
@@ -245,11 +220,6 @@ class RedisLink:
         return reply
 
     async def command(self, name: str, *arguments: Argument) -> Any:  # the reply of Redis
-        """Run an idempotent command.
-
-        Raises:
-            RunStoreError: no reply in time, or Redis rejected the command.
-        """
         return await self.attempt(lambda: self._execute(name, *arguments))
 
     async def attempt(
@@ -285,7 +255,6 @@ class RedisLink:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
 
@@ -307,7 +276,6 @@ class RedisLink:
         return RunStoreError(f"Redis at {self.address} failed{tries}: {reason}")
 
     async def _warn(self, info: Mapping[str, Any]) -> None:
-        """Log warnings about server settings that risk data."""
         has_log = int(info.get("aof_enabled", 0))
         if not has_log:
             logger.warning(
@@ -338,11 +306,6 @@ class RedisLink:
         except ResponseError:  # some users lack the permission
             return "unknown"
         return settings.get("appendfsync", "unknown")
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, minor, *_ = [int(part) for part in f"{text}.0".split(".")[:2]]
-    return major, minor
 
 
 FORMAT = "1"
@@ -622,15 +585,12 @@ class RedisLog:
         return self._refused[1]
 
     async def append(self, record: bytes, payloads: Sequence[Payload], fence: int | None) -> bool:
-        """Write a record with its payloads and apply the log up to it; False if the fence moved."""
         return await self._enqueue(_Item(record, payloads, fence))
 
     async def sync(self) -> None:
-        """Apply records that other replicas appended before this call."""
         await self._enqueue(_Item(None))
 
     async def compact(self, snapshot: bytes, position: int) -> None:
-        """Replace the records before a position by a snapshot, unless a newer one is stored."""
         arguments = (self._position, self._tag, snapshot, position)
         await self._link.call(COMPACT, self._keys[:3], arguments)
 
@@ -778,9 +738,6 @@ async def runs_in_redis(url: str) -> list[str]:
 
     Scans every key of the database, about a second per million. Returns an empty list if Redis does
     not respond or denies permission: opening the run reports the error.
-
-    Args:
-        url: as for `RedisRunStore`, with the same errors.
     """
     client = connect(url)
     from redis.exceptions import RedisError
@@ -838,7 +795,6 @@ class RedisRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Reason for which Redis accepts no new groups; None while it does."""
         return self._log.full_reason
 
     async def open(self, apply: Apply, restore: Restore) -> None:
@@ -865,20 +821,9 @@ class RedisRunStore:
     async def append(
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
     ) -> bool:
-        """Write a record with its payloads, all or nothing, and apply the log up to it.
-
-        Returns:
-            True once Redis has stored it and it is applied; False if the fence has moved.
-
-        Raises:
-            RunLostError: Redis lost data of the run; all further calls fail.
-            RunStoreError: Redis is unreachable, out of memory, or rejects the call; the message has
-                the reason.
-        """
         return await self._log.append(record, payloads, fence)
 
     async def sync(self) -> None:
-        """Apply records that other replicas appended before this call; raises like `append`."""
         await self._log.sync()
 
     async def new_group_ids(self, count: int) -> range:
@@ -896,7 +841,6 @@ class RedisRunStore:
     async def fetch(
         self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
     ) -> list[bytes]:
-        """Return payloads in the order of the ids, a few per call; KeyError if one is missing."""
         contents: list[bytes | None] = []
         for start in range(0, len(group_ids), _FETCH_GROUPS):
             asked = group_ids[start : start + _FETCH_GROUPS]
@@ -908,14 +852,12 @@ class RedisRunStore:
         return found
 
     async def discard(self, group_ids: Collection[int]) -> None:
-        """Delete payloads; unknown ids are skipped."""
         ids = list(group_ids)
         for start in range(0, len(ids), _DISCARD_GROUPS):
             chosen = ids[start : start + _DISCARD_GROUPS]
             await self._link.command("HDEL", self._keys.payloads, *chosen)
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
-        """Replace the records before `position` by a snapshot, unless a newer one is stored."""
         await self._log.compact(snapshot, position)
 
     async def alive_replicas(self) -> frozenset[str] | None:

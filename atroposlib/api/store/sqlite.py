@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import os
 import sqlite3
+import struct
+import sys
 import threading
 import time
 from asyncio import AbstractEventLoop, Future
@@ -42,8 +46,8 @@ from atroposlib.api.store.base import (
     damaged_payload,
 )
 from atroposlib.api.store.sqlite_file import (
+    OWNER_ONLY,
     PAGE_BYTES,
-    FileLock,
     SpaceReserve,
     damaged_file,
     free_bytes,
@@ -57,13 +61,123 @@ from atroposlib.api.store.sqlite_file import (
 from atroposlib.errors import ConfigError, RunStoreError
 from atroposlib.utils.writable import unwritable
 
-__all__ = [
-    "Append",
-    "Command",
-    "Done",
-    "SqliteRunStore",
-    "Writer",
-]
+_LOCKED_BYTE = 2**62
+_NO_SUCH_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+
+
+class FileLock:
+    """Prevents a run from being opened twice; released by the system when this process ends.
+
+    There are two locks. The lock on `NAME.lock` also holds when the run's file is deleted and
+    created again. The lock on the run's file also applies to links to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._name_path = path.with_name(path.name + ".lock")
+        self._name: int | None = None
+        self._file: int | None = None
+        self._text = str(path)
+        self._identity: tuple[int, int] | None = None
+        """Device and inode of the locked file; None while unlocked."""
+
+    def acquire(self) -> None:
+        """Take the locks without waiting; a missing file is created with access for its owner only.
+
+        Raises:
+            ConfigError: the run is open in another process, or in this one.
+        """
+        while self._name is None:
+            descriptor = os.open(self._name_path, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
+            try:
+                self._lock(descriptor, _lock_file)
+                if _is_at(descriptor, self._name_path):  # its previous owner may have removed it
+                    self._name = descriptor
+            finally:
+                if self._name is None:
+                    os.close(descriptor)
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
+            # Closing it would drop the locks of SQLite in this process, so only `release` does.
+            self._file = descriptor
+            self._lock(descriptor, _lock_range)
+            opened = os.fstat(descriptor)
+            self._identity = opened.st_dev, opened.st_ino
+        except BaseException:
+            self.release()
+            raise
+
+    def require_in_place(self) -> None:
+        """Raise if the path no longer refers to the locked file.
+
+        Raises:
+            RunStoreError: the file was deleted or replaced.
+        """
+        # Called before every commit, so it is a single system call.
+        try:
+            found = os.stat(self._text)  # noqa: PTH116 - a path object takes four times as long
+            is_ours = (found.st_dev, found.st_ino) == self._identity
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            raise RunStoreError(
+                f"{self.path} was deleted or replaced while the run was served; put it back, or "
+                "start the service again"
+            )
+
+    def _lock(self, descriptor: int, lock: Callable[[int], None]) -> None:
+        try:
+            lock(descriptor)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{self.path} is in use by another process; stop it, or choose another run with "
+                "--run or another directory with --data-dir"
+            ) from error
+
+    def release(self) -> None:
+        """Release both locks; every connection to the file must be closed."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = self._identity = None
+        if self._name is not None:
+            self._name_path.unlink(missing_ok=True)
+            os.close(self._name)
+            self._name = None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock_file(descriptor: int) -> None:
+    if sys.platform == "win32":  # there the system itself rejects a second writer of the file
+        return
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_range(descriptor: int) -> None:
+    """Lock one byte, far after those that SQLite locks, for this descriptor only.
+
+    It is an open file description lock: an ordinary one belongs to the process, and closing any
+    descriptor of the file would release SQLite's locks too. Without support for such locks (other
+    systems than Linux, some file systems) only the lock on `NAME.lock` is held, since a lock on
+    the whole file would exclude SQLite itself.
+    """
+    if sys.platform != "linux":
+        return
+    import fcntl
+
+    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_LOCKS:
+            raise
 
 
 @dataclass(eq=False)
@@ -77,7 +191,6 @@ class Append:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to write."""
         return len(self.record) + sum(len(payload.content) for payload in self.payloads)
 
 
@@ -161,7 +274,7 @@ class Writer:
         self._unsaved_bytes = 0
         self._position, self._num_guarded = read_counters(connection)
         self._has_garbage = True
-        if not reserve.is_whole:
+        if reserve.num_bytes < reserve.whole_bytes:
             self._note_full("part of the reserved space is in use")
         self._thread = threading.Thread(target=self._serve, name="run-store-writer", daemon=True)
         self._thread.start()
@@ -378,10 +491,8 @@ class Writer:
         )  # temporary files would need space on another disk
         below = self._reserve.whole_bytes // 2
         if self.make_room(lambda: shrink(self._connection, below_bytes=below)):
-            self.make_room(self._truncate_log)
-
-    def _truncate_log(self) -> None:
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            truncate = "PRAGMA wal_checkpoint(TRUNCATE)"
+            self.make_room(lambda: self._connection.execute(truncate).fetchone())
 
     def _commit(self, appends: list[Append]) -> list[Done]:
         """Write appends in one transaction, except those whose fence has moved."""
@@ -417,7 +528,6 @@ class Writer:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Commit everything inside the context, or nothing."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -433,7 +543,10 @@ class Writer:
         try:
             if self._has_garbage:
                 self._has_garbage = self.make_room(self._delete_slice)
-            if self._unsaved_bytes >= self._checkpoint_bytes or not self._reserve.is_whole:
+            if (
+                self._unsaved_bytes >= self._checkpoint_bytes
+                or self._reserve.num_bytes < self._reserve.whole_bytes
+            ):
                 self.make_room(self._checkpoint)
         except (sqlite3.Error, OSError, RunStoreError) as error:
             self._has_garbage = False  # retried with the next discard, not in a loop
@@ -466,7 +579,6 @@ class Writer:
         return deleted > 0 or bool(group_ids)
 
     def _checkpoint(self) -> None:
-        """Copy the log file into the main file, so that the log can restart."""
         self._unsaved_bytes = 0
         _, num_frames, num_saved = self._connection.execute(
             "PRAGMA wal_checkpoint(PASSIVE)"
@@ -477,7 +589,6 @@ class Writer:
             self._unsaved_bytes += (num_frames - num_saved) * PAGE_BYTES
 
     def _finish(self) -> None:
-        """Delete garbage and close the file."""
         deadline = time.monotonic() + CLOSE_S
         try:
             while self._has_garbage and time.monotonic() < deadline:
@@ -544,7 +655,7 @@ class SqliteRunStore:
         except BaseException as error:
             reader.close()
             connection.close()
-            reserve.close(keep=not reserve.is_whole)
+            reserve.close(keep=reserve.num_bytes < reserve.whole_bytes)
             self._lock.release()
             if isinstance(error, sqlite3.DatabaseError):
                 raise damaged_file(self._path, error) from error
@@ -553,13 +664,11 @@ class SqliteRunStore:
 
     @property
     def full_reason(self) -> str | None:
-        """Reason for which the disk accepts no new groups; None while it has space."""
         return None if self._writer is None else self._writer.full_reason
 
     async def append(
         self, record: bytes, payloads: Sequence[Payload] = (), *, fence: int | None = None
     ) -> bool:
-        """Write a record with its payloads and apply it; False if the fence has moved."""
         future: Future[bool] = self._loop.create_future()
         self._open_writer().submit(Append(record, payloads, fence, future))
         return await future
@@ -568,7 +677,6 @@ class SqliteRunStore:
         """Do nothing: there are no other replicas."""
 
     async def new_group_ids(self, count: int) -> range:
-        """Reserve ids that neither this process nor an earlier one has used."""
         if self._open_writer().refuses_payloads:
             raise StoreFullError(self.full_reason)
         first = self._next_group_id
@@ -582,7 +690,6 @@ class SqliteRunStore:
     async def fetch(
         self, group_ids: Sequence[int], checks: Sequence[PayloadCheck] = ()
     ) -> list[bytes]:
-        """Return payloads in the order of the ids; KeyError if one is missing."""
         self._open_writer()
         wanted = list(group_ids)
         return await self._in_reader(lambda: self._read_payloads(wanted, checks))
@@ -594,13 +701,11 @@ class SqliteRunStore:
             await self._command(lambda writer: writer.make_room(lambda: writer.discard(unwanted)))
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
-        """Replace the records before a position by a snapshot."""
         await self._command(
             lambda writer: writer.make_room(lambda: writer.compact(snapshot, position))
         )
 
     async def alive_replicas(self) -> frozenset[str] | None:
-        """Return None: only this process serves the run."""
         return None
 
     async def close(self) -> None:
@@ -633,7 +738,7 @@ class SqliteRunStore:
         try:
             return *self._connect(reserve), reserve
         except BaseException:
-            reserve.close(keep=not reserve.is_whole)
+            reserve.close(keep=reserve.num_bytes < reserve.whole_bytes)
             self._lock.release()
             raise
 
@@ -659,7 +764,6 @@ class SqliteRunStore:
         self._lock.release()
 
     async def _replay(self, reader: sqlite3.Connection, restore: Restore) -> None:
-        """Restore the snapshot and apply the records after it, a slice at a time."""
         (row,) = await self._select(
             reader, "SELECT position, content, next_group_id FROM snapshot, ids"
         )

@@ -1,4 +1,4 @@
-"""The file of one run: tables, lock, reserve of disk space, opening and shrinking.
+"""The file of one run: tables, reserve of disk space, opening and shrinking.
 
 log       position, is_guarded, record      the records, in order
 payload   group_id, content                 the bytes of groups
@@ -13,34 +13,18 @@ import contextlib
 import errno
 import os
 import sqlite3
-import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from atroposlib.errors import ConfigError, RunStoreError
-
-__all__ = [
-    "PAGE_BYTES",
-    "FileLock",
-    "SpaceReserve",
-    "damaged_file",
-    "free_bytes",
-    "is_damage",
-    "is_full",
-    "open_reader",
-    "open_writer",
-    "read_counters",
-    "shrink",
-]
+from atroposlib.errors import ConfigError
 
 PAGE_BYTES = 32_768
 """Measured: larger pages make small commits slow, smaller ones make large payloads slow."""
 
-_OWNER_ONLY = 0o600
-_LOCKED_BYTE = 2**62
-_NO_SUCH_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+OWNER_ONLY = 0o600
+"""Mode of the files of a run."""
+
 MAX_RESERVE_BYTES = 32 * 2**20
 MIN_RESERVE_BYTES = 2**20
 _RESERVE_STEPS = 16
@@ -83,138 +67,18 @@ COMMIT;
 """
 
 
-class FileLock:
-    """Prevents a run from being opened twice; released by the system when this process ends.
-
-    There are two locks. The lock on `NAME.lock` also holds when the run's file is deleted and
-    created again. The lock on the run's file also applies to links to it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._name_path = path.with_name(path.name + ".lock")
-        self._name: int | None = None
-        self._file: int | None = None
-        self._text = str(path)
-        self._identity: tuple[int, int] | None = None
-        """Device and inode of the locked file; None while unlocked."""
-
-    def acquire(self) -> None:
-        """Take the locks without waiting; a missing file is created with access for its owner only.
-
-        Raises:
-            ConfigError: the run is open in another process, or in this one.
-        """
-        while self._name is None:
-            descriptor = os.open(self._name_path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
-            try:
-                self._lock(descriptor, _lock_file)
-                if _is_at(descriptor, self._name_path):  # its previous owner may have removed it
-                    self._name = descriptor
-            finally:
-                if self._name is None:
-                    os.close(descriptor)
-        try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
-            # Closing it would drop the locks of SQLite in this process, so only `release` does.
-            self._file = descriptor
-            self._lock(descriptor, _lock_range)
-            opened = os.fstat(descriptor)
-            self._identity = opened.st_dev, opened.st_ino
-        except BaseException:
-            self.release()
-            raise
-
-    def require_in_place(self) -> None:
-        """Raise if the path no longer refers to the locked file.
-
-        Raises:
-            RunStoreError: the file was deleted or replaced.
-        """
-        # Called before every commit, so it is a single system call.
-        try:
-            found = os.stat(self._text)  # noqa: PTH116 - a path object takes four times as long
-            is_ours = (found.st_dev, found.st_ino) == self._identity
-        except FileNotFoundError:
-            is_ours = False
-        if not is_ours:
-            raise RunStoreError(
-                f"{self.path} was deleted or replaced while the run was served; put it back, or "
-                "start the service again"
-            )
-
-    def _lock(self, descriptor: int, lock: Callable[[int], None]) -> None:
-        try:
-            lock(descriptor)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"{self.path} is in use by another process; stop it, or choose another run with "
-                "--run or another directory with --data-dir"
-            ) from error
-
-    def release(self) -> None:
-        """Release both locks; every connection to the file must be closed."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = self._identity = None
-        if self._name is not None:
-            self._name_path.unlink(missing_ok=True)
-            os.close(self._name)
-            self._name = None
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a path still refers to an open file."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _lock_file(descriptor: int) -> None:
-    if sys.platform == "win32":  # there the system itself rejects a second writer of the file
-        return
-    import fcntl
-
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _lock_range(descriptor: int) -> None:
-    """Lock one byte, far after those that SQLite locks, for this descriptor only.
-
-    It is an open file description lock: an ordinary one belongs to the process, and closing any
-    descriptor of the file would release SQLite's locks too. Without support for such locks (other
-    systems than Linux, some file systems) only the lock on `NAME.lock` is held, since a lock on
-    the whole file would exclude SQLite itself.
-    """
-    if sys.platform != "linux":
-        return
-    import fcntl
-
-    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
-    except OSError as error:
-        if error.errno not in _NO_SUCH_LOCKS:
-            raise
-
-
 class SpaceReserve:
     """Disk space reserved for records, so that batches can be delivered when the disk is full.
 
     A file of zeros next to the run's file. It is shortened step by step when records need space,
     and extended again when the disk has space. A file is used because the free space that a file
     system reports may be inexact, and other programs can take it. The first bytes hold its full
-    size.
-
-    Args:
-        path: Path of the reserve.
-        whole_bytes: Full size; None: a sixteenth of the disk, from 1 MiB to 32 MiB.
+    size: by default a sixteenth of the disk, from 1 MiB to 32 MiB.
     """
 
     def __init__(self, path: Path, *, whole_bytes: int | None = None) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
         self._hindrance: int | None = None
         self.num_bytes = os.fstat(self._descriptor).st_size
         """Current size."""
@@ -237,11 +101,6 @@ class SpaceReserve:
         os.pwrite(self._descriptor, size.to_bytes(_NOTE_BYTES, "little"), 0)
         return size
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has its full size."""
-        return self.num_bytes >= self.whole_bytes
-
     def give_up(self) -> bool:
         """Free one step of the reserve; False if it is used up."""
         if self.num_bytes <= _NOTE_BLOCK:
@@ -251,7 +110,7 @@ class SpaceReserve:
 
     def restore(self) -> bool:
         """Extend the reserve as far as there is space; return whether it has its full size."""
-        while not self.is_whole:
+        while self.num_bytes < self.whole_bytes:
             if not self._grow(min(self.whole_bytes, self.num_bytes + self._step_bytes)):
                 return False
         return True

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 needs_redis = pytest.mark.skipif(
     RedisServer.binary is None, reason="no redis-server on this machine"
 )
-FEW = pytest.param(6, id="few")
+FEW = pytest.param(6, id="few", marks=pytest.mark.long)
 MANY = pytest.param(100, id="many", marks=[pytest.mark.long, pytest.mark.timeout(900)])
 
 

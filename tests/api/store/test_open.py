@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore
 from atroposlib.api.store.open import check_run_name, fresh_run_name, open_store, run_file
 from atroposlib.api.store.sqlite import SqliteRunStore
 from atroposlib.errors import ConfigError

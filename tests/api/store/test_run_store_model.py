@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api.store.base import Payload, RunStore
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore, Payload, RunStore
 from atroposlib.api.store.sqlite import SqliteRunStore
 from tests.api.store.stores import OpenRun, is_stored
 

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from atroposlib.api.store.base import Payload, WatchedStore
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore, Payload, WatchedStore
 
 
 class FragileStore(MemoryRunStore):
