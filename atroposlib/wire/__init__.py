@@ -13,6 +13,9 @@ requested are spliced into its batch; only the others are converted.
 """
 
 from atroposlib.wire.groups import (
+    BODY_TYPES,
+    MEDIA_TYPES,
+    AcceptedLane,
     batch_pieces,
     convert_payload,
     decode_batch,
@@ -21,19 +24,10 @@ from atroposlib.wire.groups import (
     encode_group,
     encode_groups,
     is_spliceable,
-)
-from atroposlib.wire.vocabulary import (
-    BODY_NOT_TEXT,
-    BODY_TYPES,
-    MEDIA_TYPES,
-    AcceptedLane,
-    DecodedGroup,
-    Lane,
-    StoredPayload,
-    WireError,
     lane_of,
     lane_of_accept,
 )
+from atroposlib.wire.json_format import BODY_NOT_TEXT, DecodedGroup, Lane, StoredPayload, WireError
 
 __all__ = [
     "BODY_NOT_TEXT",

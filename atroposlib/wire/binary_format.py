@@ -28,12 +28,20 @@ from numpy.typing import NDArray
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, GroupField, check_group
 from atroposlib.wire.json_format import (
+    BODY_NOT_TEXT,
     INT64,
     ROW_FIELDS,
+    DecodedGroup,
     JsonText,
+    Lengths,
     RowTexts,
+    WireError,
+    check_layout,
     decode_value,
     find_fields,
+    from_group_error,
+    from_validation,
+    is_loose,
     read_integer,
     read_opaque,
     read_rows,
@@ -42,46 +50,7 @@ from atroposlib.wire.json_format import (
     write_field,
     write_row,
 )
-from atroposlib.wire.vocabulary import (
-    BODY_NOT_TEXT,
-    DecodedGroup,
-    Lengths,
-    WireError,
-    check_layout,
-    from_group_error,
-    from_validation,
-    is_loose,
-)
 from atroposlib.wire.zstd_frames import plain_blob
-
-__all__ = [
-    "BITS",
-    "FORMAT",
-    "NUMERIC_FIELDS",
-    "OPAQUE_FIELDS",
-    "TEXT",
-    "Column",
-    "Numbers",
-    "binary_of_json",
-    "check_column",
-    "decode_binary_group",
-    "decode_binary_groups",
-    "encode_binary_group",
-    "gather",
-    "gather_rows",
-    "json_of_binary",
-    "opaque_text",
-    "open_group",
-    "pack",
-    "read_blob",
-    "require_finite",
-    "split_rows",
-    "texts_decoder",
-    "unpack",
-    "unpack_fields",
-    "write_group",
-    "write_map",
-]
 
 BITS = "bits"
 """Type of `masks` whose entries are `IGNORE_INDEX` or their token: one bit, set where trained."""
@@ -117,12 +86,9 @@ class Numbers(NamedTuple):
 
 
 def check_column(name: str, column: Column, tokens: list[int] | None) -> list[int] | None:
-    """Check the sizes, the type and the numbers of a field.
+    """Check the sizes, the type and the numbers of a field that is not of type `TEXT`.
 
-    Args:
-        name: the field.
-        column: the received column; not of type `TEXT`.
-        tokens: [G] number of tokens of each trajectory; None for the field `tokens` itself.
+    `tokens` are the numbers of tokens, [G]; None for the field `tokens` itself.
 
     Returns:
         [G] entries of each row; None for a field with one number per trajectory.
@@ -138,8 +104,10 @@ def check_column(name: str, column: Column, tokens: list[int] | None) -> list[in
         field.shape != "GLK" and column.counts is not None
     ):
         raise GroupError(f"{name}: has lengths or counts, but a field of its shape has none")
-    lengths, total = None, _num_scores(column)
-    if field.shape != "G":
+    lengths = None
+    if field.shape == "G":
+        total = len(column.data) // int(column.dtype[1])
+    else:
         lengths = _lengths_of(name, column, tokens)
         total = sum(lengths)
         if field.shape == "GLK":
@@ -153,10 +121,6 @@ def check_column(name: str, column: Column, tokens: list[int] | None) -> list[in
     if field.dtype == "float":
         require_finite(name, _numbers(column, lengths))
     return lengths
-
-
-def _num_scores(column: Column) -> int:
-    return len(column.data) // int(column.dtype[1]) if column.dtype != BITS else 0
 
 
 def _num_bytes(dtype: str, total: int) -> int:
@@ -192,12 +156,6 @@ def _unsigned(what: str, data: memoryview) -> NDArray[Any]:
     return np.frombuffer(data, dtype="<u4")
 
 
-def _counts_of(column: Column, total: int) -> NDArray[Any] | None:
-    if isinstance(column.counts, int):
-        return np.full(total // column.counts, column.counts, dtype="<u4")
-    return None if column.counts is None else np.frombuffer(column.counts, dtype="<u4")
-
-
 def require_finite(name: str, numbers: Numbers) -> None:
     """Reject numbers that are not finite; raise `GroupError` with the index of the first."""
     is_finite = np.isfinite(numbers.flat)
@@ -216,12 +174,9 @@ def require_finite(name: str, numbers: Numbers) -> None:
 
 
 def unpack(name: str, column: Column, tokens: Numbers | None) -> Numbers:
-    """Read a checked field; numbers are views on the received bytes, except those of a bitmap.
+    """Read a field that passed `check_column`, with the tokens of its group.
 
-    Args:
-        name: the field.
-        column: a column that passed `check_column`.
-        tokens: the tokens of the group; None for the field `tokens` itself.
+    Numbers are views on the received bytes, except those of a bitmap.
     """
     if _FIELDS[name].shape == "G":
         return _numbers(column, None)
@@ -236,8 +191,10 @@ def unpack(name: str, column: Column, tokens: Numbers | None) -> Numbers:
 
 
 def _numbers(column: Column, lengths: list[int] | None) -> Numbers:
-    flat = np.frombuffer(column.data, dtype=f"<{column.dtype}")
-    return Numbers(flat, lengths, _counts_of(column, len(flat)))
+    flat, counts = np.frombuffer(column.data, dtype=f"<{column.dtype}"), column.counts
+    if isinstance(counts, int):
+        return Numbers(flat, lengths, np.full(len(flat) // counts, counts, dtype="<u4"))
+    return Numbers(flat, lengths, None if counts is None else np.frombuffer(counts, dtype="<u4"))
 
 
 def split_rows(numbers: Numbers) -> Iterator[NDArray[Any] | list[NDArray[Any]]]:
@@ -299,27 +256,15 @@ _strict_decoder = msgspec.msgpack.Decoder(_blob_type("StrictBlob", is_strict=Tru
 
 
 def decode_binary_group(body: bytes, *, max_bytes: int) -> DecodedGroup:
-    """Read and check one group.
-
-    Args:
-        body: a group, or its zstd frame.
-        max_bytes: limit on the decompressed size of a group.
-
-    Raises:
-        WireError: the body is not a well-formed group.
-    """
+    """Read and check one group, or its zstd frame; raises `WireError`."""
     return _decode_plain(body, plain_blob(body, max_bytes=max_bytes))
 
 
 def decode_binary_groups(blobs: Sequence[memoryview], *, max_bytes: int) -> list[DecodedGroup]:
     """Read and check the groups of a list; one malformed group rejects the whole list.
 
-    Args:
-        blobs: groups, or their zstd frames.
-        max_bytes: limit on the total decompressed size of the groups.
-
-    Raises:
-        WireError: its path starts with the index of the group.
+    `max_bytes` limits the total decompressed size. The path of a `WireError` starts with the index
+    of the group.
     """
     groups: list[DecodedGroup] = []
     for i, blob in enumerate(blobs):
@@ -535,12 +480,7 @@ def gather_rows(name: str, texts: Sequence[JsonText]) -> Numbers | None:
 
 
 def pack(name: str, numbers: Numbers, tokens: Numbers) -> Column:
-    """Write a field.
-
-    Args:
-        name: the field.
-        numbers: the numbers of the field.
-        tokens: the tokens of the group, for `masks` and for equal lengths.
+    """Write a field; the tokens of its group are used for `masks` and for equal lengths.
 
     Raises:
         GroupError: a number is not finite.
@@ -613,11 +553,10 @@ def _gather_laxly(name: str, value: Any) -> Numbers | bytes:
 
 
 def write_group(fields: Mapping[str, Any]) -> bytes:
-    """Write a group.
+    """Write a group from its present fields by name.
 
-    Args:
-        fields: the present fields by name: `Numbers`, integers, JSON text of opaque fields and of
-            `advantages` with single numbers.
+    These are `Numbers`, integers, and JSON text of opaque fields and of `advantages` with single
+    numbers.
     """
     tokens = fields["tokens"]
     written: dict[str, Any] = {"format": FORMAT}
@@ -668,7 +607,7 @@ def json_of_binary(blob: bytes | memoryview) -> bytes:
 
 
 def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
-    """Read an uncompressed binary group.
+    """Read an uncompressed binary group; raises `WireError`.
 
     Args:
         blob: the group.
@@ -676,9 +615,6 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
 
     Returns:
         The fourteen fields, None if absent; notes and `policy_version` if the group has them.
-
-    Raises:
-        WireError: the blob is not a group.
     """
     group = open_group(blob)
     numbers = unpack_fields(group)

@@ -1,7 +1,9 @@
-"""Entry points of the codecs: groups, lists of groups, and the body of `GET /batch`; pure.
+"""Entry points of the codecs: groups, lists of groups, the body of `GET /batch`, media types; pure.
 
     JSON:    [group, ...]        {"batch": [group, ...] | null, other keys}
     binary:  array [bin, ...]    map {"batch": array [bin, ...] | nil, other keys}
+
+The format of a body is called `lane` in code: `json` or `msgpack`, the binary format.
 
 Stored groups are spliced into lists, so a list costs no more than copying its bytes. The binary
 codec, and numpy with it, is imported on first use.
@@ -11,48 +13,94 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 
 from atroposlib.wire.json_format import (
+    DecodedGroup,
+    Lane,
+    StoredPayload,
+    WireError,
     decode_json_group,
     decode_json_groups,
     decode_value,
     encode_json_group,
+    from_validation,
 )
-from atroposlib.wire.vocabulary import DecodedGroup, Lane, StoredPayload, WireError, from_validation
 from atroposlib.wire.zstd_frames import compressed_blob, is_compressed, plain_blob
 
-__all__ = [
-    "batch_pieces",
-    "convert_payload",
-    "decode_batch",
-    "decode_group",
-    "decode_groups",
-    "encode_group",
-    "encode_groups",
-    "is_spliceable",
-    "join_blobs",
-    "split_blobs",
-]
+MEDIA_TYPES: Mapping[Lane, str] = MappingProxyType(
+    {"json": "application/json", "msgpack": "application/msgpack"}
+)
+"""The media type of each format, for `Content-Type` and `Accept`."""
+
+
+_LANES: Mapping[str, Lane] = {
+    "application/json": "json",
+    "text/json": "json",
+    "application/msgpack": "msgpack",
+    "application/x-msgpack": "msgpack",
+    "application/vnd.msgpack": "msgpack",
+}
+
+
+BODY_TYPES = frozenset(_LANES)
+"""Every accepted `Content-Type`."""
+
+
+class AcceptedLane(NamedTuple):
+    """The format a client reads, and whether it also reads compressed groups."""
+
+    lane: Lane
+    accepts_zstd: bool
+
+
+def lane_of(content_type: str | None) -> Lane | None:
+    """Return the format of a body: JSON without a type, None for an unknown type."""
+    name, _ = _parts(content_type or "")
+    return _LANES.get(name or "application/json")
+
+
+def lane_of_accept(accept: str | None) -> AcceptedLane:
+    """Choose the format of the response by an `Accept` header.
+
+    `application/msgpack;zstd=1` also accepts compressed groups.
+
+    Returns:
+        The named format with the highest weight, the first one among equals. JSON for a client that
+        names none, or accepts any. A format with weight 0 is chosen only if no other is left.
+    """
+    best, best_weight = AcceptedLane("json", False), 0.0
+    for entry in (accept or "").split(","):
+        name, parameters = _parts(entry)
+        lane = _LANES.get(name) or ("json" if name in ("*/*", "application/*") else None)
+        weight = _weight(parameters.get("q", "1"))
+        if lane is not None and weight > best_weight:
+            accepts_zstd = lane == "msgpack" and parameters.get("zstd") == "1"
+            best, best_weight = AcceptedLane(lane, accepts_zstd), weight
+    return best
+
+
+def _parts(entry: str) -> tuple[str, dict[str, str]]:
+    name, *parameters = (part.strip().lower() for part in entry.split(";"))
+    pairs = (parameter.partition("=") for parameter in parameters)
+    return name, {key.strip(): value.strip().strip('"') for key, _, value in pairs}
+
+
+def _weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
 
 _blobs_decoder = msgspec.msgpack.Decoder(list[memoryview])
 _batch_decoder = msgspec.msgpack.Decoder(list[memoryview] | None)
 _map_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _json_decoder = msgspec.json.Decoder()
 _UNLIMITED = 2**63
-
-
-def join_blobs(blobs: Sequence[bytes]) -> bytes:
-    """Write a list of binary groups."""
-    return b"".join([_array_header(len(blobs)), *_with_headers(blobs)])
-
-
-def split_blobs(body: bytes) -> list[memoryview]:
-    """Split a list of binary groups; raises `WireError`."""
-    blobs: list[memoryview] = _decode(_blobs_decoder, body)
-    return blobs
 
 
 def is_spliceable(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bool:
@@ -65,10 +113,7 @@ def is_spliceable(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = Fa
 def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bytes:
     """Return a stored group in a format, converted if it is stored in the other one.
 
-    Args:
-        payload: a group as returned by `decode_group`.
-        lane: the format to write.
-        accepts_zstd: Whether a compressed group may stay compressed.
+    A compressed group stays compressed only if `accepts_zstd` is set.
     """
     if is_spliceable(payload, lane, accepts_zstd=accepts_zstd):
         return payload.content
@@ -104,11 +149,11 @@ def batch_pieces(
     ]
     if lane == "json":
         return _json_pieces(None if payloads is None else contents, envelope or {})
-    pieces = [_map_header(1 + len(envelope or {})), msgspec.msgpack.encode("batch")]
+    pieces = [_header(1 + len(envelope or {}), 0x80, b"\xdf"), msgspec.msgpack.encode("batch")]
     if payloads is None:
         pieces.append(msgspec.msgpack.encode(None))
     else:
-        pieces += (_array_header(len(contents)), *_with_headers(contents))
+        pieces += _array_of(contents)
     return pieces + [
         msgspec.msgpack.encode(part) for pair in (envelope or {}).items() for part in pair
     ]
@@ -117,7 +162,7 @@ def batch_pieces(
 def decode_batch(
     body: bytes, lane: Lane = "json", *, as_arrays: bool = False, max_bytes: int = 2**30
 ) -> Any:
-    """Read the body of `GET /batch`.
+    """Read the body of `GET /batch`; raises `WireError`.
 
     Args:
         body: body of the response.
@@ -127,9 +172,6 @@ def decode_batch(
 
     Returns:
         The response; `batch` is a list of groups with all fourteen fields, or None.
-
-    Raises:
-        WireError: the body is malformed.
     """
     if lane == "json":
         return decode_value(_json_decoder, body, ())
@@ -169,36 +211,29 @@ def _decode(decoder: Any, content: Any) -> Any:
         raise WireError(f"MessagePack decode error: {error}", kind="msgpack_invalid") from error
 
 
-def _with_headers(blobs: Sequence[bytes]) -> list[bytes]:
-    return [part for blob in blobs for part in (_bin_header(len(blob)), blob)]
+def _array_of(blobs: Sequence[bytes]) -> list[bytes]:
+    """Write a MessagePack array of binary values, without joining them."""
+    pieces = [_header(len(blobs), 0x90, b"\xdd")]
+    for blob in blobs:
+        pieces += (b"\xc6" + struct.pack(">I", len(blob)), blob)
+    return pieces
 
 
-def _bin_header(size: int) -> bytes:
-    return b"\xc6" + struct.pack(">I", size)
-
-
-def _array_header(count: int) -> bytes:
-    return bytes([0x90 | count]) if count < 16 else b"\xdd" + struct.pack(">I", count)
-
-
-def _map_header(count: int) -> bytes:
-    return bytes([0x80 | count]) if count < 16 else b"\xdf" + struct.pack(">I", count)
+def _header(count: int, short: int, long: bytes) -> bytes:
+    return bytes([short | count]) if count < 16 else long + struct.pack(">I", count)
 
 
 _MAX_BYTES = 2**30
 
 
 def decode_group(body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTES) -> DecodedGroup:
-    """Read and check one group.
+    """Read and check one group; return it in canonical form.
 
     Args:
         body: in JSON an object: unknown keys are ignored, numeric strings and integral floats are
             read as integers, integers as floats. In the binary format a group, or its zstd frame.
         lane: the format of the body.
         max_bytes: limit on the decompressed size of a group.
-
-    Returns:
-        The group in canonical form.
 
     Raises:
         WireError: the body is not in this format, or the group is malformed.
@@ -213,21 +248,16 @@ def decode_group(body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTE
 def decode_groups(
     body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTES
 ) -> list[DecodedGroup]:
-    """Read and check a list of groups; one malformed group rejects the whole list.
+    """Read and check an array of groups; one malformed group rejects the whole array.
 
-    Args:
-        body: an array of groups.
-        lane: the format of the body.
-        max_bytes: limit on the total decompressed size of the groups.
-
-    Raises:
-        WireError: as `decode_group`; its path starts with the index of the group.
+    `max_bytes` limits the total decompressed size. Errors are those of `decode_group`; their path
+    starts with the index of the group.
     """
     if lane == "json":
         return decode_json_groups(body)
     from atroposlib.wire.binary_format import decode_binary_groups
 
-    return decode_binary_groups(split_blobs(body), max_bytes=max_bytes)
+    return decode_binary_groups(_decode(_blobs_decoder, body), max_bytes=max_bytes)
 
 
 def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = False) -> bytes:
@@ -257,4 +287,6 @@ def encode_groups(
 ) -> bytes:
     """Write a list of groups in canonical form; arguments and errors as for `encode_group`."""
     encoded = [encode_group(group, lane, zstd=zstd) for group in groups]
-    return b"[%b]" % b",".join(encoded) if lane == "json" else join_blobs(encoded)
+    if lane == "json":
+        return b"[%b]" % b",".join(encoded)
+    return b"".join(_array_of(encoded))

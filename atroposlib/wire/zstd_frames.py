@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from atroposlib.wire.vocabulary import WireError
-
-__all__ = ["compressed_blob", "is_compressed", "plain_blob"]
+from atroposlib.wire.json_format import WireError
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _LEVEL = 3

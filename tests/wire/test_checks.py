@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import MAX_SCORE, check_group
-from atroposlib.wire.vocabulary import check_layout
+from atroposlib.wire.json_format import check_layout
 
 LENGTHS = st.lists(st.integers(0, 2), max_size=3)
 ODD_SCORES = (0, 1.5, float("nan"), float("inf"), -float("inf"), MAX_SCORE, -2 * MAX_SCORE, 10**400)

@@ -49,9 +49,9 @@ def test_lane_of_an_answer(accept, lane, accepts_zstd):
     assert lane_of_accept(accept) == (lane, accepts_zstd)
 
 
-def test_lane_of_an_answer_to_a_client_that_takes_anything_is_the_default():
-    assert lane_of_accept("*/*", "msgpack").lane == "msgpack"
-    assert lane_of_accept(None, "msgpack").lane == "msgpack"
+def test_lane_of_an_answer_to_a_client_that_names_none_is_json():
+    assert lane_of_accept("*/*").lane == "json"
+    assert lane_of_accept(None).lane == "json"
 
 
 def test_media_types_lead_back_to_their_lanes():
