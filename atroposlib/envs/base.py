@@ -1,17 +1,26 @@
 """`BaseEnv`: what every environment subclasses, and the names environments import from here.
 
-An author writes the hooks of `EnvHooks` and may override any method below. Each method says when
-it is called and delegates to one member; members call all hooks on the environment, so overrides
-and replaced methods take part everywhere. An attribute of the contract is declared here and held
-by the member named in its `held_by`.
+This is the page to read before writing an environment. `EnvHooks` has the methods that an
+environment implements or overrides, with their defaults. Hooks are called at the moment their
+docstring names, with positional arguments; the result is awaited if it can be awaited, so that a
+hook may also be a plain function. Items belong to the environment: the library keeps them and
+returns them, and never hashes, copies, compares or encodes them.
+
+    get_next_item -> collect_trajectories -> postprocess_histories -> the trainer
+                       (G x collect_trajectory)
+
+`BaseEnv` has the methods that the library calls, which may be overridden too. Each says when it is
+called and delegates to one member; members call all hooks on the environment, so that overrides and
+replaced methods take part everywhere. An attribute of the contract is declared here and held by the
+member named in its `held_by`.
 
     member               holds and does                                      module
     reporter             metrics, tables, evaluation results                 reporting
     registration         registration, step, limits, status of the queue     service_session
-    delivery             admitting, saving and sending groups                delivery
+    delivery             admitting, saving and sending groups                rollouts
     rollout_scheduler    rollout tasks, backlog, time limits                 scheduler
     evaluation_runner    the evaluation task                                 scheduler
-    serving_loop         `serve`: rollouts for a trainer                     serving
+    serving_loop         `serve`: rollouts for a trainer                     scheduler
     (none)               `process` and `evaluate`                            offline
 
 Names that need heavy packages are imported when first asked for.
@@ -24,28 +33,34 @@ import importlib
 import logging
 import os
 import sys
+from abc import ABCMeta, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pydantic import BaseModel, Field
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
-from atroposlib.envs.delivery import Delivery, GroupWriter
-from atroposlib.envs.hooks import EnvHooks, settle
 from atroposlib.envs.offline import ProcessRun, evaluate_once
 from atroposlib.envs.reporting import (
+    PartSums,
     Reporter,
     RunFigures,
     load_env_checkpoint,
     restore_attributes,
     save_env_checkpoint,
 )
-from atroposlib.envs.reward_parts import PartSums
-from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler
+from atroposlib.envs.rollouts import (
+    Delivery,
+    GroupWriter,
+    StragglerRule,
+    assemble_group,
+    gather_rollouts,
+)
+from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler, ServingLoop
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     OpenaiConfig,
@@ -56,14 +71,14 @@ from atroposlib.envs.server_handling.config import (
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.service_session import EnvSession, Registration
-from atroposlib.envs.serving import ServingLoop
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
-from atroposlib.utils.aio import SideThread
+from atroposlib.utils.aio import SideThread, settle
 from atroposlib.utils.gymnasium_names import keep_removed_games
 from atroposlib.utils.model_paths import missing_folder
 from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
 
 if TYPE_CHECKING:
@@ -94,6 +109,7 @@ __all__ = [
     "BaseEnv",
     "BaseEnvConfig",
     "BaseModel",
+    "EnvHooks",
     "EvalHandlingEnum",
     "Field",
     "Item",
@@ -118,6 +134,201 @@ __all__ = [
     "resolve_openai_configs",
     "wandb",
 ]
+
+LOCAL_VLLM_URL = "http://localhost:9001/v1"
+
+
+class EnvHooks(metaclass=ABCMeta):
+    """Hooks for authors; `get_next_item` and `evaluate` must be written, the rest may be.
+
+    Attributes:
+        name: name of the environment in registrations, files and metrics.
+        env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
+        default_model: model that the default `config_init` names, served by vLLM on this machine.
+        default_settings: settings that the default `config_init` lays over those of the class.
+        rollout_columns: names of further columns of the table `train/rollouts`.
+        check_settings: settings for `check` only, such as the path of a small data set.
+        config: settings of this instance.
+        server: inference servers, as `self.server.chat_completion(...)`.
+        tokenizer: Hugging Face tokenizer of `config.tokenizer_name`.
+    """
+
+    name: str | None = None
+    env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
+    default_model: ClassVar[str | None] = None
+    default_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    rollout_columns: ClassVar[Sequence[str]] = ()
+    check_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    config: BaseEnvConfig
+    server: Any  # a ServerManager, or whatever a test puts in its place
+    tokenizer: Any = None  # transformers carries no types worth following
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, Any]:
+        """Return the default settings: the environment's config, and its inference servers.
+
+        The servers are a list of `APIServerConfig`, one `APIServerConfig`, or a `ServerBaseline`.
+        This one takes `default_settings` and `default_model`; write your own for anything else.
+        Called by the command line before YAML and flags are laid over them.
+        """
+        from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
+
+        settings = dict(cls.default_settings)
+        if cls.default_model is None:
+            return cls.env_config_cls.model_validate(settings), ServerBaseline()
+        settings.setdefault("tokenizer_name", cls.default_model)
+        server = APIServerConfig(
+            model_name=cls.default_model, base_url=LOCAL_VLLM_URL, server_type="vllm"
+        )
+        return cls.env_config_cls.model_validate(settings), server
+
+    @classmethod
+    def check_inputs(cls, config: BaseEnvConfig) -> None:
+        """Find out whether what the environment reads is there; override it to add checks.
+
+        Called by its commands before anything is loaded; `check` leaves it to `setup`.
+
+        Raises:
+            ConfigError: something is missing; the message says what and where.
+        """
+        return
+
+    async def setup(self) -> None:
+        """Load data and whatever else is needed; called once, before anything else."""
+        return
+
+    @abstractmethod
+    async def get_next_item(self) -> Item:
+        """Return the next item to roll out.
+
+        None means that there is none now: serving asks again later, `process` ends. An exception
+        ends the run.
+        """
+
+    @abstractmethod
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure the policy; called without arguments every `steps_per_eval` trainer steps.
+
+        The result is ignored. An exception is logged and counted, and training goes on.
+        """
+
+    async def collect_trajectory(self, item: Item) -> tuple[Any, list[Item]]:
+        """Roll out an item once.
+
+        Args:
+            item: from `get_next_item` or the backlog.
+
+        Returns:
+            A `ScoredDataItem` (or, when `postprocess_histories` builds the group, anything), and
+            items to roll out next. None in the first place gives up the group.
+
+        An exception fails the group under its name; the other rollouts of the group finish.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides neither collect_trajectory nor collect_trajectories"
+        )
+
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
+        """Roll out an item `group_size` times and return the scored group.
+
+        The default runs `collect_trajectory` that often at the same time and merges the results
+        with every field they carry. Override it to sample all completions in one request.
+
+        Args:
+            item: from `get_next_item` or the backlog.
+
+        Returns:
+            A group, a list of groups, or None, and items to roll out next.
+        """
+
+        async def collect(item: Item) -> Any:
+            return await settle(self.collect_trajectory(item))
+
+        results, backlog = await gather_rollouts(
+            collect,
+            item,
+            group_size=self.config.group_size,
+            rule=StragglerRule.from_config(self.config),
+            count_straggler=self.count_straggler,
+        )
+        overrides = type(self).postprocess_histories is not EnvHooks.postprocess_histories
+        return assemble_group(results, is_scored_later=overrides), backlog
+
+    async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
+        """Add to admitted groups what costs too much for dropped ones; the default adds nothing."""
+        return groups
+
+    def count_straggler(self, name: str) -> None:
+        """Count a straggling rollout; called with `retried`, `left_out` or `given_up`."""
+        return
+
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        """Turn what `collect_trajectories` returned into groups; the default changes nothing.
+
+        Called only when there is something to process.
+
+        Returns:
+            A group, a list of groups and Nones, or None to give up.
+        """
+        return trajectories
+
+    def rollout_cells(self, item: Item) -> Sequence[Any]:
+        """Return the values of `rollout_columns`, the same for every completion of an item."""
+        return ()
+
+    def check_gold_answer(self, item: Item) -> str | Sequence[str] | None:
+        """Return what a perfect model would write; called by `check` and by `process` only.
+
+        `check` tests the scores with it, `process` shows it beside the completions. A list gives
+        one answer per turn. None, the default, leaves the scores unchecked.
+        """
+        return None
+
+    def check_judge_reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the answer to a request outside a rollout, as one to a judge; for `check` only.
+
+        Args:
+            messages: of any request during a check. None, the default, means that it is the
+                policy's turn.
+        """
+        return None
+
+    async def cleanup(self) -> None:
+        """Tidy up after a rollout; called when one ran to its end while serving."""
+        return
+
+    async def close(self) -> None:
+        """Release what `setup` took; called once, when the run is over and rollouts have ended."""
+        return
+
+    @property
+    def desired_name(self) -> str:
+        """The name to register under: `wandb_name`, the class's `name`, or the class name."""
+        return self.config.wandb_name or self.name or type(self).__name__
+
+    @cached_property
+    def score_pool(self) -> ScorePool:
+        """Workers for scoring functions, as the config asks for; may be assigned.
+
+        `await self.score_pool.run(function, *args, timeout=5, default=0.0)` neither stalls other
+        rollouts nor runs for ever; see `ScorePool`.
+        """
+        return ScorePool(
+            num_workers=self.config.num_score_workers,
+            timeout_s=self.config.score_timeout_s,
+            backend=self.config.score_backend.value,
+        )
+
+    def _opened_score_pool(self) -> ScorePool | None:
+        pool = vars(self).get("score_pool")  # asking for the attribute would make one
+        return pool if isinstance(pool, ScorePool) else None
+
+    async def _close_score_pool(self) -> None:
+        pool = self._opened_score_pool()
+        if pool is not None:
+            await asyncio.to_thread(pool.close)
+
 
 logger = logging.getLogger(__name__)
 

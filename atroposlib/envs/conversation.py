@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from atroposlib.envs.reward_parts import Reward
+from atroposlib.envs.reporting import Reward
 
 __all__ = [
     "ChatMessage",

@@ -57,8 +57,7 @@ from atroposlib.envs.conversation import (
     checked_chat,
     is_chat,
 )
-from atroposlib.envs.hooks import settle
-from atroposlib.envs.reward_parts import (
+from atroposlib.envs.reporting import (
     RewardWeights,
     check_weight_names,
     complete_parts,
@@ -66,7 +65,7 @@ from atroposlib.envs.reward_parts import (
     weigh,
 )
 from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.server_handling.turn_matching import SequenceNode
+from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS, ask, complete, completion_budget
 from atroposlib.errors import ConfigError, ContextOverflowError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
@@ -75,7 +74,7 @@ from atroposlib.utils.advantages import (
     compute_grpo_process_supervision_advantages,
     compute_stats,
 )
-from atroposlib.utils.aio import all_results
+from atroposlib.utils.aio import all_results, settle
 
 __all__ = [
     "ChatMessage",

@@ -18,19 +18,19 @@ from numbers import Real
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from atroposlib.envs.delivery import (
+from atroposlib.envs.reporting import Reporter
+from atroposlib.envs.rollouts import (
     Delivery,
+    as_pair,
     mark_tokenized_from_text,
     stamp_finish_reasons,
 )
-from atroposlib.envs.hooks import settle
-from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
+from atroposlib.envs.scheduler import DrivenEnv, cancelled, expect_engine_tokenizer, setup_error_of
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.service_session import EngineWatch, Registration
-from atroposlib.envs.serving import DrivenEnv, cancelled, expect_engine_tokenizer, setup_error_of
 from atroposlib.errors import InferenceError, NoDataError
+from atroposlib.utils.aio import settle
 from atroposlib.utils.text import short_score
 
 __all__ = ["ProcessRun", "evaluate_once"]

@@ -1,13 +1,21 @@
-"""Own the rollout tasks of one environment: start, time out, set aside and end them.
+"""`serve`: roll out, score and send groups for a trainer until its run is over.
+
+`ServingLoop` is a member of every environment and drives it. It calls every hook on the
+environment (`get_status`, `env_step_checks`, `add_train_workers`, `handle_send_to_api`, ...), so
+that overrides take part, and holds only the counts that pace the loop.
+
+    setup -> wandb -> register -> info -> [ status -> step checks ] every `status_interval_s`
+                                          [ fill -> handle_env -> send ] whenever there is room
+    at the end: rollouts end, last metrics, close(), disconnect, logs closed
+
+`RolloutScheduler` owns the rollout tasks: it starts, times out, sets aside and ends them. It is
+given functions, and knows neither the service nor what a rollout does.
 
     next_item / backlog --> start --> run_rollout(uuid) --> done --> next start, at once
                   ^           ^           |                   |
                   |    limit() says    time is up       wakes `run`
                   |      how many         |
                   +---- tried again ------+----> given up
-
-It is given functions and knows neither the service nor what a rollout does. Items are opaque:
-they are never hashed, copied or compared.
 
 Invariants:
     - An item is in one place: the backlog, those to be tried again, `running_items`, or handed to
@@ -16,11 +24,8 @@ Invariants:
     - A running rollout is cancelled for three reasons only: its time is up, an evaluation stops
       training, or the run ends. Never because the queue filled.
 
-Own the task of an environment's evaluation: one at a time, none left out.
-
-start ──► runs ──► on_end
-  │         ▲
-  └─ one runs already: the next begins when it has ended (several wanted meanwhile are one)
+`EvaluationRunner` owns the task of the evaluation: one at a time. If more are wanted while one
+runs, one more follows it.
 """
 
 from __future__ import annotations
@@ -29,15 +34,42 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
+from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, StragglerPolicyEnum
+from atroposlib.envs.reporting import Reporter
+from atroposlib.envs.rollouts import (
+    Delivery,
+    as_pair,
+    mark_tokenized_from_text,
+    stamp_finish_reasons,
+    stamp_policy_version,
+)
 from atroposlib.envs.run_snapshot import RepeatedErrors
+from atroposlib.envs.server_handling.server_baseline import sampled_versions
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.service_session import (
+    EngineWatch,
+    Registration,
+    crossed_boundary,
+    failure_pause_s,
+    is_run_finished,
+    worker_limit,
+)
+from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, MissingExtraError
+from atroposlib.utils.aio import settle
 
 __all__ = [
     "EvaluationRunner",
     "RolloutScheduler",
+    "ServingLoop",
+    "cancelled",
+    "expect_engine_tokenizer",
+    "setup_error_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -363,3 +395,392 @@ class EvaluationRunner:
         await asyncio.wait({self.task}, timeout=grace_s)
         if not self.task.done():
             logger.error("the evaluation ignores its cancellation: %s", self.task)
+
+
+class DrivenEnv(Protocol):
+    """What `serve`, `process` and `evaluate` read and call on an environment."""
+
+    config: BaseEnvConfig
+    server: Any
+    tokenizer: Any
+    status_interval_s: float
+    shutdown_grace_s: float
+    empty_rollout_s: float
+    final_engine_timeout_s: float
+    n_groups_to_process: int
+    group_size_to_process: int
+
+    async def setup(self) -> None: ...
+    async def setup_wandb(self) -> None: ...
+    async def register_env(self) -> None: ...
+    async def get_server_info(self) -> None: ...
+    async def get_status(self) -> None: ...
+    async def env_step_checks(self) -> None: ...
+    async def add_train_workers(self) -> None: ...
+    async def get_next_item(self) -> Any: ...
+    async def collect_trajectories(self, item: Any, /) -> Any: ...
+    async def postprocess_histories(self, trajectories: Any, /) -> Any: ...
+    def check_gold_answer(self, item: Any, /) -> Any: ...
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Any,
+        /,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None: ...
+    async def cleanup(self) -> None: ...
+    async def wandb_log(self, wandb_metrics: dict[str, Any], /) -> None: ...
+    async def evaluate(self) -> Any: ...
+    def save_checkpoint(self, step: int, /) -> None: ...
+    async def _run_close_hook(self) -> None: ...
+    def _close_records(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class ServingLoop:
+    """Serves one environment: follows the trainer's step and keeps rollouts running.
+
+    Args:
+        env: The environment to serve.
+        reporter: Counts failures and durations.
+        registration: What the service says.
+        delivery: Knows which groups were dropped as unusable.
+        scheduler: Owns the rollout tasks.
+        evaluations: Owns the evaluation task.
+
+    Attributes:
+        last_loop_time: Seconds since the epoch of the latest look at the service, None before it.
+    """
+
+    def __init__(
+        self,
+        env: DrivenEnv,
+        *,
+        reporter: Reporter,
+        registration: Registration,
+        delivery: Delivery,
+        scheduler: RolloutScheduler,
+        evaluations: EvaluationRunner,
+    ) -> None:
+        self.last_loop_time: float | None = None
+        self._env = env
+        self._reporter = reporter
+        self._registration = registration
+        self._delivery = delivery
+        self._scheduler = scheduler
+        self._evaluations = evaluations
+        self._failures_in_a_row = 0
+        self._failures_told = 0
+        self._num_evaluations_logged = 0
+        self._step_logged = 0
+
+    async def run(self) -> None:
+        """Serve until the trainer has done its steps; see `BaseEnv.env_manager`."""
+        env, session = self._env, self._registration.open_session()
+        watch = EngineWatch.of(env.server)
+        async with AsyncExitStack() as ending:  # runs from the last line to the first
+            ending.push(env._close_records)
+            ending.push_async_callback(session.leave, timeout_s=env.shutdown_grace_s)
+            ending.push_async_callback(env._run_close_hook)
+            ending.push_async_callback(self._log_last_metrics)
+            ending.push_async_exit(self._end_rollouts)
+            ending.push_async_callback(self._evaluations.shut_down, grace_s=env.shutdown_grace_s)
+            await settle(env.setup())
+            expect_engine_tokenizer(env.server, env.tokenizer, name=env.config.tokenizer_name)
+            await env.setup_wandb()
+            await settle(env.register_env())
+            await settle(env.get_server_info())
+            self._reporter.run_figures.begin()
+            async with self._ending_without_engines(watch):
+                await self._scheduler.run(
+                    refresh=self._refresh_status,
+                    fill=self._fill_workers,
+                    interval_s=env.status_interval_s,
+                )
+            logger.info("%s", self._ending_text())
+            await self._finish_evaluation(watch)
+
+    def _ending_text(self) -> str:
+        """Say at which step serving ends, and whose last step that is."""
+        total_steps = self._env.config.total_steps
+        if total_steps < self._registration.trainer_steps:
+            return (
+                f"done: step {total_steps} is reached (--env.total_steps); the trainer goes on to "
+                f"step {self._registration.trainer_steps} without this environment"
+            )
+        return f"done: the training run has ended with step {total_steps}"
+
+    @asynccontextmanager
+    async def _ending_without_engines(self, watch: EngineWatch) -> AsyncIterator[None]:
+        """Have the rollouts end when no inference server has been up for `engine_timeout`."""
+        config = self._env.config
+        limit_s = config.engine_timeout
+
+        async def stop_without_engines() -> None:
+            await watch.wait_until_away(limit_s)
+            self._scheduler.stop(
+                InferenceError(
+                    f"no inference server was up for {limit_s:g} s ({watch.names}), "
+                    f"and step {self._registration.curr_step} of {config.total_steps} is not the "
+                    "last: the engine may have left with the trainer. Start them again, then this "
+                    "environment; --env.engine_timeout sets how long is waited, 0 without limit"
+                )
+            )
+
+        watching = asyncio.create_task(stop_without_engines())
+        try:
+            yield
+        finally:
+            await cancelled(watching)
+
+    async def _finish_evaluation(self, watch: EngineWatch) -> None:
+        """Wait for the final evaluation as long as there is an inference server for it."""
+        limit_s = self._env.final_engine_timeout_s
+        if self._env.config.engine_timeout:
+            limit_s = min(limit_s, self._env.config.engine_timeout)
+        finishing = asyncio.create_task(self._evaluations.finish())
+        watching = asyncio.create_task(watch.wait_until_away(limit_s))
+        try:
+            await asyncio.wait({finishing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not finishing.done():
+                self._reporter.count_failure("final_evaluation")
+                logger.error(
+                    "the final evaluation is given up: no inference server was up for %g s (%s). "
+                    "The training run is over, the engine may have left with the trainer",
+                    limit_s,
+                    watch.names,
+                )
+        finally:
+            await cancelled(finishing)
+            await cancelled(watching)
+
+    async def _end_rollouts(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the rollouts; those of a run that is stopped, not over, get time to finish."""
+        is_stopped = isinstance(error, asyncio.CancelledError)
+        await self._scheduler.shut_down(
+            grace_s=self._env.shutdown_grace_s,
+            rollout_grace_s=self._env.config.rollout_grace_s if is_stopped else 0.0,
+        )
+
+    async def _log_last_metrics(self) -> None:
+        """Log what nothing has logged yet: the last step, its rollouts, the final evaluation."""
+        has_rollouts = self._delivery.items_sent_this_step > 0 or bool(
+            self._reporter.rollouts_for_wandb
+        )
+        has_evaluation = self._evaluations.num_ended > self._num_evaluations_logged
+        if has_rollouts or has_evaluation or self._registration.curr_step > self._step_logged:
+            await self._log_metrics()
+
+    async def _log_metrics(self) -> None:
+        self._delivery.items_sent_this_step = 0
+        self._num_evaluations_logged = self._evaluations.num_ended
+        self._step_logged = self._registration.curr_step
+        await self._reporter.tolerate(_called(self._env.wandb_log, {}), "wandb_log")
+
+    async def _refresh_status(self) -> bool:
+        """Look at the service once; tell whether the run goes on."""
+        now = time.time()
+        if self.last_loop_time is not None:
+            self._reporter.mainloop_timings.append(now - self.last_loop_time)
+        self.last_loop_time = now
+        await self._env.get_status()
+        await settle(self._env.env_step_checks())
+        return not is_run_finished(
+            current_step=self._registration.queue_status().current_step,
+            total_steps=self._env.config.total_steps,
+        )
+
+    async def act_on_step(self) -> None:
+        """Act on a new trainer step; see `BaseEnv.env_step_checks`."""
+        config, registration = self._env.config, self._registration
+        queue = registration.queue_status()
+        old_step, new_step = registration.curr_step, queue.current_step
+        if new_step == old_step:
+            return
+        evaluation_step = crossed_boundary(
+            old_step=old_step, new_step=new_step, interval=config.steps_per_eval
+        )
+        if evaluation_step is not None:
+            self._start_evaluation()
+        checkpoint_step = crossed_boundary(
+            old_step=old_step, new_step=new_step, interval=registration.checkpoint_interval
+        )
+        if checkpoint_step is not None:
+            await self._reporter.tolerate(
+                _called(self._env.save_checkpoint, checkpoint_step), "save_checkpoint"
+            )
+        registration.curr_step = new_step
+        if 0 < registration.trainer_steps <= new_step < config.total_steps:
+            logger.info(
+                "the trainer has done the %d steps that it registered; waiting for more, up to "
+                "total_steps (%d); --env.end_with_trainer true ends with the trainer",
+                registration.trainer_steps,
+                config.total_steps,
+            )
+        logger.info(
+            "trainer step %d of %d; %d groups queued, %d rollouts running",
+            new_step,
+            config.total_steps,
+            queue.queue_groups,
+            len(self._scheduler.running_items),
+        )
+        if is_run_finished(current_step=new_step, total_steps=config.total_steps):
+            return  # logged once the rollouts and the final evaluation have ended
+        if self._delivery.items_sent_this_step >= config.min_items_sent_before_logging:
+            await self._log_metrics()
+
+    def _start_evaluation(self) -> None:
+        self._reporter.begin_evaluation()
+        self._evaluations.start(lambda: settle(self._env.evaluate()))
+        if self._env.config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
+            num_items = self._scheduler.set_running_aside()
+            logger.info("evaluating; %d running rollouts are set aside", num_items)
+
+    async def _fill_workers(self) -> None:
+        """Start what may start, slowly while every rollout fails."""
+        pause_s = failure_pause_s(self._failures_in_a_row)
+        if pause_s > 0:
+            is_told = self._failures_in_a_row >= 10 * self._failures_told
+            logger.log(
+                logging.WARNING if is_told else logging.DEBUG,
+                "%d rollouts failed in a row; waiting %.1f s before the next (failures so far: %s)",
+                self._failures_in_a_row,
+                pause_s,
+                dict(self._reporter.failure_counts),
+            )
+            self._failures_told = self._failures_in_a_row if is_told else self._failures_told
+            await asyncio.sleep(pause_s)
+        else:
+            self._failures_told = 0
+        if (
+            len(self._scheduler.workers) < self._registration.max_num_workers
+            and not self._registration.are_starts_held_back
+        ):
+            await settle(self._env.add_train_workers())
+
+    async def add_workers(self) -> None:
+        """Implement `BaseEnv.add_train_workers`."""
+        limit = self._worker_limit()
+        if self._registration.curr_step > 0 or self._scheduler.workers:
+            self._reporter.workers_added_list.append(limit - len(self._scheduler.workers))
+        is_retrying = self._env.config.straggler_policy == StragglerPolicyEnum.RETRY
+        await self._scheduler.fill(
+            self._worker_limit,
+            timeout_s=self._env.config.worker_timeout,
+            retries=self._env.config.straggler_retries if is_retrying else 0,
+        )
+
+    def _worker_limit(self) -> int:
+        if self._registration.are_starts_held_back:
+            return 0
+        ratios = {
+            EvalHandlingEnum.STOP_TRAIN: 0.0,
+            EvalHandlingEnum.LIMIT_TRAIN: self._env.config.eval_limit_ratio,
+            EvalHandlingEnum.NONE: 1.0,
+        }
+        ratio = ratios[self._env.config.eval_handling] if self._evaluations.is_running else 1.0
+        return worker_limit(
+            self._registration.queue_status(),
+            self._registration.capacity_limits(),
+            evaluation_ratio=ratio,
+        )
+
+    async def roll_out(self, item_uuid: str) -> Any:
+        """Implement `BaseEnv.handle_env`."""
+        record = self._scheduler.running_items.get(item_uuid)
+        if record is None:
+            return None
+        policy_version = (self._registration.status_dict or {}).get("policy_version")
+        first_step = self._registration.curr_step
+        with sampled_versions() as sampled:
+            scored = await self._collect_scored_groups(record["item"])
+        if sampled.oldest is not None:
+            policy_version = sampled.oldest
+        self._scheduler.running_items.pop(item_uuid, None)
+        duration_s = time.time() - record["start_time"]
+        self._reporter.add_rollout(duration_s=duration_s, has_data=scored is not None)
+        if scored:
+            stamp_policy_version(scored, policy_version)
+            stamp_finish_reasons(scored, sampled)
+            mark_tokenized_from_text(scored, has_text=sampled.has_text)
+            if (
+                self._registration.curr_step >= first_step
+            ):  # else the trainer went back to a checkpoint
+                self._reporter.run_figures.add_staleness(self._registration.curr_step - first_step)
+            num_unusable = self._delivery.num_unusable_groups()
+            await self._reporter.tolerate(
+                self._env.handle_send_to_api(scored, record["item"]), "sending a group"
+            )
+            # A rollout with unusable groups has failed too, and delays the next.
+            is_unusable = self._delivery.is_unusable(scored, before=num_unusable)
+            self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
+            self._scheduler.request_refresh()
+        await settle(self._env.cleanup())
+        if not scored:
+            # Else an environment that swallows errors would run through its data set in seconds.
+            await asyncio.sleep(max(0.0, self._env.empty_rollout_s - duration_s))
+        return scored
+
+    async def _collect_scored_groups(self, item: Any) -> Any:
+        """Collect and postprocess one item; None when that fails."""
+        try:
+            collected, backlog = as_pair(await settle(self._env.collect_trajectories(item)))
+            self._scheduler.backlog.extend(backlog)
+            if collected:
+                collected = await settle(self._env.postprocess_histories(collected))
+        except Exception as error:  # noqa: BLE001 - a failed rollout is a result, and counted
+            self._reporter.count_failure(type(error).__name__)
+            self._failures_in_a_row += 1
+            if not self._end_over(error):
+                self._reporter.errors.log("a rollout failed, its group is lost", error)
+            return None
+        if not collected:
+            self._failures_in_a_row = 0
+            self._end_over(setup_error_of(self._env.server))
+        return collected
+
+    def _end_over(self, error: Exception | None) -> bool:
+        """End the run over wrong settings met before the first group; tell whether it ends.
+
+        Later the same error is a failed rollout: an engine may be restarted with other settings.
+        """
+        is_final = isinstance(error, ConfigError | MissingExtraError)
+        if error is None or not is_final or self._reporter.run_figures.num_groups:
+            return False
+        self._scheduler.stop(error)
+        return True
+
+
+def setup_error_of(server: Any) -> EngineSetupError | None:
+    """Return why no request was answered so far, if the engine's settings are wrong."""
+    return server.setup_error if isinstance(server, ServerManager) else None
+
+
+def expect_engine_tokenizer(server: Any, tokenizer: Any, *, name: str) -> None:
+    """Have the engines' token ids compared with those of the environment's tokenizer."""
+    if isinstance(server, ServerManager):
+        server.expect_tokenizer(tokenizer, name=name, is_for_all=True)
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel a task of ours and wait until it has ended; what it failed with is raised."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
+
+
+async def _called(hook: Any, *args: Any) -> Awaitable[Any]:
+    """Call a hook inside a coroutine, so that what it raises is raised where it is awaited."""
+    return await settle(hook(*args))  # type: ignore[no-any-return]

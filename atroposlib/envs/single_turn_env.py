@@ -23,8 +23,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.envs.conversation import checked_chat, visible_text
-from atroposlib.envs.hooks import settle
-from atroposlib.envs.reward_parts import (
+from atroposlib.envs.reporting import (
     Reward,
     RewardWeights,
     WeighedReward,
@@ -36,7 +35,7 @@ from atroposlib.envs.reward_parts import (
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.errors import NoTextCompletionsError
 from atroposlib.scored_data import IGNORE_INDEX
-from atroposlib.utils.aio import all_results
+from atroposlib.utils.aio import all_results, settle
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
 
 __all__ = [
@@ -177,7 +176,7 @@ async def _chat(
 async def sample_trajectories(
     server: Any,
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    prompt: Sequence[Mapping[str, Any]] | str,
     *,
     group_size: int,
     max_tokens: int,
@@ -188,18 +187,20 @@ async def sample_trajectories(
     Args:
         server: the environment's `ServerManager`.
         tokenizer: the environment's tokenizer.
-        messages: the prompt.
+        prompt: messages, or a text to continue.
         group_size: G.
         max_tokens: budget of one completion.
-        sampling: what else `ask` takes, as `temperature`.
+        sampling: what else `ask` or `complete` takes, as `temperature`.
 
     Returns:
         [G] trajectories, in the order of the engine's choices.
     """
+    sampling = {**sampling, "n": group_size, "max_tokens": max_tokens}
     async with server.managed_server(tokenizer=tokenizer) as managed:
-        answers = await ask(
-            managed, tokenizer, messages, n=group_size, max_tokens=max_tokens, **sampling
-        )
+        if isinstance(prompt, str):
+            answers = await complete(managed, prompt, **sampling)
+        else:
+            answers = await ask(managed, tokenizer, prompt, **sampling)
         nodes = managed.get_state()["nodes"]
     return [
         Trajectory(
@@ -324,6 +325,11 @@ class SingleTurnEnv(BaseEnv):
         """Return [G] scores as they are sent, for rules that look at lengths or at the group."""
         return scores
 
+    def note_group(
+        self, item: Item, trajectories: Sequence[Trajectory], scores: Sequence[float]
+    ) -> None:
+        """Record statistics of a training group; called before `group_scores`, with [G] scores."""
+
     def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
         """Return what is logged of the scores since the last log; there is at least one."""
         if self.logs_percent_correct:
@@ -336,6 +342,11 @@ class SingleTurnEnv(BaseEnv):
         if self.logs_percent_correct:
             return {"eval/percent_correct": statistics.fmean(score > 0 for score in scores)}
         return {"eval/mean_score": statistics.fmean(scores)}
+
+    @property
+    def eval_token_limit(self) -> int:
+        """Tokens of prompt and completion in evaluations; `max_token_length` by default."""
+        return self.config.max_token_length
 
     def eval_items(self) -> Sequence[Item]:
         """Return the items `evaluate` asks; none by default."""
@@ -370,6 +381,7 @@ class SingleTurnEnv(BaseEnv):
         )
         scores = [reward.total for reward in rewards]
         self.scores_since_log += scores
+        self.note_group(item, trajectories, scores)
         group = build_group(
             messages,
             trajectories,
@@ -398,7 +410,7 @@ class SingleTurnEnv(BaseEnv):
             end_time=time.time(),
             generation_parameters={
                 "temperature": self.config.eval_temperature,
-                "max_tokens": self.config.max_token_length,
+                "max_tokens": self.eval_token_limit,
             },
         )
         await self.wandb_log(metrics)
@@ -406,13 +418,14 @@ class SingleTurnEnv(BaseEnv):
     async def evaluate_item(self, item: Item) -> dict[str, Any]:
         """Wait for one answer to an evaluation item; returns its record."""
         messages = self._checked_prompt(item)
+        extra_tokens = self.eval_token_limit - self.config.max_token_length
         [answer] = await ask(
             self.server,
             self.tokenizer,
             messages,
             prefill=self.prefill,
             n=1,
-            max_tokens=self._budget(messages),
+            max_tokens=self._budget(messages) + extra_tokens,
             temperature=self.config.eval_temperature,
             split="eval",
         )

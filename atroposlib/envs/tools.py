@@ -34,9 +34,9 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
-from atroposlib.envs.hooks import settle
-from atroposlib.envs.reward_parts import Reward, weigh
+from atroposlib.envs.reporting import Reward, weigh
 from atroposlib.errors import ConfigError
+from atroposlib.utils.aio import settle
 from atroposlib.utils.tool_call_parser import parse_tool_call
 
 __all__ = [

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.admission import Vocabulary, check_lengths, check_signal, completion_lengths
+from atroposlib.envs.rollouts import Vocabulary, check_lengths, check_signal, completion_lengths
 
 
 def group(**changes: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from atroposlib.envs import base
 from atroposlib.envs import offline as env_offline
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
-from atroposlib.envs.server_handling.server_baseline import note_finish_reason
+from atroposlib.envs.server_handling.server_baseline import note_sampled
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, NoDataError
 from tests.envs.small_environment import SmallEnv, small_config
 
@@ -99,7 +99,7 @@ async def test_process_says_why_the_engine_ended_each_trajectory(
     class CutEnv(SmallEnv):
         async def collect_trajectories(self, item: Any) -> Any:
             group, backlog = await SmallEnv.collect_trajectories(self, item)
-            note_finish_reason(group["tokens"][0], "length")
+            note_sampled(None, tokens=group["tokens"][0], finish_reason="length")
             return group, backlog
 
     env = make_env(CutEnv, data_path_to_save_groups="groups.jsonl")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atroposlib.envs.delivery import stamp_policy_version
+from atroposlib.envs.rollouts import stamp_policy_version
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from tests.api.may_2025_service import May2025Service
 from tests.api.scripted_service import scripted

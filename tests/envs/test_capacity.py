@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from atroposlib.envs.capacity import (
+from atroposlib.envs.service_session import (
     CapacityLimits,
     QueueStatus,
     crossed_boundary,

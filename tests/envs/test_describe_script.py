@@ -42,7 +42,10 @@ def describe(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "game" else pytest.mark.long) for kind in KINDS],
+)
 def test_describe_script_knows_every_scaffold(kind: str, tmp_path: Path) -> None:
     script, *_ = write_environment("my_words", kind=kind, folder=tmp_path)
 

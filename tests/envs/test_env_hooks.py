@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
-from atroposlib.envs.hooks import EnvHooks
+from atroposlib.envs.base import APIServerConfig, BaseEnv, EnvHooks, ServerBaseline
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.conversation import Reply
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, group_of_rollouts
-from atroposlib.envs.reward_parts import check_weight_names, complete_parts, part_means, weigh
+from atroposlib.envs.reporting import check_weight_names, complete_parts, part_means, weigh
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import ConfigError
 from tests.envs.conversations import ScriptedConversation, play_on

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.local_items import LocalItems, LocalItemsConfig
+from atroposlib.envs.dataset_items import DatasetItems, LocalItemsConfig
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
@@ -23,7 +23,7 @@ class EchoConfig(LocalItemsConfig, SingleTurnEnvConfig):
     """Settings of the environment below."""
 
 
-class EchoEnv(LocalItems, SingleTurnEnv):
+class EchoEnv(DatasetItems, SingleTurnEnv):
     """Say the word."""
 
     name = "echo"

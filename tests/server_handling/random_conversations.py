@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
 from atroposlib.envs.server_handling.tool_formats import FunctionCall, registry
-from atroposlib.envs.server_handling.turn_matching import text_of_content
 from atroposlib.errors import PromptError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from tests.server_handling.conversation_plans import Plan, Reply, Step, WayBack

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atroposlib.envs.server_handling.engine_http import TEST_TEXT, unknown_model_text
+from atroposlib.envs.server_handling.openai_compatible import TEST_TEXT, unknown_model_text
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
@@ -215,7 +215,7 @@ async def test_engine_that_is_slow_to_list_its_models_is_asked_once(
             await self._stopping.wait()
             return web.Response()
 
-    monkeypatch.setattr("atroposlib.envs.server_handling.engine_http.CHECK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("atroposlib.envs.server_handling.openai_compatible.CHECK_TIMEOUT_S", 0.1)
     async with SlowListing(["ok"], model="X") as engine:
         server = server_for(engine, VLLMServer, health_check=False)
 

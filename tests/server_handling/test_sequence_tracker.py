@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from atroposlib.envs.server_handling.turn_matching import (
-    SequenceNode,
-    continue_ids,
-    longest_prefix,
-    make_node,
-)
+from atroposlib.envs.server_handling.turn_recording import SequenceNode, continue_ids, make_node
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 
 EOS = 2
@@ -90,15 +85,6 @@ def test_logprobs_are_padded_or_cut_to_the_completion(
     )
 
     assert node.logprobs == [1.0, *expected]
-
-
-def test_longest_prefix_wins_and_ties_go_to_the_first() -> None:
-    one, ten, same = with_text("answer 1"), with_text("answer 10"), with_text("answer 10")
-
-    assert longest_prefix([one, ten, same], "answer 10!") is ten
-    assert longest_prefix([one, ten], "answer 1!") is one
-    assert longest_prefix([one], "another") is None
-    assert longest_prefix([], "x") is None
 
 
 @pytest.mark.parametrize(

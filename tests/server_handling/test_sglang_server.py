@@ -252,9 +252,10 @@ def test_own_token_outside_of_the_top_k_is_kept_first() -> None:
         "input_top_logprobs": [None, [[-0.1, 8, None], [-2.0, 9, None]]],
     }
 
-    rows = parse_prompt_logprobs({"meta_info": info}, [5, 6], top_k=2)
+    answer = parse_prompt_logprobs({"meta_info": info}, [5, 6], top_k=2)
 
-    assert rows == ([[], [6, 8, 9]], [[], [-4.0, -0.1, -2.0]])
+    assert answer["prompt_topk_token_ids"] == [[], [6, 8, 9]]
+    assert answer["prompt_topk_logprobs"] == [[], [-4.0, -0.1, -2.0]]
 
 
 def test_prompt_logprobs_of_other_tokens_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from atroposlib.api.client import TrainerClient
-from atroposlib.api.client_protocol import RetryRule
+from atroposlib.api.client_transport import RetryRule
 from atroposlib.envs.server_handling import text_sampling
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import ManagedServer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.engine_http import root_of
+from atroposlib.envs.server_handling.openai_compatible import root_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError

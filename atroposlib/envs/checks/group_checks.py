@@ -17,10 +17,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from atroposlib.envs.admission import check_signal, wrong_number
 from atroposlib.envs.checks.report import Findings, hook_site
 from atroposlib.envs.checks.runner import COLLECTING, SCORING, Rehearsal
 from atroposlib.envs.checks.scripted_model import Role, SampledReply
+from atroposlib.envs.rollouts import check_signal, wrong_number
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.wire import encode_group

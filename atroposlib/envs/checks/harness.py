@@ -67,9 +67,9 @@ from atroposlib.envs.checks.watchers import (
     wait_for_end,
     watch_loop,
 )
-from atroposlib.envs.hooks import settle
 from atroposlib.envs.running import missing_methods, outside_event_loop
 from atroposlib.envs.settings import Settings
+from atroposlib.utils.aio import settle
 from atroposlib.utils.score_pool import ScoreTimeoutError
 
 __all__ = [

@@ -37,11 +37,11 @@ from atroposlib.envs.checks.scripted_model import (
     make_script,
 )
 from atroposlib.envs.checks.watchers import CapturedOutput
-from atroposlib.envs.hooks import settle
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.running import build_environment
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
+from atroposlib.utils.aio import settle
 from atroposlib.utils.json_text import to_plain
 
 __all__ = [

@@ -1,20 +1,18 @@
-"""Reward functions by name: `registry.create("accuracy")`, or several in a `CombinedReward`."""
+"""Reward functions by name: `registry.create("accuracy")`, or several in a `CombinedReward`.
+
+Every file of this folder is imported here and registers its reward functions.
+"""
 
 from __future__ import annotations
 
-from atroposlib.envs.reward_fns import (  # noqa: F401 - importing registers them
-    accuracy_reward,
-    cascading_r1_math_reward,
-    chandas_meter_reward,
-    cosine_scaled_reward,
-    crossword_format_reward,
-    format_reward,
-    r1_reward,
-    reasoning_steps_reward,
-    repetition_penalty_reward,
-)
+import importlib
+import pkgutil
+
 from atroposlib.envs.reward_fns.combined_reward import CombinedReward
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
 __all__ = ["CombinedReward", "RewardFunction", "registry"]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -9,12 +9,7 @@ from typing import Any
 from atroposlib.envs.reward_fns.accuracy_reward import AccuracyReward
 from atroposlib.envs.reward_fns.registry import registry
 
-__all__ = [
-    "accuracy_reward",
-    "cascading_r1_math_reward",
-    "format_reward",
-    "get_completion_content",
-]
+__all__ = ["accuracy_reward", "cascading_r1_math_reward", "format_reward", "get_completion_content"]
 
 ONE_LEADING_BLOCK = re.compile(r"<think>[^<]*</think>([^<]*)")
 

@@ -48,11 +48,9 @@ class CombinedReward(RewardFunction):
 
     @property
     def name(self) -> str:
-        """The name given, or `combined(...)` with the names of the parts."""
         return self._name or f"combined({','.join(part.name for part in self.reward_functions)})"
 
     def set_wandb_logger(self, logger: MetricLogger | None) -> None:
-        """Log the metrics of the sum, and those of every part."""
         super().set_wandb_logger(logger)
         for part in self.reward_functions:
             part.set_wandb_logger(logger)

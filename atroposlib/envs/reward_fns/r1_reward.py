@@ -11,7 +11,6 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction, one_per_c
 __all__ = [
     "AccuracyXReward",
     "FormatReasoningReward",
-    "ParsedReasoning",
     "R1Reward",
     "accuracy_reward",
     "format_reasoning_reward",

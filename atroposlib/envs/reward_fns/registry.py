@@ -23,15 +23,7 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction
 from atroposlib.errors import ConfigError, UnknownRewardError
 from atroposlib.utils.text import near_name
 
-__all__ = [
-    "LegacyFunctionWrapper",
-    "RewardRegistry",
-    "class_stem",
-    "name_stem",
-    "registered_names",
-    "registry",
-    "required_names",
-]
+__all__ = ["LegacyFunctionWrapper", "RewardRegistry", "registry"]
 
 WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 

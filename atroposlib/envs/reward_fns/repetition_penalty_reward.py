@@ -131,7 +131,6 @@ def _phrases(words: list[str], length: int) -> Iterable[tuple[str, ...]]:
 
 
 def _num_repeats(things: Iterable[Any]) -> int:
-    """Return how many things equal an earlier one."""
     return sum(count - 1 for count in Counter(things).values())
 
 

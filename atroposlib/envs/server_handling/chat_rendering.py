@@ -1,13 +1,10 @@
-"""Convert chats to text and back: prompts, token ids, tool calls, and OpenAI answer objects.
+"""Read chat messages, convert them to text and ids and back, and build OpenAI answer objects.
 
-    messages ─► convert_messages_for_template ─► render_messages ─► text ─► encode_prompt ─► ids
-    ids ─► text_of ─► completion ─► parse_model_output ─► content, tool calls ─► build_chat
+    messages ─► render_messages ─► text ─► encode_prompt ─► ids
+    ids ─► text_of ─► completion ─► content, tool calls ─► build_chat
 
-`render_added` and `encode_added` give the text that a template writes after a reply.
-
-A completion that called tools is inserted into the next prompt exactly as it was sampled, so that
-the next turn continues the same tokens. It is found by the ids of its calls; spacing and key order
-of their arguments do not matter. Calls that the caller changed are rendered as given.
+`calls_of`, `said_form` and `reply_forms` normalize messages for comparison; `turn_recording` has
+the rules. `render_added` and `encode_added` give the text that a template writes after a reply.
 
 Tool calls in answers are plain dictionaries. The OpenAI client's own types turn each into an
 object, which cannot be indexed, so the answer types here are subclasses.
@@ -18,10 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import logging
 import re
-import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -32,67 +26,30 @@ from openai.types.chat.chat_completion import Choice
 from pydantic import SerializeAsAny
 
 from atroposlib.envs.server_handling.openai_compatible import drop_double_bos
-from atroposlib.envs.server_handling.tool_formats import (
-    FoundCall,
-    FunctionCall,
-    HermesFormat,
-    ToolCall,
-    ToolCallFormat,
-    registry,
-    to_json,
-    whole_value,
-)
-from atroposlib.envs.server_handling.turn_matching import (
-    THINKING_END,
-    as_mapping,
-    calls_of,
-    reply_forms,
-    said_form,
-    spoken_text,
-)
+from atroposlib.envs.server_handling.tool_formats import whole_value
 from atroposlib.errors import ConfigError, PromptError
-from atroposlib.utils.text import near_name
 from atroposlib.utils.tokenizers.earlier_calls import no_template_text
 
 if TYPE_CHECKING:
     from openai.types.completion import Completion
     from openai.types.completion_usage import CompletionUsage
 
-__all__ = [
-    "Answer",
-    "ChatCompletion",
-    "ChatCompletionMessage",
-    "Choice",
-    "FinishReason",
-    "FunctionCall",
-    "ToolAnswer",
-    "ToolCall",
-    "ToolCallChat",
-    "ToolCallChoice",
-    "ToolCallMessage",
-    "ToolCallTranslator",
-    "as_finish_reason",
-    "build_chat",
-    "build_completion",
-    "check_texts",
-    "encode_added",
-    "encode_model_text",
-    "encode_prompt",
-    "has_ids_of_text",
-    "hidden_tail",
-    "is_hidden",
-    "render_added",
-    "render_either",
-    "render_messages",
-    "tail_behind",
-    "text_of",
-    "text_of_end",
-]
+THINKING_START = "<think>"
+THINKING_END = "</think>"
+
+INSERTED_TEXTS = frozenset(
+    {"[System: Empty message content sanitised to satisfy protocol]", "Please continue."}
+)
+"""Texts that litellm inserts into empty assistant messages, which some providers refuse."""
+
+_EMPTY_ARGUMENTS = "{}"
+_SPACED = re.compile(r"\s")
+_TAGS = re.compile(f"{THINKING_START}|{THINKING_END}")
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 # Private-use characters: templates do not look for them, and they are removed before encoding.
-_PLACEHOLDERS = {"<think>": "\ue000think\ue001", "</think>": "\ue000/think\ue001"}
+_PLACEHOLDERS = {THINKING_START: "\ue000think\ue001", THINKING_END: "\ue000/think\ue001"}
 _REPLY = "\ue002reply\ue003"
 
 _STANDS_FOR = {"developer": "system"}
@@ -108,6 +65,109 @@ _WORD_WITHIN = 64
 
 _COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Copies that encode the spelling of special tokens as text, by the original tokenizer."""
+
+
+def calls_of(tool_calls: Any) -> list[tuple[str, str, str]]:
+    """Return (id, name, canonical arguments) of each call of an assistant message."""
+    found = []
+    for call in tool_calls if isinstance(tool_calls, Sequence) else ():
+        fields = as_mapping(call)
+        function = as_mapping(fields.get("function"))
+        arguments = _canonical_arguments(function.get("arguments"))
+        found.append((str(fields.get("id")), str(function.get("name")), arguments))
+    return found
+
+
+def text_of_content(content: Any) -> str:
+    """Return the text of a message's content; parts that are not text appear as JSON."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, Sequence) else [content]
+    return "".join(_text_of_part(part) for part in parts)
+
+
+def spoken_text(content: Any) -> str:
+    """Return the text of a message's content without its non-text parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else ()
+    return "".join(str(as_mapping(part).get("text") or "") for part in parts)
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a message or call as a mapping; agents may pass objects of their client."""
+    if isinstance(value, Mapping):
+        return value
+    dump = getattr(value, "model_dump", None)
+    dumped = dump() if callable(dump) else None
+    return dumped if isinstance(dumped, Mapping) else {}
+
+
+def _text_of_part(part: Any) -> str:
+    fields = as_mapping(part)
+    text = fields.get("text")
+    if isinstance(text, str):
+        return text
+    return json.dumps(fields or part, sort_keys=True, default=str)
+
+
+def _canonical_arguments(arguments: Any) -> str:
+    """Return JSON that is equal for equal values; text that is not JSON loses its whitespace."""
+    value = arguments
+    if isinstance(arguments, str):
+        if not arguments.strip():
+            return _EMPTY_ARGUMENTS
+        try:
+            value = json.loads(arguments, strict=False)
+        except (ValueError, RecursionError):
+            return _SPACED.sub("", arguments)
+    if value is None:
+        return _EMPTY_ARGUMENTS
+    try:
+        return json.dumps(_with_plain_numbers(value), sort_keys=True, default=str)
+    except (ValueError, TypeError, RecursionError):
+        return repr(value)
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    """Convert floats with integer values to integers, as clients in other languages do."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {str(key): _with_plain_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_plain_numbers(entry) for entry in value]
+    return value
+
+
+def said_form(text: str) -> str:
+    """Return a reply's text in a normalized form, equal for texts with equal meaning.
+
+    Whitespace around thoughts and text is removed. Within thoughts, whitespace is collapsed, and
+    repeated or empty thoughts are dropped. The opening tag may be missing.
+    """
+    head, end, said = text.rpartition(THINKING_END)
+    said = said.strip()
+    while said.startswith(THINKING_START):  # truncated within the thinking
+        said = said.removeprefix(THINKING_START).lstrip()
+    if said in INSERTED_TEXTS:
+        said = ""
+    thoughts = [" ".join(part.split()) for part in _TAGS.split(head)] if end else []
+    distinct = dict.fromkeys(filter(None, thoughts))
+    return "\0".join([*distinct, "", said]) if distinct else said
+
+
+def reply_forms(text: str, *, has_calls: bool = False) -> frozenset[str]:
+    """Return the `said_form` of every form in which a reply's text may be sent back.
+
+    A reply that calls tools (`has_calls`) may be sent back without its text.
+    """
+    said = text.rpartition(THINKING_END)[2]
+    is_cut = said.lstrip().startswith(THINKING_START)
+    forms = {text, said, "" if is_cut else said}
+    if has_calls:
+        forms |= {"", text[: len(text) - len(said)]}
+    return frozenset(map(said_form, forms))
 
 
 def render_messages(
@@ -160,13 +220,8 @@ def check_texts(
     """Raise unless a prompt holds the text of every message from `start` on.
 
     Surrounding whitespace may differ, and the text may appear as JSON, as in tool results.
-    Parts of a message that are not text are not checked.
-
-    Args:
-        prompt: Output of the template for the messages.
-        messages: A conversation.
-        start: Index of the first message to check.
-        keeps_thinking: Whether the prompt must hold the thinking of the assistant's messages.
+    Parts of a message that are not text are not checked. Without `keeps_thinking`, the assistant's
+    thinking may be left out.
 
     Raises:
         PromptError: a text is missing; names the message and its role.
@@ -215,11 +270,6 @@ def render_added(
     reply follows one short question: some templates put the system text or the tools before the
     *last* question and would repeat them. A template that refuses this gets the whole history.
 
-    Args:
-        render: Renders messages as prompt text.
-        history: [M] messages before the reply.
-        added: Messages after it.
-
     Returns:
         The text, or None if the template refuses both.
     """
@@ -248,7 +298,6 @@ def tail_behind(
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Return the errors a template raises for a conversation it refuses."""
     try:
         from jinja2 import TemplateError
     except ImportError:  # then the tokenizer does not render with jinja2
@@ -259,10 +308,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 def _with_known_roles(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the messages with roles unknown to the template replaced by equivalent ones.
-
-    Leading system messages are then joined, since templates expect a single one.
-    """
+    """Return the messages with roles unknown to the template replaced by equivalent ones."""
     source = str(getattr(tokenizer, "chat_template", None) or "")
     unknown = {role for role in _STANDS_FOR if role not in source}
     if not any(message.get("role") in unknown for message in messages):
@@ -273,15 +319,21 @@ def _with_known_roles(
         else message
         for message in messages
     ]
-    num_systems = next((i for i, m in enumerate(known) if m.get("role") != "system"), len(known))
+    return leading_systems_joined(known)
+
+
+def leading_systems_joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with leading system messages joined, as templates accept only one."""
+    num_systems = next(
+        (i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages)
+    )
     if num_systems < 2:
-        return known
-    joined = "\n\n".join(str(message.get("content") or "") for message in known[:num_systems])
-    return [{"role": "system", "content": joined}, *known[num_systems:]]
+        return list(messages)
+    joined = "\n\n".join(str(message.get("content") or "") for message in messages[:num_systems])
+    return [{"role": "system", "content": joined}, *messages[num_systems:]]
 
 
 def _texts_of(message: Mapping[str, Any], *, keeps_thinking: bool) -> Iterator[str]:
-    """Yield the texts of a message without surrounding whitespace."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     for part in parts:
@@ -297,7 +349,8 @@ def _texts_of(message: Mapping[str, Any], *, keeps_thinking: bool) -> Iterator[s
 def _is_written_otherwise(text: str, prompt: str) -> bool:
     """Whether a prompt holds a text as JSON, or with different whitespace."""
     written = [json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)]
-    written += [_without_marks(form) for form in written]
+    marks = {ord(mark): f"\\u{ord(mark):04x}" for mark in "<>&'"}  # as templates that write HTML
+    written += [form.translate(marks) for form in written]
     if any(form in prompt for form in written):
         return True
     squeezed = "".join(prompt.split())
@@ -305,12 +358,6 @@ def _is_written_otherwise(text: str, prompt: str) -> bool:
     if isinstance(value, (dict, list)):
         written += [json.dumps(value, ensure_ascii=is_ascii) for is_ascii in (False, True)]
     return any("".join(form.split()) in squeezed for form in [text, *written])
-
-
-def _without_marks(text: str) -> str:
-    """Return JSON text with the escapes of templates that write HTML."""
-    marks = {ord(mark): f"\\u{ord(mark):04x}" for mark in "<>&'"}
-    return text.translate(marks)
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -448,11 +495,6 @@ async def has_ids_of_text(tokenizer: Any, ids: Sequence[int], *, hides_specials:
 
     Long texts are encoded in pieces that start at a word, so that each piece encodes as in the
     whole text.
-
-    Args:
-        tokenizer: Encodes and decodes.
-        ids: [L] tokens.
-        hides_specials: Whether special tokens are left out of the text.
     """
     start = 0
     while start < len(ids):
@@ -582,220 +624,3 @@ class ToolCallChat(ChatCompletion):
 
     choices: list[SerializeAsAny[Choice]]
     """Serialized by their own class; the client's type would warn about the dictionaries."""
-
-
-logger = logging.getLogger(__name__)
-
-# Mistral's chat templates accept only ids of this length.
-_ID_LENGTH = 9
-
-
-class ToolCallTranslator:
-    """Reads the tool calls of completions and writes them back into conversations.
-
-    Args:
-        tokenizer: Decodes completions.
-        parser_name: Name of a format in `tool_formats.registry`. For an unknown name a warning
-            is logged, completions stay text and calls are rendered in the Hermes format.
-
-    Attributes:
-        parser: The format; None if its name is unknown.
-        call_id_to_raw_text: The completion of each call, by the id of the call; limited to the
-            `max_remembered_calls` most recently used.
-    """
-
-    max_remembered_calls = 4096
-
-    def __init__(self, tokenizer: Any, parser_name: str = "hermes") -> None:
-        self.tokenizer = tokenizer
-        self.parser_name = parser_name
-        self.parser: ToolCallFormat | None = registry.find(parser_name)
-        self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
-        self._answers: dict[str, _ToolAnswer] = {}
-        if self.parser is None:
-            logger.warning(
-                "no tool-call format %r, so tool calls stay text%s; known formats: %s",
-                parser_name,
-                near_name(parser_name.lower(), registry.names()),
-                ", ".join(registry.names()),
-            )
-
-    def parse_model_output(
-        self, raw_text: str, tool_choice: str | None = None, tools: Sequence[Any] | None = None
-    ) -> tuple[str | None, list[ToolCall] | None, str]:
-        """Return content, tool calls and finish reason of a completion; never raises on its text.
-
-        If calls are found: the text before them or None, the calls, `tool_calls`. Otherwise, and if
-        one of several calls is malformed: the unchanged completion, None, `stop`. Calls inside the
-        thinking are ignored.
-
-        Args:
-            raw_text: The completion.
-            tool_choice: `none` disables parsing.
-            tools: Definitions given to the model; without any, parsing is disabled.
-        """
-        if self.parser is None or not tools or tool_choice == "none":
-            return raw_text, None, "stop"
-        found = _calls_after_thinking(self.parser, raw_text, tools)
-        if not found:
-            return raw_text, None, "stop"
-        text = raw_text[: found[0].start]
-        content = text if text.strip() else None
-        calls = [self._remember(call, raw_text) for call in found]
-        self._remember_meaning([call.id for call in calls], content, calls)
-        return content, calls, "tool_calls"
-
-    def remember_answer(
-        self, raw_text: str, content: str | None, tool_calls: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Store structured calls that a server returned, with the text that represents them.
-
-        Args:
-            raw_text: The whole reply.
-            content: The text before the calls.
-            tool_calls: Calls in the format of the chat APIs, with the server's ids.
-        """
-        ids = [str(call.get("id")) for call in tool_calls]
-        for call_id in ids:
-            self._keep(call_id, raw_text)
-        self._remember_meaning(ids, content, tool_calls)
-
-    def render_calls(self, calls: Sequence[FunctionCall]) -> str:
-        """Return calls as text in this format; in the Hermes format if it is unknown."""
-        return (self.parser or HermesFormat()).render(calls)
-
-    def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
-        """Return the completion that made these calls, or their rendering if it is unknown.
-
-        Args:
-            tool_calls: Calls of one assistant message, in the format of the chat APIs.
-        """
-        calls = [as_mapping(call) for call in tool_calls]
-        known = self._recall(calls)
-        if known is not None or not calls:
-            return known or ""
-        return self._render(calls)
-
-    def convert_messages_for_template(
-        self, messages: Sequence[Any], *, honours_content: bool = False
-    ) -> list[Any]:
-        """Return the messages with every assistant message that calls tools as plain text.
-
-        The text is the completion itself if it is known; else the message's content and the
-        rendered calls, on separate lines. All other messages are the same objects.
-
-        Args:
-            messages: A conversation.
-            honours_content: Treat a completion as unknown if the message's content differs from
-                it; otherwise the content of known calls is ignored.
-        """
-        return [self._as_text(message, honours_content) for message in messages]
-
-    def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
-        """Return the text of ids; special tokens stay when they may mark tool calls."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools))
-
-    def _as_text(self, message: Any, honours_content: bool) -> Any:
-        if not isinstance(message, Mapping) or message.get("role") != "assistant":
-            return message
-        tool_calls = message.get("tool_calls")
-        if not tool_calls:
-            return message
-        calls = [as_mapping(call) for call in tool_calls]
-        content = spoken_text(message.get("content"))
-        text = self._recall(calls, content if honours_content else "")
-        if text is None:
-            rendered = self._render(calls)
-            text = f"{content}\n{rendered}" if content else rendered
-        return {"role": "assistant", "content": text}
-
-    def _render(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        return self.render_calls([_function_of(call) for call in calls])
-
-    def _remember_meaning(
-        self, call_ids: Sequence[str], content: str | None, calls: Sequence[Any]
-    ) -> None:
-        answer = _ToolAnswer(content, _meaning(calls))
-        self._answers |= dict.fromkeys(call_ids, answer)
-        for call_id in self._answers.keys() - self.call_id_to_raw_text.keys():
-            del self._answers[call_id]
-
-    def _keep(self, call_id: str, raw_text: str) -> None:
-        self.call_id_to_raw_text[call_id] = raw_text
-        while len(self.call_id_to_raw_text) > self.max_remembered_calls:
-            self.call_id_to_raw_text.popitem(last=False)
-
-    def _remember(self, found: FoundCall, raw_text: str) -> ToolCall:
-        """Give a call a unique id and store its completion under that id."""
-        call_id = found.call_id
-        while call_id is None or call_id in self.call_id_to_raw_text:
-            call_id = secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]
-        self._keep(call_id, raw_text)
-        function = FunctionCall(name=found.name, arguments=found.arguments)
-        return ToolCall(id=call_id, function=function)
-
-    def _recall(self, calls: Sequence[Mapping[str, Any]], content: str = "") -> str | None:
-        """Return the completion of the first call and mark its calls as recently used.
-
-        None if it is unknown, or if calls or content differ from it.
-        """
-        remembered = self.call_id_to_raw_text
-        ids = [str(call.get("id")) for call in calls]
-        if not ids or ids[0] not in remembered:
-            return None
-        answer = self._answers.get(ids[0])
-        if answer is not None and not answer.is_said_by(calls, content):
-            return None
-        for call_id in ids:
-            if call_id in remembered:
-                remembered.move_to_end(call_id)
-        return remembered[ids[0]]
-
-
-class _ToolAnswer(NamedTuple):
-    """The answer given for one completion that calls tools."""
-
-    content: str | None
-    """Text before the calls."""
-    meaning: list[tuple[str, str]]
-    """Name and canonical arguments of each call."""
-
-    def is_said_by(self, calls: Sequence[Mapping[str, Any]], content: str) -> bool:
-        """Whether a message repeats this answer, possibly without its text or its thinking."""
-        forms = reply_forms(self.content or "", has_calls=True)
-        return _meaning(calls) == self.meaning and said_form(content) in forms
-
-
-def _meaning(calls: Sequence[Any]) -> list[tuple[str, str]]:
-    return [(name, arguments) for _, name, arguments in calls_of(calls)]
-
-
-def _calls_after_thinking(
-    parser: ToolCallFormat, text: str, tools: Sequence[Any]
-) -> list[FoundCall]:
-    """Return the calls of a completion, without those before the `</think>` that ends its thinking.
-
-    The prompt may have opened the thinking, so only its end is searched. A tag inside a call, such
-    as in the text of an argument, is ignored.
-    """
-    starts = [0]
-    if THINKING_END in text:
-        # Only the first and the last end: a search after each would take quadratic time.
-        ends = (text.index(THINKING_END), text.rindex(THINKING_END))
-        starts += [end + len(THINKING_END) for end in ends]
-    calls: list[FoundCall] = []
-    for start in starts:
-        calls = parser.find_calls(text, start, tools)
-        thinking_end = text.find(THINKING_END, start)
-        is_inside_call = any(call.start <= thinking_end < call.end for call in calls)
-        if thinking_end < 0 or is_inside_call or (calls and calls[0].start > thinking_end):
-            break
-    return calls
-
-
-def _function_of(call: Mapping[str, Any]) -> FunctionCall:
-    function = as_mapping(call.get("function"))
-    arguments = function.get("arguments", "")
-    if not isinstance(arguments, str):
-        arguments = to_json(arguments) or ""
-    return FunctionCall(name=str(function.get("name", "")), arguments=arguments)

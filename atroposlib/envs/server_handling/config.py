@@ -19,23 +19,6 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.cli import UsageError, refused_values
 from atroposlib.utils.text import without_secrets
 
-__all__ = [
-    "LOCAL_API_KEY",
-    "VALID_REASONING_EFFORTS",
-    "APIServerConfig",
-    "OpenaiConfig",
-    "ReasoningConfig",
-    "ServerBaseline",
-    "ServerConfigs",
-    "ServerManagerConfig",
-    "ServerType",
-    "how_to_start",
-    "is_official_openai",
-    "resolve_openai_configs",
-    "server_class_of",
-    "server_entries",
-]
-
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
 
 LOCAL_API_KEY = "x"
@@ -239,10 +222,6 @@ class ReasoningConfig:
 
         Other entries of `extra_body` are kept. For OpenAI itself, temperature is set to 1, the only
         value its reasoning models accept, and `max_tokens` becomes `max_completion_tokens`.
-
-        Args:
-            kwargs: Arguments of the request; not modified.
-            base_url: Where the request goes.
         """
         body = self.build_extra_body(base_url)
         if body is None:
@@ -271,8 +250,7 @@ class ReasoningConfig:
 def how_to_start(config: APIServerConfig) -> str:
     """Return advice for a server that has never answered.
 
-    Args:
-        config: Settings of the server; a start command is given only for a local address.
+    A start command is given only for a local address.
     """
     address = urlsplit(config.known_base_url or "")
     start = "start it"
@@ -293,8 +271,7 @@ ServerConfigs = ServerBaseline | APIServerConfig | Sequence[ServerBaseline | API
 def server_entries(section: Any) -> list[dict[str, Any]]:
     """Return the servers of a YAML section: one per mapping, or one per entry of a list.
 
-    Args:
-        section: Parsed YAML; None and empty containers hold no server.
+    None and empty containers hold no server.
 
     Raises:
         UsageError: the section or one of its entries is neither.
@@ -343,7 +320,9 @@ def resolve_openai_configs(
     server_class = server_class_of(defaults)
     if len(entries) >= 2 or _is_list(defaults, at_least=2):
         _refuse_overrides_of_several(entries, flags)
-        return _several(entries, server_class) if len(entries) >= 2 else defaults
+        if len(entries) < 2:
+            return defaults
+        return [_build(server_class, entry, f"{_PREFIX}{i}.") for i, entry in enumerate(entries)]
     overridden = {key for entry in entries for key in entry}
     overridden |= {name[len(_PREFIX) :] for name in flags}
     if isinstance(defaults, ServerBaseline) and not isinstance(defaults, APIServerConfig):
@@ -386,13 +365,6 @@ def _refuse_overrides_of_several(entries: list[dict[str, Any]], flags: list[str]
         raise UsageError(
             "openai: holds one server, but this environment uses several; list all of them"
         )
-
-
-def _several(entries: list[dict[str, Any]], server_class: type[APIServerConfig]) -> ServerConfigs:
-    return [
-        _build(server_class, entry, f"{_PREFIX}{position}.")
-        for position, entry in enumerate(entries)
-    ]
 
 
 def _build(

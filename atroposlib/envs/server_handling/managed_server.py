@@ -6,7 +6,7 @@ messages -> prompt text -> ids (those of the continued node + the new ones)
 Invariants:
 
 - A chat continues the recorded conversation that its messages start with. Turns are compared by
-  meaning (`turn_matching` has the rules): calls with other spacing, missing ids, null content, or
+  meaning (`turn_recording` has the rules): calls with other spacing, missing ids, null content, or
   omitted thinking are the same turn. A changed turn, changed tools, or a changed system text start
   a new sequence.
 - The engine receives the recorded ids plus the encoding of what follows the reply; sampled tokens
@@ -27,9 +27,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from atroposlib.envs.server_handling.chat_rendering import (
+    THINKING_START,
     Answer,
     ToolAnswer,
-    ToolCallTranslator,
     as_finish_reason,
     build_chat,
     build_completion,
@@ -38,11 +38,14 @@ from atroposlib.envs.server_handling.chat_rendering import (
     render_messages,
     text_of_end,
 )
+from atroposlib.envs.server_handling.openai_compatible import (
+    ALL_LIMIT_NAMES,
+    load_tokenizer,
+    tokenizer_name_of,
+)
 from atroposlib.envs.server_handling.retry import ServerDownError
 from atroposlib.envs.server_handling.server_baseline import (
     failing_over,
-    note_finish_reason,
-    note_from_text,
     note_sampled,
     policy_version_of,
     versions_in,
@@ -55,13 +58,14 @@ from atroposlib.envs.server_handling.text_sampling import (
     reply_of,
     text_only,
 )
-from atroposlib.envs.server_handling.turn_matching import SequenceNode
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.turn_recording import (
     ChatRequest,
     Continuation,
     NodeRecord,
     NodeRecords,
     Sampled,
+    SequenceNode,
     Turn,
     continue_chat,
     plain_messages,
@@ -69,26 +73,15 @@ from atroposlib.envs.server_handling.turn_recording import (
 from atroposlib.errors import NoTokenIdsError, PromptError
 from atroposlib.scored_data import IGNORE_INDEX, PLACEHOLDER_TOKENS
 from atroposlib.utils.text import without_secrets
-from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
     from openai.types.completion_usage import CompletionUsage
 
-__all__ = [
-    "DummyManagedServer",
-    "ManagedServer",
-    "ManagedServerAdapter",
-    "SequenceNode",
-    "SessionServer",
-    "present_server",
-]
+__all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 
 logger = logging.getLogger(__name__)
-
-_LIMIT_NAMES = frozenset({"max_tokens", "max_completion_tokens", "max_new_tokens"})
-
 
 Choose = Callable[[Any, bool], Awaitable[Any]]
 """Maps the session's current server and `is_training` to the server of the next request."""
@@ -113,19 +106,15 @@ class SessionServer:
         return getattr(self.current, name)
 
     async def chat_completion(self, **kwargs: Any) -> Any:
-        """Return the answer to a chat; see `APIServer`."""
         return await self._send("chat_completion", kwargs)
 
     async def completion(self, **kwargs: Any) -> Any:
-        """Return the continuation of a `prompt`; see `APIServer`."""
         return await self._send("completion", kwargs)
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> Any:
-        """Return ids and logprobs; see `APIServer`."""
         return await self._send("tokens_and_logprobs_completion", kwargs)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """Return prompt logprobs; see `APIServer`."""
         rows: dict[str, Any] = await self._send("get_logprobs", kwargs)
         return rows
 
@@ -163,7 +152,6 @@ class DummyManagedServer:
         self.current_nodes: list[SequenceNode] = []
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        """Return the server's answer and add one node per choice."""
         answer: ChatCompletion = await self.server.chat_completion(**kwargs)
         blocks = [f"{m['role']}:{m.get('content') or ''}" for m in kwargs["messages"]]
         for choice in answer.choices:
@@ -172,25 +160,21 @@ class DummyManagedServer:
         return answer
 
     async def completion(self, **kwargs: Any) -> Completion:
-        """Return the server's answer and add one node per choice."""
         answer: Completion = await self.server.completion(**kwargs)
         for choice in answer.choices:
             self._track(kwargs["prompt"] + choice.text, choice.finish_reason)
         return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """Raise: a server without token ids has no logprobs."""
         raise NotImplementedError("a server without token ids does not implement get_logprobs")
 
     def get_state(self) -> dict[str, Any]:
-        """Return `{"nodes": [...]}`, or `{"sequences": ..., "tree": ...}` in tree mode."""
         if self.track_tree:
             sequences = {node.full_text: node for node in self.current_nodes}
             return {"sequences": sequences, "tree": dict(sequences)}
         return {"nodes": list(self.current_nodes)}
 
     def reset(self) -> None:
-        """Forget every node."""
         self.current_nodes = []
 
     def _track(self, full_text: str, finish_reason: str | None) -> None:
@@ -220,11 +204,9 @@ class ManagedServerAdapter:
         )
 
     async def post(self, path: str, body: Any, cast_to: Any) -> NoReturn:
-        """Raise: raw requests would not be recorded."""
         raise NotImplementedError(f"a managed server cannot record raw requests to {path}")
 
     def copy(self, **kwargs: Any) -> NoReturn:
-        """Raise: a copy would not share the recorded sequences."""
         raise NotImplementedError("a managed server cannot be copied with other settings")
 
 
@@ -299,7 +281,7 @@ class ManagedServer:
             PromptError: the prompt would lack the text of a message, or the last message is the
                 assistant's and calls tools.
         """
-        if not _LIMIT_NAMES & kwargs.keys():
+        if kwargs.keys().isdisjoint(ALL_LIMIT_NAMES):
             kwargs["max_tokens"] = None
         turn = self._chat_turn(
             kwargs.pop("messages"), kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
@@ -339,7 +321,6 @@ class ManagedServer:
         return turn
 
     async def completion(self, **kwargs: Any) -> Completion:
-        """Return the model's continuations of `prompt` and record their sequences."""
         prompt = kwargs.pop("prompt")
         turn = Turn(self.tokenizer, prompt, self._records.find_text(self._nodes(), prompt))
         sampled, usage = await self._sample(turn, kwargs)
@@ -372,7 +353,6 @@ class ManagedServer:
         return {"nodes": list(self.current_nodes)}
 
     def reset(self) -> None:
-        """Forget every sequence."""
         self.current_nodes = []
         self.sequences = {}
         self._records = NodeRecords()
@@ -449,13 +429,12 @@ class ManagedServer:
             ),
             str(getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__),
         )
-        note_from_text()
         prompt_ids = turn.input_ids()
         replies = [
             reply_of(
                 choice,
                 render_calls=turn.translator.render_calls if turn.translator else None,
-                opens_thinking=turn.prompt.rstrip().endswith("<think>"),
+                opens_thinking=turn.prompt.rstrip().endswith(THINKING_START),
                 has_stop_strings=bool(options.get("stop")),
                 end_texts=self._end_texts(turn),
             )
@@ -499,13 +478,16 @@ class ManagedServer:
     async def _record(
         self, turn: Turn, completions: Sequence[Sampled]
     ) -> list[Answer | ToolAnswer]:
-        """Record the completions of one request and return the caller's answer for each."""
         notes = await turn.notes_of_prompt()
         recorded = []
         for sampled in completions:
-            note_sampled(sampled.policy_version)
             recorded.append(await turn.record(sampled, notes))
-            note_finish_reason(recorded[-1][1].node.tokens, sampled.finish_reason)
+            note_sampled(
+                sampled.policy_version,
+                tokens=recorded[-1][1].node.tokens,
+                finish_reason=sampled.finish_reason,
+                is_from_text=sampled.reply is not None,
+            )
         self._keep([record for _, record in recorded], turn.parent)
         return [given for given, _ in recorded]
 
@@ -561,22 +543,16 @@ class ManagedServer:
         return self._translator
 
     def _initialize_tokenizer(self) -> None:
-        """Use the server's tokenizer, else the one its config names, else its model's."""
         self.tokenizer = getattr(self.server, "tokenizer", None)
         if self.tokenizer is not None:
             return
-        from transformers import AutoTokenizer
-
-        config = self.server.config
-        named = getattr(config, "tokenizer_name", None)  # test servers may have only a model name
-        name = config.model_name if named in (None, "", "none") else named
         try:
-            self.tokenizer = read_template_file(AutoTokenizer.from_pretrained(name))
+            self.tokenizer = load_tokenizer(self.server.config)
         except (OSError, ValueError) as error:
             logger.warning(
                 "no tokenizer for %r (%s); prompts are sent as text and completions are read as "
                 "code points",
-                name,
+                tokenizer_name_of(self.server.config),
                 error,
             )
 

@@ -91,11 +91,7 @@ def read_proxy_file(path: Path) -> ProxyFile:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve the proxy until it is stopped.
-
-    Args:
-        argv: Arguments without the program's name; None uses `sys.argv`.
-    """
+    """Serve the proxy until it is stopped."""
     parser = CommandParser(description="Serve tracked sessions to unmodified agents.")
     parser.add_argument("--config", type=Path, required=True, help="JSON file: model and servers")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (%(default)s)")

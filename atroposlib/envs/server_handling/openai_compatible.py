@@ -1,8 +1,13 @@
 """Base classes of engines: chat and text through the OpenAI client, and prompts of token ids.
 
     chat, text   OpenAICompatibleServer ─► openai.AsyncClient ─► aiohttp transport ─► engine
-    token ids    TokenServer: sampling_options, prompt ids ─► the engine's token route
-                     ─► check_count, check_sequences
+    token ids    TokenServer ─► EngineHttp ─► the engine's token route ─► check_sequences
+
+    first request ─► GET /v1/models                            does it list the configured model?
+                  ─► POST /tokenize, else the echo of a prompt does it use the same token ids?
+
+A check that cannot be made passes: the route is missing or forbidden, or the answer is too long or
+malformed. If the server cannot be reached, the next request repeats the check.
 
 The client's own HTTP library scans every connection for every request, which takes milliseconds
 with a thousand requests in flight. So its transport is replaced by aiohttp; all layers above it
@@ -14,53 +19,415 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import logging
 import math
 import re
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     ReasoningConfig,
-    ServerBaseline,
     is_official_openai,
 )
-from atroposlib.envs.server_handling.engine_http import EngineHttp, EngineIdentity
-from atroposlib.envs.server_handling.retry import as_missing_completions, http_status
-from atroposlib.envs.server_handling.server_baseline import APIServer
+from atroposlib.envs.server_handling.retry import (
+    EngineStatusError,
+    as_missing_completions,
+    http_status,
+)
+from atroposlib.envs.server_handling.server_baseline import APIServer, SharedSearch
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from atroposlib.utils.aio import LoopTurns
-from atroposlib.utils.text import hide_secrets_of_requests, without_secrets
+from atroposlib.utils.io import retry_after_s
+from atroposlib.utils.json_text import STEP_BYTES, decode_in_steps
+from atroposlib.utils.text import hide_secrets_of_requests, inert_block, shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
 
-__all__ = [
-    "OpenAICompatibleServer",
-    "TokenServer",
-    "WrongChoiceCountError",
-    "append_choices",
-    "check_count",
-    "check_sequences",
-    "drop_double_bos",
-    "list_of",
-    "load_tokenizer",
-    "make_http_client",
-    "sampling_options",
-    "tokenizer_name_of",
-    "top_k_of",
-]
-
 logger = logging.getLogger(__name__)
 
+_PROBE_TIMEOUT_S = 10.0
+_ERROR_TEXT_LIMIT = 2000
+_LONG_BYTES = 2**17
+
+TEST_TEXT = "The tokenizer check: 12345 apples, naïve café, x = f(y) + 3;\nzwölf Übungen."
+"""Digits, accents, code and a line break, but no text that a tokenizer reads as a special token."""
+
+CHECK_TIMEOUT_S = 10.0
+MAX_LISTING_BYTES = 2_000_000
+MAX_SERVER_ERRORS = 3
+"""Number of answers of 500 and above after which the check is no longer repeated."""
+MAX_SHOWN_MODELS = 8
+MAX_SHOWN_IDS = 6
+UNNAMED_MODELS = frozenset({"default", "unknown"})
+"""Model names that mean the settings do not name a model."""
+
+ROUTE_REFUSED = frozenset({400, 404, 405, 422, 501})
+"""Statuses of a server that lacks a route, or does not understand a request for it."""
+
+
+def answer_cost_s(num_bytes: int) -> float:
+    """Estimate the seconds to decode, check and record an answer."""
+    return 0.0003 + num_bytes * 12e-9
+
+
+def root_of(base_url: str) -> str:
+    """Return the address of the server itself: `base_url` without a trailing `/v1`."""
+    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class _Connections:
+    """An aiohttp session of the running event loop, opened on first use."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> aiohttp.ClientSession:
+        # A session belongs to the loop it was created on; a second asyncio.run needs a new one.
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            self._loop = loop
+            # The semaphores of the server bound the number of connections, not the connector.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, **self._options)
+        return self._session
+
+    async def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class EngineHttp:
+    """Requests to one engine over persistent connections, opened on first use.
+
+    Attributes:
+        turns: Limits how many answers are decoded per pass of the event loop; shared by the
+            servers on one loop.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
+        self.root_url = root_of(base_url)
+        self.turns = LoopTurns()
+        self._timeout_s = timeout_s
+        has_user = urlsplit(self.root_url).username is not None  # sent in place of the key
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key and not has_user else {}
+        self._connections = _Connections(headers=headers)
+
+    @property
+    def shown_url(self) -> str:
+        return without_secrets(self.root_url)
+
+    async def post_json(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        timeout_s: float | None = None,
+        decoder: msgspec.json.Decoder[Any] | None = None,
+    ) -> Any:
+        """Return the decoded JSON answer of a POST.
+
+        The decoder reads only the needed fields of answers of the expected form; others, and very
+        long ones, are decoded completely. The default timeout is the server's.
+
+        Raises:
+            EngineStatusError: the engine answered an error status; its text is quoted.
+            aiohttp.ClientError, TimeoutError, json.JSONDecodeError: no usable answer.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
+        url = f"{self.root_url}{path}"
+        async with self._connections.open().post(url, json=body, timeout=timeout) as response:
+            raw = await response.read()
+        if len(raw) > STEP_BYTES and response.status < 400:
+            try:
+                return await decode_in_steps(raw, lambda n: self.turns.turn(answer_cost_s(n)))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return _loads(raw)
+        await self.turns.turn(answer_cost_s(len(raw)))
+        answer = decode_answer(response, raw, decoder)
+        if len(raw) > _LONG_BYTES:  # processing it takes about the same time again
+            await asyncio.sleep(0)
+        return answer
+
+    async def get_json(self, path: str) -> Any:
+        """Return the decoded JSON answer of a GET; raises like `post_json`."""
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        url = f"{self.root_url}{path}"
+        async with self._connections.open().get(url, timeout=timeout) as response:
+            return decode_answer(response, await response.read())
+
+    async def ask_briefly(
+        self, path: str, body: dict[str, Any] | None, *, timeout_s: float, max_bytes: int
+    ) -> Any:
+        """Return the decoded JSON answer of a GET, or of a POST with a body, if it is short.
+
+        Raises:
+            EngineStatusError: the engine answered an error status.
+            ValueError: the answer is longer than `max_bytes`, or not JSON.
+            aiohttp.ClientError, TimeoutError, OSError: no answer.
+        """
+        timeout = aiohttp.ClientTimeout(total=min(timeout_s, self._timeout_s))
+        method = "GET" if body is None else "POST"
+        url = f"{self.root_url}{path}"
+        session = self._connections.open()
+        async with session.request(method, url, json=body, timeout=timeout) as response:
+            raw = bytearray()
+            async for chunk in response.content.iter_chunked(2**16):
+                raw += chunk
+                if len(raw) > max_bytes:
+                    raise ValueError(f"{path} answered more than {max_bytes} bytes")
+            return decode_answer(response, bytes(raw))
+
+    async def answers(self, path: str = "/health") -> bool:
+        """Whether the server is up: any answer below 500 to a GET counts.
+
+        A reverse proxy in front of a dead engine answers 502 to 504; a server that lacks the
+        path or requires a key answers 4xx and is up.
+        """
+        timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT_S, self._timeout_s))
+        url = f"{self.root_url}{path}"
+        try:
+            async with self._connections.open().get(url, timeout=timeout) as response:
+                return response.status < 500
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            return False
+
+    async def close(self) -> None:
+        await self._connections.close()
+
+
+def _loads(raw: bytes) -> Any:
+    """Decode an answer; `msgspec` is eight times faster, `json` also accepts NaN."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(raw)
+
+
+def decode_answer(
+    response: aiohttp.ClientResponse,
+    raw: bytes,
+    decoder: msgspec.json.Decoder[Any] | None = None,
+) -> Any:
+    """Return the JSON of an answer; an error status raises `EngineStatusError` with its text."""
+    if response.status < 400:
+        if decoder is not None:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                return decoder.decode(raw)
+        return _loads(raw)
+    text = inert_block(raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT])
+    raise EngineStatusError(
+        f"{response.url.path} answered {response.status}: {text}",
+        status=response.status,
+        wait_s=retry_after_s(response.headers),
+    )
+
+
+class ServedModel(NamedTuple):
+    """One entry of a server's model list."""
+
+    name: str
+    root: str | None
+    """Source it was loaded from; None if the server does not say."""
+
+
+class _NotReachableError(Exception):
+    """The server gave no answer; the check may succeed later."""
+
+
+class EngineIdentity:
+    """Model list and tokenizer of one server, fetched once and compared with the settings.
+
+    Attributes:
+        served: The server's models; None while they are unknown.
+    """
+
+    def __init__(self, http: EngineHttp, *, model_name: str) -> None:
+        self.served: tuple[ServedModel, ...] | None = None
+        self._http = http
+        self._model_name = model_name
+        self._are_models_asked = False
+        self._is_tokenizer_asked = False
+        self._tokenizer: Any = None  # transformers has no useful type for it
+        self._tokenizer_name = ""
+        self._num_server_errors = 0
+        self._models_search: SharedSearch[None] = SharedSearch()
+        self._tokenizer_search: SharedSearch[None] = SharedSearch()
+
+    def expect_tokenizer(self, tokenizer: Any, *, name: str) -> None:
+        """Compare the engine's ids with those of a tokenizer, from the next check on."""
+        self._tokenizer, self._tokenizer_name = tokenizer, name
+        self._is_tokenizer_asked = False
+
+    @property
+    def unknown_model(self) -> str | None:
+        """The message if the server does not list the configured model; None if it does."""
+        if not self.served or self._model_name in UNNAMED_MODELS:
+            return None
+        if any(model.name == self._model_name for model in self.served):
+            return None
+        return unknown_model_text(
+            self._http.shown_url, self._model_name, [model.name for model in self.served]
+        )
+
+    async def ask_for_models(self) -> None:
+        if not self._are_models_asked:
+            await self._models_search.result(self._find_models)
+
+    async def check_tokenizer(self) -> None:
+        """Compare the engine's ids for a test text with those of the expected tokenizer, once.
+
+        Raises:
+            EngineSetupError: They differ.
+        """
+        if self._tokenizer is not None and not self._is_tokenizer_asked:
+            await self._tokenizer_search.result(self._compare_tokenizers)
+
+    async def _find_models(self) -> None:
+        try:
+            listing = await self._answer("/v1/models", None)
+        except _NotReachableError:
+            return
+        self._are_models_asked = True
+        self.served = _models_of(listing)
+
+    async def _compare_tokenizers(self) -> None:
+        own = _own_ids(self._tokenizer)
+        if own is None:
+            self._is_tokenizer_asked = True
+            return
+        try:
+            engine_ids = await self._engine_ids()
+        except _NotReachableError:
+            return
+        if engine_ids is not None and engine_ids not in own:
+            raise EngineSetupError(self._wrong_tokenizer_text(own[0], engine_ids))
+        self._is_tokenizer_asked = True
+
+    async def _engine_ids(self) -> list[int] | None:
+        question = {"model": self._model_name, "prompt": TEST_TEXT, "add_special_tokens": False}
+        answer = await self._answer("/tokenize", question)
+        if answer is not None:
+            return _ids(answer.get("tokens") if isinstance(answer, dict) else None)
+        echo = {
+            "model": self._model_name,
+            "prompt": TEST_TEXT,
+            "max_tokens": 1,
+            "return_token_ids": True,
+        }
+        answer = await self._answer("/v1/completions", echo)
+        try:
+            return _ids(answer["choices"][0].get("prompt_token_ids"))
+        except (TypeError, KeyError, IndexError, AttributeError):
+            return None
+
+    async def _answer(self, path: str, body: dict[str, Any] | None) -> Any:
+        """Return an answer; None if the server gives no usable one.
+
+        Raises:
+            _NotReachableError: the server cannot be reached, or is not ready.
+        """
+        try:
+            return await self._http.ask_briefly(
+                path, body, timeout_s=CHECK_TIMEOUT_S, max_bytes=MAX_LISTING_BYTES
+            )
+        except EngineStatusError as error:
+            if error.status >= 500 and error.status not in ROUTE_REFUSED:
+                self._num_server_errors += 1
+                if self._num_server_errors <= MAX_SERVER_ERRORS:
+                    raise _NotReachableError from error
+            logger.debug("no answer to compare with the settings: %s", error)
+        except asyncio.TimeoutError as error:  # a subclass of OSError from Python 3.11 on
+            logger.debug("%s%s took too long: %r", self._http.shown_url, path, error)
+        except (aiohttp.ClientConnectionError, OSError) as error:
+            raise _NotReachableError from error
+        except (aiohttp.ClientError, ValueError) as error:
+            logger.debug("%s%s cannot be read: %r", self._http.shown_url, path, error)
+        return None
+
+    def _wrong_tokenizer_text(self, own: Sequence[int], engine_ids: Sequence[int]) -> str:
+        listed = [model for model in self.served or () if model.name == self._model_name]
+        source = (listed[0].root or listed[0].name) if listed else None
+        remedy = shown_name(source) if source else f"the tokenizer of {self._model_name}"
+        first = next(
+            (i for i, pair in enumerate(zip(own, engine_ids, strict=False)) if pair[0] != pair[1]),
+            min(len(own), len(engine_ids)),
+        )
+        return (
+            f"the tokenizer {self._tokenizer_name} is not the engine's: inference server "
+            f"{self._http.shown_url} encodes a test text as {_shown(engine_ids, first)}, "
+            f"{self._tokenizer_name} as {_shown(own, first)}. Use --env.tokenizer_name {remedy}"
+        )
+
+
+def unknown_model_text(url: str, wanted: str, served: Sequence[str]) -> str:
+    """Return the message for a model that a server does not list, with a suggestion."""
+    nearest = [*get_close_matches(wanted, served, n=MAX_SHOWN_MODELS, cutoff=0.6), *served]
+    ordered = list(dict.fromkeys(nearest))
+    shown = ", ".join(map(shown_name, ordered[:MAX_SHOWN_MODELS]))
+    left_out = len(ordered) - MAX_SHOWN_MODELS
+    more = f" and {left_out} more" if left_out > 0 else ""
+    return (
+        f"inference server {without_secrets(url)} serves no model {wanted!r}; "
+        f"it serves: {shown}{more}. "
+        f"Use --openai.model_name {shown_name(ordered[0])}"
+    )
+
+
+def _models_of(listing: Any) -> tuple[ServedModel, ...] | None:
+    entries = listing.get("data") if isinstance(listing, dict) else None
+    if not isinstance(entries, list):
+        return None
+    models = []
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
+            return None
+        root = entry.get("root")
+        models.append(ServedModel(entry["id"], root if isinstance(root, str) and root else None))
+    return tuple(models)
+
+
+def _own_ids(tokenizer: Any) -> tuple[list[int], list[int]] | None:
+    """Return the ids of the test text without and with special tokens; None if unsupported."""
+    try:
+        plain = list(tokenizer.encode(TEST_TEXT, add_special_tokens=False))
+        return plain, list(tokenizer.encode(TEST_TEXT))
+    except Exception as error:  # noqa: BLE001 - any object may stand in for a tokenizer
+        logger.debug("the tokenizer cannot be compared with the engine's: %r", error)
+        return None
+
+
+def _ids(value: Any) -> list[int] | None:
+    is_list = isinstance(value, list) and all(isinstance(token_id, int) for token_id in value)
+    return value if is_list and value else None
+
+
+def _shown(ids: Sequence[int], first: int) -> str:
+    """Format a few ids from index `first` on, and the number of ids."""
+    before = "..., " if first else ""
+    after = ", ..." if len(ids) > first + MAX_SHOWN_IDS else ""
+    shown = ", ".join(map(str, ids[first : first + MAX_SHOWN_IDS]))
+    return f"[{before}{shown}{after}] ({len(ids)} ids)"
+
+
 _CHUNK_BYTES = 1 << 16
+_HEADERS_OF_ENCODING = ("content-encoding", "content-length", "transfer-encoding")
 
 LIMIT_NAMES = ("max_completion_tokens", "max_tokens")
 """Names that chat servers use for the maximum length of a reply."""
@@ -88,15 +455,12 @@ def make_http_client(base_url: str) -> Any:
         return None
     import openai
 
-    library = _library_of(openai.DefaultAsyncHttpxClient)
-    transport: Any = _AiohttpTransport(library)
-    return openai.DefaultAsyncHttpxClient(transport=transport)
-
-
-def _library_of(client_type: type[Any]) -> ModuleType:
-    """Return the HTTP library of the client, which differs between its versions."""
+    client_type = openai.DefaultAsyncHttpxClient
     base = next(base for base in client_type.__mro__ if base.__name__ == "AsyncClient")
-    return importlib.import_module(base.__module__.partition(".")[0])
+    # The HTTP library differs between versions of the client.
+    library = importlib.import_module(base.__module__.partition(".")[0])
+    transport: Any = _AiohttpTransport(library)
+    return client_type(transport=transport)
 
 
 class _AiohttpTransport:
@@ -104,8 +468,7 @@ class _AiohttpTransport:
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
-        self._session: aiohttp.ClientSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connections = _Connections(trust_env=True)
         # The library accepts only subclasses of its own stream class.
         self._stream_type = type("_Stream", (_Stream, library.AsyncByteStream), {})
 
@@ -116,18 +479,15 @@ class _AiohttpTransport:
         await self.aclose()
 
     async def aclose(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._connections.close()
 
     async def handle_async_request(self, request: Any) -> Any:
-        """Send a request; the body of the answer is read lazily."""
         limits = request.extensions.get("timeout") or {}
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=limits.get("connect"), sock_read=limits.get("read")
         )
         try:
-            answer = await self._open().request(
+            answer = await self._connections.open().request(
                 request.method,
                 # The client already sends user and password as a header; aiohttp rejects both.
                 str(request.url.copy_with(username="", password="")),
@@ -140,20 +500,14 @@ class _AiohttpTransport:
             raise _translated(self._library, error, request) from error
         return self._library.Response(
             answer.status,
-            headers=[(name, value) for name, value in answer.headers.items() if _is_kept(name)],
+            headers=[
+                (name, value)
+                for name, value in answer.headers.items()
+                if name.lower() not in _HEADERS_OF_ENCODING  # aiohttp has decoded the body
+            ],
             stream=self._stream_type(self._library, answer, request),
             request=request,
         )
-
-    def _open(self) -> aiohttp.ClientSession:
-        # A session belongs to the loop it was created on; a second asyncio.run needs a new one.
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._session.closed or self._loop is not loop:
-            self._loop = loop
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), trust_env=True
-            )
-        return self._session
 
 
 class _Stream:
@@ -172,11 +526,6 @@ class _Stream:
     async def aclose(self) -> None:
         """Return the connection to the pool if everything was read, else close it."""
         self._answer.release()
-
-
-def _is_kept(header: str) -> bool:
-    """Whether a header is still valid after aiohttp has decompressed the body."""
-    return header.lower() not in ("content-encoding", "content-length", "transfer-encoding")
 
 
 def _translated(library: ModuleType, error: Exception, request: Any) -> Exception:
@@ -245,19 +594,16 @@ class OpenAICompatibleServer(APIServer):
         )
         self.identity = EngineIdentity(self.http, model_name=config.model_name)
         self._limit_name: str | None = None
+        # Checks are cheap there; internet providers are checked only after a refusal.
+        self._is_in_local_network = (config.known_base_url or "").startswith("http://")
         self.share_turns(self._turns)
 
     async def _check_identity(self, *, gives_tokens: bool) -> None:
-        if not self._is_engine_near_by:
+        if not self._is_in_local_network:
             return
         await self.identity.ask_for_models()
         if self.lists_every_model and self.identity.unknown_model is not None:
             raise EngineSetupError(self.identity.unknown_model)
-
-    @property
-    def _is_engine_near_by(self) -> bool:
-        """Whether checks are cheap; internet providers are checked only after a refusal."""
-        return (self.config.known_base_url or "").startswith("http://")
 
     def _note_first_answer(self) -> None:
         if self.identity.unknown_model is not None:
@@ -275,21 +621,19 @@ class OpenAICompatibleServer(APIServer):
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Probe until the server answers, then return; a failed request starts it again."""
-        while not await self.health.confirm(self._probe):  # noqa: ASYNC110 - asks a server
+        while not await self.health.confirm(self.probe):  # noqa: ASYNC110 - asks a server
             await asyncio.sleep(self.health_poll_s)
 
     async def close(self) -> None:
-        """End the health check and close every connection."""
         await super().close()
         await self.http.close()
         await self.openai.close()
 
     def share_turns(self, turns: LoopTurns) -> None:
-        """Use `turns` for the HTTP requests too; see `APIServer`."""
         super().share_turns(turns)
         self.http.turns = turns
 
-    async def _probe(self) -> bool:
+    async def probe(self) -> bool:
         return await self.http.answers("/health")
 
     def _request_url(self) -> str | None:
@@ -383,12 +727,7 @@ class OpenAICompatibleServer(APIServer):
 
 
 def other_limit_name(error: Exception, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the other name of the reply limit if a server refused the one that was sent.
-
-    Args:
-        error: Error of the chat request.
-        kwargs: Arguments of the chat request.
-    """
+    """Return the other name of the reply limit if a server refused the one that was sent."""
     sent = next((name for name in LIMIT_NAMES if name in kwargs), None)
     said = str(error)
     if sent is None or http_status(error) not in (400, 422) or not _UNKNOWN_FIELD.search(said):
@@ -491,12 +830,29 @@ def _are_finite(values: Sequence[float | None]) -> bool:
         return False
 
 
-def tokenizer_name_of(config: ServerBaseline) -> str:
+def prompt_logprobs_answer(
+    prompt_ids: list[int], rows: Sequence[Mapping[int, float]]
+) -> dict[str, Any]:
+    """Return the answer of `get_logprobs`.
+
+    Args:
+        prompt_ids: [P] the prompt.
+        rows: [P] the logprobs of the candidates at each position; empty for unknown ones.
+    """
+    return {
+        "prompt_tokens": prompt_ids,
+        "prompt_topk_token_ids": [list(row) for row in rows],
+        "prompt_topk_logprobs": [list(row.values()) for row in rows],
+    }
+
+
+def tokenizer_name_of(config: Any) -> str:
     """Return the tokenizer's name: `tokenizer_name`, or `model_name` if that is unset."""
-    return config.model_name if config.tokenizer_name in ("", "none") else config.tokenizer_name
+    named = getattr(config, "tokenizer_name", None)  # test servers may have only a model name
+    return str(config.model_name if named in (None, "", "none") else named)
 
 
-def load_tokenizer(config: ServerBaseline) -> Any:
+def load_tokenizer(config: Any) -> Any:
     """Load the tokenizer of a server's model with transformers."""
     from transformers import AutoTokenizer
 
@@ -521,7 +877,6 @@ class TokenServer(OpenAICompatibleServer):
         self._tokenizer = value
 
     def expect_tokenizer(self, tokenizer: Any, *, name: str, is_for_all: bool = False) -> None:
-        """Compare the engine's ids with a tokenizer's at the first request; see `APIServer`."""
         self.identity.expect_tokenizer(tokenizer, name=name)
         self._compares_for_all = is_for_all
 

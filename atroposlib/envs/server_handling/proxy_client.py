@@ -10,13 +10,14 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import aiohttp
+from openai.types.chat.chat_completion import Choice
 
+from atroposlib.envs.server_handling.chat_rendering import ToolCallChat, ToolCallChoice
 from atroposlib.envs.server_handling.server_baseline import note_node
-from atroposlib.envs.server_handling.turn_matching import SequenceNode
+from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.errors import InferenceError
 from atroposlib.utils.text import without_secrets
 
@@ -110,27 +111,23 @@ class ProxyManagedServer:
         Raises:
             RuntimeError: the proxy refused, with its message.
         """
-        from atroposlib.envs.server_handling import chat_rendering as types
-
         body = {**_CHAT_DEFAULTS, **kwargs}
         for name in _LOCAL_ONLY:
             body.pop(name, None)
         answer = await self._ask("POST", "/v1/chat/completions", body, timeout_s=_CHAT_TIMEOUT_S)
         await self.fetch_state()
         choices = [
-            types.ToolCallChoice.model_validate(choice)
-            if choice["message"].get("tool_calls")
-            else types.Choice.model_validate(choice)
+            (ToolCallChoice if choice["message"].get("tool_calls") else Choice).model_validate(
+                choice
+            )
             for choice in answer["choices"]
         ]
-        return types.ToolCallChat.model_validate({**answer, "choices": choices})
+        return ToolCallChat.model_validate({**answer, "choices": choices})
 
     async def completion(self, **kwargs: Any) -> NoReturn:
-        """Raise: a session at a proxy offers chats only."""
         raise NotImplementedError("a session at a proxy answers chats only; use chat_completion")
 
     def get_state(self) -> dict[str, Any]:
-        """Return `{"nodes": [...]}` as of the last chat or `fetch_state`."""
         return {"nodes": list(self._nodes)}
 
     async def fetch_state(self) -> dict[str, Any]:
@@ -142,7 +139,6 @@ class ProxyManagedServer:
         return self.get_state()
 
     def reset(self) -> None:
-        """Forget the fetched sequences; the proxy keeps them."""
         self._nodes = []
 
     async def cleanup(self) -> None:
@@ -157,12 +153,7 @@ class ProxyManagedServer:
     async def __aenter__(self) -> ProxyManagedServer:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 await self.fetch_state()

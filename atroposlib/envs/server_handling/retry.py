@@ -25,24 +25,6 @@ from atroposlib.errors import (
 from atroposlib.utils import io
 from atroposlib.utils.text import hide_secrets, inert_line, without_secrets
 
-__all__ = [
-    "MAX_ATTEMPTS",
-    "MAX_OUTAGES",
-    "EngineStatusError",
-    "RetriesExhaustedError",
-    "ServerDownError",
-    "as_context_overflow",
-    "as_missing_completions",
-    "as_setup_error",
-    "backoff_s",
-    "describe",
-    "describe_connection",
-    "http_status",
-    "is_outage_suspect",
-    "is_retryable",
-    "retry_after_s",
-]
-
 MAX_ATTEMPTS = 3
 """Maximum number of attempts of one request at a server that is up."""
 
@@ -50,8 +32,6 @@ MAX_OUTAGES = 20
 """Maximum number of outages during one request; more suggest that the request causes them."""
 
 LONGEST_RETRY_AFTER_S = 60.0
-
-_ROUTE_IS_MISSING = frozenset({404, 405, 501})
 
 _TRANSIENT_4XX = frozenset({408, 409, 429})
 
@@ -122,7 +102,7 @@ class EngineStatusError(InferenceError):
     @property
     def is_route_missing(self) -> bool:
         """Whether the server lacks the route, rather than refusing the request."""
-        return self.status in _ROUTE_IS_MISSING
+        return self.status in _NOT_OFFERED
 
 
 class ServerDownError(InferenceError):
@@ -247,11 +227,7 @@ def as_setup_error(
 ) -> EngineSetupError | None:
     """Return the typed error if a refusal means a wrong address, model or key, else None.
 
-    Args:
-        error: Error of the request.
-        url: URL of the server.
-        model: Requested model.
-        api_key: Removed from the message, even if the server repeats it.
+    The `api_key` is removed from the message, even if the server repeats it.
     """
     status = http_status(error)
     said, shown_url = _without_key(str(error), api_key), without_secrets(url)
@@ -277,11 +253,7 @@ def as_missing_completions(
 
     An unknown model is refused with the same status; a chat request then fails for the same reason.
 
-    Args:
-        error: Error of the completion request.
-        url: URL of the server.
-        model: Requested model.
-        api_key: Removed from the message, even if the server repeats it.
+    The `api_key` is removed from the message, even if the server repeats it.
     """
     status = http_status(error)
     said = str(error)

@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -64,34 +64,13 @@ if TYPE_CHECKING:
     from openai.types.completion import Completion
 
 __all__ = [
-    "FROM_TEXT",
-    "ROUTE_COST_S",
-    "SEND_COST_S",
     "VALID_REASONING_EFFORTS",
     "APIServer",
     "APIServerConfig",
     "AsyncSemWithAdaptiveWeight",
     "OpenaiConfig",
     "ReasoningConfig",
-    "RequestFailures",
-    "RequestStats",
-    "SampledVersions",
-    "SemaphoreWithOwnSlot",
     "ServerBaseline",
-    "ServerHealth",
-    "TokensAndLogprobs",
-    "VersionedTokens",
-    "failing_over",
-    "join_answers",
-    "note_finish_reason",
-    "note_from_text",
-    "note_node",
-    "note_sampled",
-    "num_unused",
-    "policy_version_of",
-    "request_metrics",
-    "sampled_versions",
-    "versions_in",
 ]
 
 SEND_COST_S = 0.0004
@@ -126,8 +105,12 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
 
     @property
     def num_held(self) -> int:
-        """Number of slots in use."""
         return self.max_val - self._value
+
+    @property
+    def num_unused(self) -> int:
+        """Number of slots that are not in use, whatever the weight."""
+        return self._value
 
     @property
     def num_free(self) -> float:
@@ -135,12 +118,10 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
         return max(0.0, self._value - self.min_val())
 
     def update_weight(self, weight: float) -> None:
-        """Set the usable share of slots and admit the waiters that now fit."""
         self.weight = weight
         self._admit_waiters()
 
     def locked(self) -> bool:
-        """Whether `acquire` would have to wait."""
         return bool(self._queue) or not self._has_slot()
 
     async def acquire(self) -> Literal[True]:
@@ -162,7 +143,6 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
         return True
 
     def release(self) -> None:
-        """Release a slot and admit the next waiter, if it fits."""
         self._value += 1
         self._admit_waiters()
 
@@ -176,11 +156,6 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
                 continue
             self._value -= 1
             turn.set_result(None)
-
-
-def num_unused(sem: asyncio.Semaphore) -> int:
-    """Return the number of slots of any semaphore that nothing holds, whatever its weight."""
-    return sem._value
 
 
 class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
@@ -199,15 +174,12 @@ class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
         return getattr(self._original, name)
 
     def update_weight(self, weight: float) -> None:
-        """Set the weight of the original."""
         self._original.update_weight(weight)
 
     def locked(self) -> bool:
-        """Whether `acquire` would have to wait."""
         return not self._own_is_free and self._original.locked()
 
     async def acquire(self) -> Literal[True]:
-        """Take the held slot if it is free, else wait for one of the original."""
         if self._own_is_free:
             self._own_is_free = False
             return True
@@ -216,7 +188,6 @@ class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
         return True
 
     def release(self) -> None:
-        """Release a slot of the original if one was taken, else free the held one."""
         if self._num_shared:
             self._num_shared -= 1
             self._original.release()
@@ -232,17 +203,35 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[An
 """Prompt ids [P], and per completion its ids [n][C], logprobs [n][C] and finish reason [n]."""
 
 
+class SharedSearch(Generic[T]):
+    """Lets concurrent callers share one running search; a failed one is repeated on the next call.
+
+    The caller stores the result.
+    """
+
+    def __init__(self) -> None:
+        self.running: asyncio.Task[T] | None = None
+
+    async def result(self, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of the running or a new search; cancelling does not stop the search."""
+        if not _is_running(self.running):
+            self.running = asyncio.create_task(find())
+        assert self.running is not None
+        return await asyncio.shield(self.running)
+
+
+def _is_running(task: asyncio.Task[Any] | None) -> bool:
+    # A task of a closed loop never finishes, so it does not count.
+    return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
+
+
 class ServerHealth:
     """Health of one server, and the task that updates it.
 
     Invariant: while `is_up` is False because of a probe, one watcher task runs that resets it. A
     value set by a caller holds until the next probe.
 
-    Args:
-        name: URL of the server, for messages.
-        startup_timeout_s: How long requests wait for a server that never answered, for messages;
-            None if unknown.
-        remedy: Advice for a server that never answered, for messages.
+    Name, startup timeout and remedy are for messages.
 
     Attributes:
         has_answered: Whether the server ever answered; until then its address may be wrong.
@@ -257,7 +246,7 @@ class ServerHealth:
         self.watcher: asyncio.Task[None] | None = None
         self.has_answered = False
         self._is_up = True
-        self._probing: asyncio.Task[bool] | None = None
+        self._probing: SharedSearch[bool] = SharedSearch()
 
     @property
     def is_up(self) -> bool:
@@ -280,36 +269,19 @@ class ServerHealth:
 
     def start_watching(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `watch` in the background unless it already runs on this event loop."""
-        if self._is_running(self.watcher):
-            return
-        self.watcher = asyncio.create_task(watch())
+        if not _is_running(self.watcher):
+            self.watcher = asyncio.create_task(watch())
 
-    async def confirm(self, probe: Callable[[], Awaitable[bool]]) -> bool:
+    async def confirm(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         """Probe once and store the result; concurrent callers share the probe."""
-        if not self._is_running(self._probing):
-            self._probing = asyncio.create_task(_run(probe))
-        assert self._probing is not None
-        self.is_up = await asyncio.shield(self._probing)
+        self.is_up = await self._probing.result(probe)
         self.has_answered = self.has_answered or self.is_up
         return self.is_up
 
     async def close(self) -> None:
-        """End the background tasks."""
-        for task in (self.watcher, self._probing):
-            if self._is_running(task):
-                assert task is not None
+        for task in (self.watcher, self._probing.running):
+            if task is not None and _is_running(task):
                 await end_task(task)
-
-    @staticmethod
-    def _is_running(task: asyncio.Task[Any] | None) -> bool:
-        # A task of a closed loop never finishes, so it does not count.
-        return (
-            task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
-        )
-
-
-async def _run(probe: Callable[[], Awaitable[bool]]) -> bool:
-    return await probe()
 
 
 class RequestFailures:
@@ -317,10 +289,6 @@ class RequestFailures:
 
     A failure because the server went down does not use up an attempt and may happen `MAX_OUTAGES`
     times. Other transient failures are retried until `MAX_ATTEMPTS` attempts were made.
-
-    Args:
-        server_name: Name of the server, for messages.
-        config: Settings of the server.
 
     Attributes:
         num_attempts: Attempts that failed at a server that was up.
@@ -336,10 +304,6 @@ class RequestFailures:
 
     def note(self, error: Exception, *, url: str) -> None:
         """Record an error; raise if it is final.
-
-        Args:
-            error: Error of the request.
-            url: URL the request was sent to.
 
         Raises:
             ContextOverflowError: the prompt is too long for the engine.
@@ -404,34 +368,22 @@ class RequestStats:
     attempts: list[int] = field(default_factory=list)
 
     def record(self, *, seconds: float, num_attempts: int) -> None:
-        """Add one answered request and drop the oldest beyond `max_length`."""
         _append_bounded(self.timings_s, seconds, self.max_length)
         _append_bounded(self.attempts, num_attempts, self.max_length)
 
-    def timing_metrics(self) -> dict[str, float]:
-        """Return `request_time_avg`, `_std` and `_99p` in seconds; empty without data."""
-        if not self.timings_s:
-            return {}
-        timings = np.asarray(self.timings_s)
-        return {
-            "request_time_avg": float(timings.mean()),
-            "request_time_std": float(timings.std()),
-            "request_time_99p": float(np.percentile(timings, 99)),
-        }
-
-
-def request_metrics(
-    server_name: str | None, *, train: RequestStats, eval_: RequestStats
-) -> dict[str, float]:
-    """Return the metrics of one server under `server/<name>_...`; only those with data."""
-    prefix = f"server/{server_name or 'server'}_"
-    metrics = {f"{prefix}{name}": value for name, value in train.timing_metrics().items()}
-    metrics |= {f"{prefix}eval_{name}": value for name, value in eval_.timing_metrics().items()}
-    if train.attempts:
-        metrics[f"{prefix}average_num_attempts"] = float(np.mean(train.attempts))
-    if eval_.attempts:
-        metrics[f"{prefix}eval_retry_rate"] = float(np.mean(eval_.attempts))
-    return metrics
+    def metrics(self, prefix: str, *, attempts_name: str) -> dict[str, float]:
+        """Return the means of timings and attempts; only those with data."""
+        metrics = {}
+        if self.timings_s:
+            timings = np.asarray(self.timings_s)
+            metrics = {
+                f"{prefix}request_time_avg": float(timings.mean()),
+                f"{prefix}request_time_std": float(timings.std()),
+                f"{prefix}request_time_99p": float(np.percentile(timings, 99)),
+            }
+        if self.attempts:
+            metrics[attempts_name] = float(np.mean(self.attempts))
+        return metrics
 
 
 def _append_bounded(values: list[T], value: T, max_length: int) -> None:
@@ -519,9 +471,6 @@ class APIServer(ABC):
         """Keep `server_healthy` up to date; runs in the background.
 
         Called at the first request and after a failure, unless an earlier call is still running.
-
-        Args:
-            chat_completion: Whether the first request was a chat.
         """
 
     @abstractmethod
@@ -540,17 +489,17 @@ class APIServer(ABC):
         """Make one request for prompt logprobs."""
         raise NotImplementedError(f"{type(self).__name__} does not offer prompt logprobs")
 
-    async def _probe(self) -> bool:
-        """Probe once whether the server is up; returns the last known state by default."""
+    async def probe(self) -> bool:
+        """Probe once whether the server is up, without changing `server_healthy`.
+
+        Returns the last known state by default.
+        """
         return self.server_healthy
 
     def expect_tokenizer(self, tokenizer: Any, *, name: str, is_for_all: bool = False) -> None:
         """Compare the engine's ids with a tokenizer's at the first request; no-op by default.
 
-        Args:
-            tokenizer: Produces the ids that are sent or trained on.
-            name: Source it was loaded from, for messages.
-            is_for_all: Whether text requests are also trained on, not only token requests.
+        `is_for_all` says whether text requests are also trained on, not only token requests.
         """
         return
 
@@ -579,7 +528,6 @@ class APIServer(ABC):
         return await self._request(self._chat_completion_wrapper, kwargs, is_chat=True)
 
     async def completion(self, **kwargs: Any) -> Completion:
-        """Return the server's continuation of a `prompt`."""
         return await self._request(self._completion_wrapper, kwargs)
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
@@ -602,11 +550,14 @@ class APIServer(ABC):
     ) -> dict[str, Any]:
         """Add this server's timings and attempts to `metrics_dict` and return it."""
         metrics = {} if metrics_dict is None else metrics_dict
-        metrics.update(request_metrics(server_name, train=self.train_stats, eval_=self.eval_stats))
+        prefix = f"server/{server_name or 'server'}_"
+        attempts_name = f"{prefix}average_num_attempts"
+        metrics |= self.train_stats.metrics(prefix, attempts_name=attempts_name)
+        attempts_name = f"{prefix}eval_retry_rate"
+        metrics |= self.eval_stats.metrics(f"{prefix}eval_", attempts_name=attempts_name)
         return metrics
 
     async def close(self) -> None:
-        """End the health check; subclasses also close their connections."""
         await self.health.close()
 
     def with_own_slot(self) -> APIServer:
@@ -620,7 +571,6 @@ class APIServer(ABC):
         return view
 
     def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `kwargs` with the reasoning fields of this server's provider."""
         if self.reasoning_config is None:
             return kwargs
         return self.reasoning_config.add_to(kwargs, base_url=self._request_url())
@@ -632,14 +582,6 @@ class APIServer(ABC):
     @property
     def is_probed(self) -> bool:
         """Whether the server's health is probed: its URL is known and health checks are on."""
-        return self._checks_health
-
-    async def probe(self) -> bool:
-        """Probe once whether the server is up, without changing `server_healthy`."""
-        return await self._probe()
-
-    @property
-    def _checks_health(self) -> bool:
         return self.config.health_check and self.config.known_base_url is not None
 
     def _start_check(self, *, is_chat: bool) -> None:
@@ -661,7 +603,7 @@ class APIServer(ABC):
         sem = self.sem if is_training else self.eval_sem
         if not self.initialized:
             self.initialized = True
-            if self._checks_health:
+            if self.is_probed:
                 self._start_check(is_chat=is_chat)
             else:
                 self.server_healthy = True  # an earlier value would never be corrected
@@ -725,9 +667,9 @@ class APIServer(ABC):
         await asyncio.sleep(max(wait_s, retry_after_s(error) or 0.0))
 
     async def _is_up(self, *, is_chat: bool) -> bool:
-        if not self._checks_health:
+        if not self.is_probed:
             return True
-        if not await self.health.confirm(self._probe):
+        if not await self.health.confirm(self.probe):
             self._start_check(is_chat=is_chat)
         return self.server_healthy
 
@@ -759,7 +701,6 @@ class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[
     def __new__(
         cls, tokens: TokensAndLogprobs, weight_versions: Sequence[str | None]
     ) -> VersionedTokens:
-        """Attach weight versions to an answer."""
         self = super().__new__(cls, tokens)
         self.weight_versions = list(weight_versions)
         return self
@@ -773,11 +714,7 @@ def versions_in(answer: Any, num_completions: int) -> list[str | None]:
 
 
 def join_answers(parts: Sequence[TokensAndLogprobs]) -> TokensAndLogprobs:
-    """Join the answers to the parts of one request, with the first part's prompt.
-
-    Args:
-        parts: Token answers, at least one.
-    """
+    """Join the answers to the parts of one request, with the first part's prompt."""
     if len(parts) == 1:
         return parts[0]
     tokens: TokensAndLogprobs = (
@@ -816,16 +753,10 @@ class SampledVersions:
         self.has_text = False
 
     def add(self, version: int) -> None:
-        """Record the version of one completion."""
         self.oldest = version if self.oldest is None else min(self.oldest, version)
 
     def add_finish_reason(self, tokens: Sequence[int], reason: str) -> None:
-        """Record why the last completion of a sequence ended.
-
-        Args:
-            tokens: [L] the whole sequence, prompt included.
-            reason: Finish reason from the engine.
-        """
+        """Record why the last completion of a sequence ended."""
         self._reasons[hash(tuple(tokens))] = reason
 
     def finish_reasons(self, sequences: Sequence[Sequence[int]]) -> list[str | None] | None:
@@ -849,35 +780,35 @@ def sampled_versions() -> Iterator[SampledVersions]:
         _OPEN.reset(token)
 
 
-def note_sampled(version: int | None) -> None:
-    """Record the policy version of a completion in every open collection of this task."""
-    if version is not None:
-        for versions in _OPEN.get():
-            versions.add(version)
+def note_sampled(
+    version: int | None,
+    *,
+    tokens: Sequence[int] = (),
+    finish_reason: str | None = None,
+    is_from_text: bool = False,
+) -> None:
+    """Record a completion in every open collection of this task.
 
-
-def note_finish_reason(tokens: Sequence[int], reason: str | None) -> None:
-    """Record the finish reason of a sequence in every open collection of this task."""
-    if reason is not None:
-        for versions in _OPEN.get():
-            versions.add_finish_reason(tokens, reason)
-
-
-def note_from_text() -> None:
-    """Record in every open collection of this task that tokens were encoded from text."""
+    Args:
+        version: Its policy version; None records none.
+        tokens: [L] its whole sequence, prompt included.
+        finish_reason: Why it ended; None records none.
+        is_from_text: Whether its tokens were encoded from text.
+    """
     for versions in _OPEN.get():
-        versions.has_text = True
+        if version is not None:
+            versions.add(version)
+        if finish_reason is not None:
+            versions.add_finish_reason(tokens, finish_reason)
+        versions.has_text = versions.has_text or is_from_text
 
 
 def note_node(tokens: Sequence[int], metadata: Mapping[str, Any] | None) -> None:
-    """Record the metadata of a sequence sampled by another process in every open collection.
-
-    Args:
-        tokens: [L] tokens of the node.
-        metadata: Metadata of the node.
-    """
+    """Record the metadata of a sequence sampled by another process in every open collection."""
     said = metadata or {}
-    note_sampled(said.get("policy_version"))
-    note_finish_reason(tokens, said.get("finish_reason"))
-    if said.get(FROM_TEXT):
-        note_from_text()
+    note_sampled(
+        said.get("policy_version"),
+        tokens=tokens,
+        finish_reason=said.get("finish_reason"),
+        is_from_text=bool(said.get(FROM_TEXT)),
+    )

@@ -82,11 +82,9 @@ class ServerHarness:
     def set_desired_response(
         self, input_message: Sequence[Mapping[str, Any]], desired_response: ChatCompletion
     ) -> None:
-        """Answer this conversation with `desired_response`."""
         self.response_map[self.conv_to_dictkey(input_message)] = desired_response
 
     def set_desired_completion(self, input_message: str, completion: Completion) -> None:
-        """Answer this prompt with `completion`."""
         self.response_map[input_message] = completion
 
     def set_tokens_and_logprobs_response(
@@ -123,7 +121,6 @@ class ServerHarness:
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None
     ) -> dict[str, Any]:
-        """Return `metrics_dict` unchanged."""
         return {} if metrics_dict is None else metrics_dict
 
     async def close(self) -> None:

@@ -23,11 +23,12 @@ import os
 import subprocess
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from atroposlib.envs.server_handling.config import ServerManagerConfig
+from atroposlib.envs.server_handling.config import LOCAL_API_KEY, ServerManagerConfig
 from atroposlib.envs.server_handling.managed_server import (
     DummyManagedServer,
     ManagedServer,
@@ -51,7 +52,6 @@ from atroposlib.envs.server_handling.server_baseline import (
     failing_over,
     join_answers,
     note_sampled,
-    num_unused,
     policy_version_of,
     versions_in,
 )
@@ -70,13 +70,9 @@ if TYPE_CHECKING:
 __all__ = [
     "APIServer",
     "APIServerConfig",
-    "Answered",
-    "ConversationMemory",
     "DummyManagedServer",
-    "HasSlots",
     "ManagedServer",
     "OpenAIServer",
-    "OpenSessions",
     "OpenaiConfig",
     "ReasoningConfig",
     "SGLangServer",
@@ -86,21 +82,6 @@ __all__ = [
     "ServerManagerConfig",
     "TrlVllmServer",
     "VLLMServer",
-    "configs_from_baseline",
-    "configs_on_slurm",
-    "find_configs",
-    "free_slots",
-    "is_overloaded",
-    "least_loaded",
-    "make_server",
-    "merge_choices",
-    "merge_tokens",
-    "open_proxy_session",
-    "open_session",
-    "parts_of",
-    "slurm_hosts",
-    "slurm_urls",
-    "wants_placeholders",
 ]
 
 OVERLOAD_RATIO = 2.0
@@ -156,7 +137,7 @@ def least_loaded(
     return max(
         healthy,
         key=lambda server: (
-            num_unused(server.sem if is_training else server.eval_sem),
+            (server.sem if is_training else server.eval_sem).num_unused,
             -sessions.get(id(server), 0),
         ),
     )
@@ -205,7 +186,6 @@ class ConversationMemory:
     def remember(
         self, messages: Sequence[Mapping[str, Any]], replies: Sequence[str | None], server: int
     ) -> None:
-        """Record that `server` answered a chat with these replies."""
         beginning = _prefix_keys(messages)[-1] if messages else 0
         ends = [_key(beginning, {"role": "assistant", "content": reply}) for reply in replies]
         for key in (beginning, *ends):
@@ -229,34 +209,6 @@ def _key(before: int, message: Mapping[str, Any]) -> int:
     content = message.get("content")
     text = content if isinstance(content, str) else repr(content)
     return hash((before, message.get("role"), text))
-
-
-class OpenSessions:
-    """Number of tracked sessions open at each server.
-
-    Sessions opened at the same time have no requests in flight yet; counting them spreads them.
-    """
-
-    def __init__(self) -> None:
-        self._num_at: Counter[int] = Counter()
-
-    def least_busy(self, servers: Sequence[Any], *, is_training: bool = True) -> Any:
-        """Return the least loaded server; between equals the one with fewer open sessions."""
-        return least_loaded(servers, is_training=is_training, open_sessions=self._num_at)
-
-    @contextmanager
-    def counted(self, server: Any) -> Iterator[None]:
-        """Count a session at its current server while the context is open."""
-        self._num_at[id(present_server(server))] += 1
-        try:
-            yield
-        finally:
-            self._num_at[id(present_server(server))] -= 1
-
-    def move(self, current: Any, chosen: Any) -> None:
-        """Count a session at another server from now on."""
-        self._num_at[id(current)] -= 1
-        self._num_at[id(chosen)] += 1
 
 
 logger = logging.getLogger(__name__)
@@ -324,7 +276,7 @@ def configs_from_baseline(
     hosts = list_hosts(nodelist) if nodelist else []
     urls = slurm_urls(hosts, environ) if len(hosts) >= 2 else LOCAL_URLS
     settings = {name: getattr(baseline, name) for name in ServerBaseline.model_fields}
-    return [APIServerConfig(**settings, api_key="x", base_url=url) for url in urls]
+    return [APIServerConfig(**settings, api_key=LOCAL_API_KEY, base_url=url) for url in urls]
 
 
 def configs_on_slurm(
@@ -400,30 +352,27 @@ def open_session(
     tokenizer: Any,
     *,
     tool_parser: str | None,
-    preserve_think_blocks: bool,
     policy_version: Callable[[], int | None],
+    track_tree: bool = False,
 ) -> ManagedServer | DummyManagedServer:
     """Return a session that records the tokens of its requests, exactly if the server allows.
-
-    Args:
-        server: Server of its requests, or a `SessionServer` that chooses one per request.
-        tokenizer: Renders chats and decodes completions; None: the server's own.
-        tool_parser: Name of the tool-call format, or None.
-        preserve_think_blocks: Kept for compatibility; thinking is preserved either way.
-        policy_version: Returns the policy version the service last reported, for engines that do
-            not name their weights.
 
     Raises:
         NoTokenIdsError: the server gives no token ids, and there is no tokenizer for its texts.
     """
     has_no_ids = isinstance(present_server(server), OpenAIServer)
-    if has_no_ids and wants_placeholders():
-        return DummyManagedServer(server, tokenizer)
+    if has_no_ids and os.environ.get(_DUMMY_SWITCH, "").lower() in ("1", "true", "yes"):
+        logger.warning(
+            "server_type openai with %s: tracked sequences hold placeholder tokens, which exports "
+            "and trainers refuse; without the variable texts are tokenized",
+            _DUMMY_SWITCH,
+        )
+        return DummyManagedServer(server, tokenizer, track_tree)
     session = ManagedServer(
         server,
         tokenizer,
-        tool_parser=tool_parser,
-        preserve_think_blocks=preserve_think_blocks,
+        track_tree,
+        tool_parser,
         policy_version=policy_version,
     )
     if has_no_ids and session.tokenizer is None:
@@ -433,46 +382,6 @@ def open_session(
             f"server_type vllm, or set {_DUMMY_SWITCH}=1 to get placeholder tokens"
         )
     return session
-
-
-def wants_placeholders() -> bool:
-    """Whether sessions without token ids hold placeholder tokens; logs a warning if so."""
-    if os.environ.get(_DUMMY_SWITCH, "").lower() not in ("1", "true", "yes"):
-        return False
-    logger.warning(
-        "server_type openai with %s: tracked sequences hold placeholder tokens, which exports "
-        "and trainers refuse; without the variable texts are tokenized",
-        _DUMMY_SWITCH,
-    )
-    return True
-
-
-async def open_proxy_session(
-    proxy_url: str | None, base_url: str | None, *, tool_parser: str | None, model_name: str
-) -> ProxyManagedServer:
-    """Return a session at a proxy, which records the tokens; closing it deletes the session.
-
-    Args:
-        proxy_url: URL of the proxy.
-        base_url: Server of the session; None: the proxy chooses.
-        tool_parser: Name of the tool-call format; None: Hermes.
-        model_name: Model name in answers.
-
-    Raises:
-        ConfigError: `proxy_url` is None.
-        RuntimeError: the proxy refused.
-    """
-    if proxy_url is None:
-        raise ConfigError(
-            "use_proxy is set but no proxy is known; set proxy_url or ATROPOS_PROXY_URL"
-        )
-    return await create_proxy_session(
-        proxy_url,
-        base_url,
-        tool_parser=tool_parser or "hermes",
-        model_name=model_name,
-        admin_key=os.environ.get(_PROXY_KEY),
-    )
 
 
 class Answered(NamedTuple):
@@ -487,19 +396,6 @@ def merge_choices(parts: Sequence[Answered]) -> Any:
     if len(parts) == 1:
         return parts[0].answer
     return append_choices(parts[0].answer, [part.answer for part in parts[1:]])
-
-
-def merge_tokens(parts: Sequence[Answered], *, reported: int | None) -> TokensAndLogprobs:
-    """Return the completions of all, and record which policy versions sampled them.
-
-    Args:
-        parts: Token answers, at least one.
-        reported: Policy version the service reported when the request was made.
-    """
-    answer = join_answers([part.answer for part in parts])
-    for version in versions_in(answer, len(answer[1])):
-        note_sampled(policy_version_of(version, reported))
-    return answer
 
 
 class ServerManager:
@@ -525,7 +421,7 @@ class ServerManager:
             do not name their weights.
     """
 
-    # Class-level defaults: some users create managers without `__init__` and assign `servers`.
+    # Defaults in the class: some users create managers without `__init__` and assign `servers`.
     slot_poll_s = 0.1
     max_n_completions = 8
     proxy_url: str | None = None
@@ -533,9 +429,6 @@ class ServerManager:
     tool_parser: str | None = None
     reasoning_config: ReasoningConfig | None = None
     policy_version: int | None = None
-    _turns: LoopTurns | None = None
-    _conversations: ConversationMemory | None = None
-    _sessions: OpenSessions | None = None
     _setup_error: EngineSetupError | None = None
 
     def __init__(
@@ -566,7 +459,6 @@ class ServerManager:
                 for config in find_configs(configs, slurm=slurm)
             ]
         )
-        self._turns = LoopTurns()
         for server in self.servers:
             if isinstance(server, APIServer):
                 server.share_turns(self._turns)
@@ -578,7 +470,7 @@ class ServerManager:
         is down or overloaded; any other goes to the least loaded server.
         """
         messages = kwargs.get("messages") or ()
-        memory = self._conversation_memory() if len(self.servers) > 1 else None
+        memory = self._conversations if len(self.servers) > 1 else None
         known = memory.find(messages) if memory is not None else None
         parts: list[Answered] = await self._split(
             lambda s: s.chat_completion,
@@ -592,17 +484,17 @@ class ServerManager:
         return merge_choices(parts)  # type: ignore[no-any-return]
 
     async def completion(self, **kwargs: Any) -> Completion:
-        """Return the least loaded server's continuation of a `prompt`."""
         return merge_choices(await self._split(lambda s: s.completion, kwargs))  # type: ignore[no-any-return]
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
-        """Return ids and logprobs from the least loaded server; see `APIServer`."""
         reported = self.policy_version
         parts = await self._split(lambda s: s.tokens_and_logprobs_completion, kwargs)
-        return merge_tokens(parts, reported=reported)
+        answer = join_answers([part.answer for part in parts])
+        for version in versions_in(answer, len(answer[1])):
+            note_sampled(policy_version_of(version, reported))
+        return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """Return prompt logprobs from the least loaded server."""
         rows: dict[str, Any] = (await self._route(lambda s: s.get_logprobs, kwargs)).answer
         return rows
 
@@ -618,7 +510,6 @@ class ServerManager:
 
     @property
     def num_answered(self) -> int:
-        """Number of answered requests, over all servers."""
         return sum(s.num_answered for s in self.servers if isinstance(s, APIServer))
 
     def failures_text(self) -> str:
@@ -639,12 +530,10 @@ class ServerManager:
         return self._setup_error or next((error for error in errors if error is not None), None)
 
     async def update_weight(self, weight: float) -> None:
-        """Set the share of every server's slots that may be used."""
         for server in self.servers:
             await server.update_weight(weight)
 
     async def close(self) -> None:
-        """Close the connections of every server."""
         for server in self.servers:
             await server.close()
 
@@ -705,33 +594,38 @@ class ServerManager:
                 by the environment variable ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.
         """
         if self.use_proxy:
-            model_name = self.servers[0].config.model_name if self.servers else "unknown"
-            async with await open_proxy_session(
-                self.proxy_url, base_url, tool_parser=self.tool_parser, model_name=model_name
+            if self.proxy_url is None:
+                raise ConfigError(
+                    "use_proxy is set but no proxy is known; set proxy_url or ATROPOS_PROXY_URL"
+                )
+            async with await create_proxy_session(
+                self.proxy_url,
+                base_url,
+                tool_parser=self.tool_parser or "hermes",
+                model_name=self.servers[0].config.model_name if self.servers else "unknown",
+                admin_key=os.environ.get(_PROXY_KEY),
             ) as remote_session:
                 yield remote_session
             return
-        if self._turns is not None:
-            await self._turns.turn(SEND_COST_S)
-        sessions = self._open_sessions()
+        await self._turns.turn(SEND_COST_S)
         if base_url is not None:
             server = self._server_at(base_url)
         else:
-            server = sessions.least_busy(self.servers)
+            server = least_loaded(self.servers, open_sessions=self._num_sessions)
             if len(self.servers) > 1:
                 server = SessionServer(server, self._choose_for_session)
         session = open_session(
             server,
             tokenizer,
             tool_parser=self.tool_parser,
-            preserve_think_blocks=preserve_think_blocks,
             policy_version=lambda: self.policy_version,
         )
-        with sessions.counted(server):
-            try:
-                yield session
-            finally:
-                session.reset()
+        self._num_sessions[id(present_server(server))] += 1
+        try:
+            yield session
+        finally:
+            self._num_sessions[id(present_server(server))] -= 1
+            session.reset()
 
     def _server_at(self, base_url: str) -> Any:
         known = {(server.config.base_url or "").rstrip("/"): server for server in self.servers}
@@ -772,8 +666,7 @@ class ServerManager:
     ) -> Answered:
         """Send a request to a server, and to another one if that server goes down."""
         is_training = kwargs.get("split", "train") == "train"
-        if self._turns is not None:
-            await self._turns.turn(ROUTE_COST_S)
+        await self._turns.turn(ROUTE_COST_S)
         while True:
             await self.wait_for_sem(is_training)
             server = self._pick(preferred, is_training)
@@ -798,21 +691,25 @@ class ServerManager:
         if is_kept:
             return current
         await self.wait_for_sem(is_training)
-        sessions = self._open_sessions()
         free = self._servers_with_slots(is_training)
-        chosen = sessions.least_busy(free, is_training=is_training)
-        sessions.move(current, chosen)
+        num_sessions = self._num_sessions
+        chosen = least_loaded(free, is_training=is_training, open_sessions=num_sessions)
+        num_sessions[id(current)] -= 1
+        num_sessions[id(chosen)] += 1
         return chosen
 
-    def _open_sessions(self) -> OpenSessions:
-        if self._sessions is None:
-            self._sessions = OpenSessions()
-        return self._sessions
+    @cached_property
+    def _turns(self) -> LoopTurns:
+        return LoopTurns()
 
-    def _conversation_memory(self) -> ConversationMemory:
-        if self._conversations is None:
-            self._conversations = ConversationMemory()
-        return self._conversations
+    @cached_property
+    def _num_sessions(self) -> Counter[int]:
+        # Sessions opened at the same time have no requests in flight yet; counting spreads them.
+        return Counter()
+
+    @cached_property
+    def _conversations(self) -> ConversationMemory:
+        return ConversationMemory()
 
 
 def _is_hopeless(server: Any, *, waited_s: float) -> bool:

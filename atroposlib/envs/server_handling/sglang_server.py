@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from atroposlib.envs.server_handling.config import resolve_openai_configs
 from atroposlib.envs.server_handling.openai_compatible import (
@@ -22,6 +22,7 @@ from atroposlib.envs.server_handling.openai_compatible import (
     check_count,
     check_sequences,
     list_of,
+    prompt_logprobs_answer,
     sampling_options,
     top_k_of,
 )
@@ -29,15 +30,7 @@ from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs, VersionedTokens
 from atroposlib.errors import InferenceError, NoTokenIdsError
 
-__all__ = [
-    "PromptLogprobs",
-    "SGLangServer",
-    "parse_prompt_logprobs",
-    "parse_tokens",
-    "prompt_logprobs_body",
-    "resolve_openai_configs",
-    "tokens_body",
-]
+__all__ = ["SGLangServer", "resolve_openai_configs"]
 
 _NAMES: Mapping[str, str] = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
 """SGLang's names of options; it refuses unknown names."""
@@ -52,15 +45,6 @@ _FORM_NAMES: Mapping[str, str] = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
-
-
-class PromptLogprobs(NamedTuple):
-    """Candidates of a model at each prompt position; none at the first one."""
-
-    token_ids: list[list[int]]
-    """[P][K] candidate ids."""
-    logprobs: list[list[float]]
-    """[P][K] their logprobs."""
 
 
 def tokens_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,11 +89,6 @@ def parse_tokens(answer: Any, prompt_ids: list[int], *, num_choices: int) -> Ver
     Id and logprob of a token come from the same entry, so they are always aligned; the finish
     reasons are the engine's objects, unchanged.
 
-    Args:
-        answer: Decoded JSON.
-        prompt_ids: [P] ids that were sent.
-        num_choices: Number of requested completions.
-
     Raises:
         InferenceError: completions or logprobs are missing, or contradict `output_ids`.
     """
@@ -129,7 +108,7 @@ def parse_tokens(answer: Any, prompt_ids: list[int], *, num_choices: int) -> Ver
     )
 
 
-def parse_prompt_logprobs(answer: Any, prompt_ids: list[int], *, top_k: int) -> PromptLogprobs:
+def parse_prompt_logprobs(answer: Any, prompt_ids: list[int], *, top_k: int) -> dict[str, Any]:
     """Read an answer to `prompt_logprobs_body`.
 
     Each row holds the prompt's own token first, then the other tokens of the `top_k` likeliest,
@@ -149,11 +128,10 @@ def parse_prompt_logprobs(answer: Any, prompt_ids: list[int], *, top_k: int) -> 
             f"the engine's prompt logprobs do not match the {len(prompt_ids)} tokens sent"
         )
     rows = [_candidates(entry, others) for entry, others in zip(own, top, strict=True)]
-    return PromptLogprobs([list(row) for row in rows], [list(row.values()) for row in rows])
+    return prompt_logprobs_answer(prompt_ids, rows)
 
 
 def _form_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the structured-output options under SGLang's names."""
     wanted = dict(options.get("structured_outputs") or {})
     response_format = options.get("response_format") or {}
     if response_format.get("type") == "json_object":
@@ -208,8 +186,7 @@ class SGLangServer(TokenServer):
 
     @property
     def takes_structural_tags(self) -> bool:
-        """Whether structural tags are supported; they are sent under SGLang's own names."""
-        return True
+        return True  # sent under SGLang's own names
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids = self._prompt_ids(kwargs)
@@ -221,12 +198,7 @@ class SGLangServer(TokenServer):
         top_k = top_k_of(kwargs)
         prompt_ids = self._prompt_ids(kwargs)
         body = prompt_logprobs_body(prompt_ids, sampling_options(kwargs), top_k=top_k)
-        rows = parse_prompt_logprobs(await self._generate(body, kwargs), prompt_ids, top_k=top_k)
-        return {
-            "prompt_tokens": prompt_ids,
-            "prompt_topk_token_ids": rows.token_ids,
-            "prompt_topk_logprobs": rows.logprobs,
-        }
+        return parse_prompt_logprobs(await self._generate(body, kwargs), prompt_ids, top_k=top_k)
 
     async def _generate(self, body: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         try:

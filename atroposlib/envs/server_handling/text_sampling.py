@@ -22,32 +22,21 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from atroposlib.envs.server_handling.chat_rendering import (
+    THINKING_END,
+    THINKING_START,
     FinishReason,
     as_finish_reason,
+    as_mapping,
     encode_added,
     is_hidden,
     render_added,
-)
-from atroposlib.envs.server_handling.tool_formats import FunctionCall, HermesFormat
-from atroposlib.envs.server_handling.turn_matching import (
-    THINKING_END,
-    as_mapping,
     spoken_text,
     text_of_content,
 )
-
-__all__ = [
-    "TextReply",
-    "announce_text_tokens",
-    "end_of_turn_ids",
-    "provider_messages",
-    "reply_of",
-    "text_only",
-]
+from atroposlib.envs.server_handling.tool_formats import FunctionCall, HermesFormat
 
 logger = logging.getLogger(__name__)
 
-_THINKING_START = "<think>"
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _OWN_ROLES = {"agent": "assistant", "environment": "user"}
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -113,12 +102,7 @@ def reply_of(
 def end_of_turn_ids(
     tokenizer: Any, render: Callable[[Sequence[Mapping[str, Any]]], str]
 ) -> list[int]:
-    """Return the special tokens that a chat template writes directly after a reply; may be empty.
-
-    Args:
-        tokenizer: Encodes the output of the template.
-        render: Renders messages as prompt text.
-    """
+    """Return the special tokens that a template writes directly after a reply; may be empty."""
     ids = encode_added(tokenizer, render_added(render, [], []) or "")
     end = next(
         (i for i, token_id in enumerate(ids) if not is_hidden(tokenizer, token_id)), len(ids)
@@ -184,7 +168,7 @@ def _with_thinking(message: Any, content: str, opens_thinking: bool) -> str:
     thinking = _thinking_of(message)
     if not thinking or THINKING_END in content:
         return content
-    start = "" if opens_thinking else f"{_THINKING_START}\n"
+    start = "" if opens_thinking else f"{THINKING_START}\n"
     return f"{start}{thinking.strip()}\n{THINKING_END}\n\n{content}"
 
 

@@ -18,39 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-__all__ = [
-    "CLOSE",
-    "OPEN",
-    "FoundCall",
-    "FunctionCall",
-    "HermesFormat",
-    "Llama3JsonFormat",
-    "MistralFormat",
-    "NamedCall",
-    "QwenFormat",
-    "ReadValue",
-    "ToolCall",
-    "ToolCallFormat",
-    "ToolFormatRegistry",
-    "call_of",
-    "closing_end",
-    "is_end",
-    "object_of",
-    "parameter_schemas",
-    "read_json",
-    "read_tagged_json",
-    "registry",
-    "skip_space",
-    "to_json",
-    "whole_value",
-]
-
 
 class FunctionCall(BaseModel):
     """The function a model asks for."""
 
     name: str
-    """Name of the function."""
     arguments: str
     """JSON text of an object, as in the chat APIs."""
 
@@ -64,9 +36,7 @@ class ToolCall(BaseModel):
     id: str
     """Id by which the tool's result message refers to the call."""
     type: Literal["function"] = "function"
-    """The only type of call."""
     function: FunctionCall
-    """Name and arguments."""
 
 
 class FoundCall(NamedTuple):
@@ -79,7 +49,6 @@ class FoundCall(NamedTuple):
     start: int
     """Index in the completion where the call begins, its tag included."""
     end: int
-    """Index after the call."""
     call_id: str | None = None
     """Id written by the model; None in most formats."""
 
@@ -110,9 +79,6 @@ class ToolCallFormat(ABC):
 
     def frame_of(self, name: str) -> tuple[str, str] | None:
         """Return the text around the arguments of a call, if these are written as a JSON object.
-
-        Args:
-            name: Name of the function.
 
         Returns:
             The text before and after the arguments; None if the format writes them differently.
@@ -149,9 +115,7 @@ class ReadValue(NamedTuple):
     """A decoded JSON value and its end."""
 
     value: Any
-    """The decoded value."""
     end: int
-    """Index after the value."""
 
 
 class NamedCall(NamedTuple):
@@ -162,7 +126,6 @@ class NamedCall(NamedTuple):
     arguments: str
     """JSON text of an object."""
     call_id: str | None
-    """Text under `id`, if any."""
 
 
 def _refuse(constant: str) -> Any:
@@ -262,7 +225,6 @@ class HermesFormat(ToolCallFormat):
     trigger = OPEN
 
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
-        """Return the calls of a completion; see `ToolCallFormat`."""
         calls: list[FoundCall] = []
         position = text.find(OPEN, start)
         while position >= 0:
@@ -274,14 +236,12 @@ class HermesFormat(ToolCallFormat):
         return calls
 
     def frame_of(self, name: str) -> tuple[str, str] | None:
-        """Return the tag and the object around the arguments; see `ToolCallFormat`."""
         return (
             f'{OPEN}{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
             f"}}{CLOSE}",
         )
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        """Return one tagged object per line."""
         return "\n".join(
             f"{OPEN}{json.dumps(object_of(call), ensure_ascii=False)}{CLOSE}" for call in calls
         )
@@ -339,7 +299,6 @@ class QwenFormat(ToolCallFormat):
         self.writes_elements = writes_elements
 
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
-        """Return the calls of a completion; see `ToolCallFormat`."""
         schemas = parameter_schemas(tools)
         calls: list[FoundCall] = []
         mark = _MARK.search(text, start)
@@ -359,7 +318,6 @@ class QwenFormat(ToolCallFormat):
         return f'{OPEN}\n{{"name": {named}, "arguments": ', f"}}\n{CLOSE}"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        """Return one tag per call, each tag on a line of its own."""
         write = _element if self.writes_elements else _json
         return "\n".join(f"{OPEN}\n{write(call)}\n{CLOSE}" for call in calls)
 
@@ -459,7 +417,6 @@ class Llama3JsonFormat(ToolCallFormat):
     separator = "; "
 
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
-        """Return the calls of a completion; see `ToolCallFormat`."""
         tag = text.find(TAG, start)
         first = skip_space(text, start)
         if text.startswith(("{", "["), first):
@@ -470,18 +427,15 @@ class Llama3JsonFormat(ToolCallFormat):
         return [] if position is None else _read_calls(text, position, position)
 
     def frame_of(self, name: str) -> tuple[str, str] | None:
-        """Return the object around the parameters; see `ToolCallFormat`."""
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        """Return the objects, separated by semicolons."""
         return "; ".join(
             json.dumps(object_of(call, "parameters"), ensure_ascii=False) for call in calls
         )
 
 
 def _known_object(text: str, start: int, names: set[str]) -> int | None:
-    """Return the index of the first object that calls one of `names`."""
     found = _OBJECT.search(text, start)
     while found is not None:
         read = read_json(text, found.start())
@@ -548,7 +502,6 @@ class MistralFormat(ToolCallFormat):
         self.writes_names = writes_names
 
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
-        """Return the calls of a completion; see `ToolCallFormat`."""
         calls: list[FoundCall] = []
         mark = text.find(MARK, start)
         while mark >= 0:
@@ -562,7 +515,6 @@ class MistralFormat(ToolCallFormat):
         return calls
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        """Return the calls after a single mark, or after one mark each."""
         objects = [object_of(call) for call in calls]
         if not self.writes_names:
             return f"{MARK} {json.dumps(objects, ensure_ascii=False)}"
@@ -619,11 +571,9 @@ class ToolFormatRegistry:
             self._formats[_key(name)] = tool_format
 
     def find(self, name: str) -> ToolCallFormat | None:
-        """Return the format of that name; None if it is unknown."""
         return self._formats.get(_key(name))
 
     def names(self) -> list[str]:
-        """Return every name in alphabetical order."""
         return sorted(self._names)
 
 

@@ -16,9 +16,9 @@ import aiohttp
 from aiohttp import ClientResponse, ClientTimeout
 
 from atroposlib.envs.server_handling.chat_rendering import Answer, build_chat, build_completion
-from atroposlib.envs.server_handling.engine_http import SharedSearch, decode_answer
 from atroposlib.envs.server_handling.openai_compatible import (
     check_count,
+    decode_answer,
     list_of,
     sampling_options,
     tokenizer_name_of,
@@ -27,6 +27,7 @@ from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import (
     APIServerConfig,
     ReasoningConfig,
+    SharedSearch,
     TokensAndLogprobs,
 )
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
@@ -59,7 +60,6 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(name: str) -> Any:
-        """Load a tokenizer by hub name or directory."""
         from transformers import AutoTokenizer as RealAutoTokenizer
 
         return RealAutoTokenizer.from_pretrained(name)
@@ -131,7 +131,6 @@ class TrlVllmServer(VLLMServer):
         }
 
     async def _generate(self, url: str, prompt: str, kwargs: dict[str, Any]) -> list[Answer]:
-        """Return the completions of one prompt from TRL's own route."""
         body = self._body(prompt, kwargs)
         ids = await self._post(url, body, timeout_s=kwargs.get("timeout"))
         if not isinstance(ids, Mapping):
@@ -164,7 +163,7 @@ class TrlVllmServer(VLLMServer):
             session.post(url, json=body, headers=self._headers, timeout=timeout) as response,
         ):
             if isinstance(response, ClientResponse):
-                return await decode_answer(response)
+                return decode_answer(response, await response.read())
             return await response.json()  # a replaced session may return a minimal response
 
     async def _find_generate_once(self) -> str | None:

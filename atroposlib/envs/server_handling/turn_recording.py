@@ -1,5 +1,22 @@
 """Process one request of a tracked session: find the sequence it continues, record the result.
 
+A caller sends the whole conversation with every turn, rarely byte for byte: agents and proxy
+dialects re-serialize arguments, drop empty fields and trim texts. So turns are compared by meaning.
+Two messages are the same if these are equal:
+
+- role, `name`, and the text of the content. A list of text parts equals their concatenation;
+  missing, null and empty content are equal.
+- for assistant messages also the calls, in order: name, and arguments as JSON values, so spacing,
+  key order and `1.0` for `1` are ignored. Their text is compared in its `said_form`: without
+  whitespace around thoughts and text, and with repeated thoughts once.
+
+Ids of calls, `tool_call_id` and all other fields are ignored. Among replies with equal meaning, the
+ids decide, then the exact content. A changed argument under an old id is a changed turn.
+
+A recorded reply may be sent back in any of these forms: as it was answered; without the thinking
+before its `</think>`; only its calls, without the text before them; the raw text. A text that a
+client library inserts into an empty reply (`INSERTED_TEXTS`) counts as empty.
+
     messages               ─► keys ─► longest recorded conversation they start with ─┐
     prompt of a completion ─────────► longest recorded text it starts with ──────────┴─► NodeRecord
     NodeRecord ─► Continuation ─► Turn.input_ids ─► engine ─► Sampled
@@ -18,19 +35,33 @@ Text of a continued chat:
     recorded text                        if the last message is a reply truncated by a limit
 
 If the last message is the assistant's text, the model continues it: the prompt ends with that text.
+
+One sequence of two turns, `p` prompt, `c` sampled, `.` masked:
+
+    turn 1   p p p p c c c e            e is the sampled end of turn, absent from the text
+    turn 2   p p p p c c c e p p p c c  the next prompt repeats e as text: it is not added again
+    masks    . . . . c c c e . . . c c
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import msgspec
+from pydantic import BaseModel
+
 from atroposlib.envs.server_handling.chat_rendering import (
+    THINKING_END,
     Answer,
     FinishReason,
     ToolAnswer,
-    ToolCallTranslator,
+    as_mapping,
+    calls_of,
     check_texts,
     encode_added,
     encode_prompt,
@@ -38,47 +69,250 @@ from atroposlib.envs.server_handling.chat_rendering import (
     hidden_tail,
     is_hidden,
     render_added,
+    reply_forms,
+    said_form,
     tail_behind,
     text_of,
+    text_of_content,
     text_of_end,
 )
 from atroposlib.envs.server_handling.server_baseline import FROM_TEXT
 from atroposlib.envs.server_handling.text_sampling import TextReply
-from atroposlib.envs.server_handling.turn_matching import (
-    THINKING_END,
-    Conversation,
-    SampledReply,
-    SequenceNode,
-    as_mapping,
-    calls_of,
-    continue_ids,
-    digest,
-    earlier_turns,
-    make_node,
-    matched_length,
-    message_key,
-    text_of_content,
-)
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.errors import PromptError
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.utils.aio import decode_long
-
-__all__ = [
-    "ChatRequest",
-    "Continuation",
-    "NodeRecord",
-    "NodeRecords",
-    "Sampled",
-    "Turn",
-    "TurnEnd",
-    "continue_chat",
-    "plain_messages",
-]
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
 """Renders messages and tools as prompt text."""
 
 _OPENING_TOKENS = 16
 """How many tokens before a reply are searched for a special token, where encoding can restart."""
+
+
+Keys = frozenset[str]
+"""The keys of all equivalent forms of one message."""
+
+
+class SampledReply:
+    """A sampled reply, and the forms in which a caller may send it back.
+
+    With `keeps_thinking`, a reply sent back without its thinking counts as a different one.
+    """
+
+    def __init__(
+        self,
+        raw_text: str,
+        content: str,
+        tool_calls: Sequence[Any] | None,
+        *,
+        keeps_thinking: bool,
+    ) -> None:
+        self._content = content
+        self.raw_text = raw_text
+        self._keeps_thinking = keeps_thinking
+        calls = calls_of(tool_calls)
+        self.call_ids = tuple(call[0] for call in calls)
+        self._calls = _calls_text(calls)  # computed now, as the caller may modify the calls
+
+    @cached_property
+    def keys(self) -> Keys:
+        texts = {said_form(self._content)}
+        if not self._keeps_thinking:
+            texts = set(reply_forms(self._content, has_calls=bool(self.call_ids)))
+        if self.call_ids:
+            texts.add("")
+        elif self.raw_text != self._content:
+            texts |= (
+                {said_form(self.raw_text)} if self._keeps_thinking else reply_forms(self.raw_text)
+            )
+        forms = {_key("assistant", None, self._calls, text) for text in texts}
+        raw_form = _key("assistant", None, _calls_text([]), said_form(self.raw_text))
+        return frozenset(forms | {raw_form})
+
+    def likeness(self, content: str) -> int:
+        """Return 3 for this reply's content, 2 for other spacing, 1 without its thinking, else 0.
+
+        An empty content matches an empty reply better than a reply that is only thinking.
+        """
+        if content == self._content:
+            return 3
+        if said_form(content) == said_form(self._content):
+            return 2
+        return int(content == self._content.rpartition(THINKING_END)[2])
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of one recorded sequence."""
+
+    earlier: tuple[Keys, ...]
+    """[M-1] the forms of each message before the reply."""
+    reply: SampledReply
+    tools_key: str
+    """Digest of the tool definitions in the prompt."""
+    has_thinking: bool = False
+    """Whether a sampled reply holds thinking."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.earlier) + 1
+
+
+def matched_length(conversation: Conversation, keys: Sequence[str]) -> int:
+    """Return the length of a conversation if a request starts with it, else 0.
+
+    `keys` are the [M] `message_key` of the messages of the request.
+    """
+    length = conversation.num_turns
+    if length > len(keys) or keys[length - 1] not in conversation.reply.keys:  # most end here
+        return 0
+    earlier = conversation.earlier
+    is_prefix = all(key in forms for key, forms in zip(keys[: length - 1], earlier, strict=True))
+    return length if is_prefix else 0
+
+
+def earlier_turns(parent: Conversation | None, keys: Sequence[str]) -> tuple[Keys, ...]:
+    """Return the turns before a new reply: those of the continued conversation, then the added."""
+    known = (*parent.earlier, parent.reply.keys) if parent is not None else ()
+    known = known[: len(keys)]  # if the request continues the reply itself, the messages before it
+    return (*known, *(frozenset({key}) for key in keys[len(known) :]))
+
+
+def message_key(message: Any) -> str:
+    """Return a short text that is equal for messages with equal meaning."""
+    fields = as_mapping(message)
+    role = str(fields.get("role"))
+    text = text_of_content(fields.get("content"))
+    if role != "assistant":
+        return _key(role, fields.get("name"), "", text)
+    return _key(role, None, _calls_text(calls_of(fields.get("tool_calls"))), said_form(text))
+
+
+def digest(value: Any) -> str:
+    """Return a short text that is equal for equal JSON values."""
+    return _hashed(json.dumps(value, sort_keys=True, default=str))
+
+
+def _key(role: str, name: Any, calls: str, text: str) -> str:
+    return _hashed(f"{role}\0{name}\0{calls}\0{text}")
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _calls_text(calls: Sequence[tuple[str, str, str]]) -> str:
+    return json.dumps([call[1:] for call in calls]) if calls else ""
+
+
+class SequenceNode(BaseModel):
+    """One tracked sequence: a prompt, its completion, and all turns that follow.
+
+    `tokens`, `masked_tokens` and `logprobs` have one entry per token. A worked example, prompt
+    `[1, 72]` and sampled `[105, 2]`:
+
+        tokens         [1,    72,   105,  2]
+        masked_tokens  [-100, -100, 105,  2]
+        logprobs       [1.0,  1.0,  -0.3, -0.1]
+    """
+
+    full_text: str
+    """Prompt and completions as text, without special tokens in the completions."""
+    tokens: list[int]
+    """[L] ids as the engine reported them."""
+    masked_tokens: list[int]
+    """[L] the id where it was sampled, `IGNORE_INDEX` elsewhere."""
+    logprobs: list[float]
+    """[L] the sampled id's logprob, `MASKED_LOGPROB` elsewhere."""
+    metadata: dict[str, Any] | None = None
+    """`finish_reason` of the last completion, and these optional keys:
+
+    `extended_by_tokens`: why the recorded ids differ from a fresh rendering of the conversation: a
+    list of `template` (the chat template would write earlier turns differently) and
+    `tokenisation` (the text of a reply has other ids than were sampled).
+
+    `weight_versions`: the engine's name of the weights of each completion, oldest first.
+
+    `policy_version`: the oldest policy version among them, from the engine or the service.
+
+    `tokenized_from_text`: True if the server reported no ids for at least one completion, so that
+    they were encoded from its text; its logprobs are then `MASKED_LOGPROB`.
+    """
+
+
+def continue_ids(
+    node: SequenceNode, added_ids: Sequence[int], is_hidden: Callable[[int], bool]
+) -> list[int]:
+    """Return the node's tokens followed by the added ones, the shared end of turn only once.
+
+    The sampled end-of-turn tokens are not part of the node's text, so the next prompt repeats
+    them; the longest overlap between them and the start of `added_ids` is skipped.
+
+    `is_hidden` says whether a token is absent from the text of the node.
+    """
+    num_hidden = 0
+    for token_id, mask in zip(reversed(node.tokens), reversed(node.masked_tokens), strict=True):
+        if mask == IGNORE_INDEX or not is_hidden(token_id):
+            break
+        num_hidden += 1
+    overlap = 0
+    for length in range(min(num_hidden, len(added_ids)), 0, -1):
+        if node.tokens[-length:] == list(added_ids[:length]):
+            overlap = length
+            break
+    return [*node.tokens, *added_ids[overlap:]]
+
+
+def make_node(
+    *,
+    full_text: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    completion_logprobs: Sequence[float],
+    finish_reason: str,
+    parent: SequenceNode | None,
+    notes: Mapping[str, Any] | None = None,
+) -> SequenceNode:
+    """Build the node of one completion, keeping the sampled tokens of its parent trainable.
+
+    Args:
+        full_text: Prompt text and completion text.
+        prompt_ids: [P] ids the engine read.
+        completion_ids: [C] ids it sampled.
+        completion_logprobs: [C] their logprobs; padded with `MASKED_LOGPROB` or cut to C.
+        finish_reason: Why sampling ended.
+        parent: Node the prompt continues. Its masks and logprobs are copied for the common prefix
+            of its tokens and the prompt; None masks the whole prompt.
+        notes: Further entries of `SequenceNode.metadata`.
+    """
+    masks = [IGNORE_INDEX] * len(prompt_ids)
+    logprobs = [MASKED_LOGPROB] * len(prompt_ids)
+    if parent is not None:
+        shared = _common_length(parent.tokens, prompt_ids)
+        masks[:shared] = parent.masked_tokens[:shared]
+        logprobs[:shared] = parent.logprobs[:shared]
+    padding = [MASKED_LOGPROB] * (len(completion_ids) - len(completion_logprobs))
+    fields: dict[str, Any] = {
+        "full_text": full_text,
+        "tokens": [*prompt_ids, *completion_ids],
+        "masked_tokens": [*masks, *completion_ids],
+        "logprobs": [*logprobs, *completion_logprobs[: len(completion_ids)], *padding],
+        "metadata": {"finish_reason": finish_reason, **(notes or {})},
+    }
+    try:  # ten times faster than the model's validation, which blocks the event loop
+        fields["tokens"] = msgspec.convert(fields["tokens"], list[int])
+        fields["logprobs"] = msgspec.convert(fields["logprobs"], list[float])
+    except msgspec.ValidationError:  # numbers of other kinds, or none
+        return SequenceNode(**fields)
+    return SequenceNode.model_construct(**fields)
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    shortest = min(len(first), len(second))
+    if list(first[:shortest]) == list(second[:shortest]):
+        return shortest
+    return next(i for i in range(shortest) if first[i] != second[i])
 
 
 @dataclass(frozen=True)
@@ -102,7 +336,6 @@ class TurnEnd:
     weight_version: str | None
     """The engine's name of its weights."""
     metadata: Mapping[str, Any]
-    """Metadata of the node that ended here."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +343,11 @@ class NodeRecord:
     """A sequence, or a prefix of one."""
 
     node: SequenceNode
-    """The tokens."""
     ends: tuple[TurnEnd, ...] = ()
     """Its sampled replies, oldest first; empty for a node not recorded here."""
 
     @property
     def last(self) -> TurnEnd | None:
-        """The end of the sequence."""
         return self.ends[-1] if self.ends else None
 
     def up_to(self, num_ends: int) -> NodeRecord:
@@ -139,7 +370,6 @@ class Continuation:
     """A recorded sequence, and the text a request adds to it."""
 
     record: NodeRecord
-    """The continued sequence."""
     added_text: str
     """Text after it, the end of its last turn included."""
     is_rerendered: bool
@@ -155,7 +385,6 @@ class NodeRecords:
         self._records: dict[int, NodeRecord] = {}
 
     def add(self, record: NodeRecord) -> None:
-        """Keep a record as long as its node is kept."""
         self._records[id(record.node)] = record
 
     def forget_others(self, nodes: Iterable[SequenceNode]) -> None:
@@ -168,10 +397,7 @@ class NodeRecords:
     ) -> Continuation | None:
         """Return the sequence whose text is the longest prefix of a prompt; the first wins ties.
 
-        Args:
-            nodes: The session's sequences.
-            prompt: The text.
-            only_bare: Exclude sequences sampled for messages.
+        `only_bare` excludes sequences sampled for messages.
         """
         best: tuple[NodeRecord, int] | None = None
         best_rank = (-1, False)
@@ -194,14 +420,7 @@ class NodeRecords:
         keys: Sequence[str],
         prompt: str,
     ) -> NodeRecord | None:
-        """Return the record of the conversation that these messages continue.
-
-        Args:
-            nodes: The session's sequences.
-            messages: [M] messages of the request.
-            keys: [M] `message_key` of each.
-            prompt: Their prompt text.
-        """
+        """Return the record of the conversation that these messages continue."""
         best: tuple[NodeRecord, int] | None = None
         best_rank = (0, False, 0, False, False)
         for record, num_ends in self._beginnings(nodes):
@@ -254,14 +473,12 @@ class ChatRequest:
 
     @property
     def partial_text(self) -> str:
-        """The text of the partial reply."""
         return (
             "" if self.partial_reply is None else text_of_content(self.partial_reply.get("content"))
         )
 
     @property
     def all_messages(self) -> list[Mapping[str, Any]]:
-        """The conversation with the partial reply."""
         return self.messages if self.partial_reply is None else [*self.messages, self.partial_reply]
 
     @classmethod
@@ -298,12 +515,7 @@ def continue_chat(
 ) -> Continuation | None:
     """Return the sequence that a chat continues; None for a new one.
 
-    Args:
-        records: Records of the nodes.
-        nodes: Candidates.
-        request: The chat.
-        render: Renders prompts.
-        strips_thinking: Whether the template may drop earlier thinking.
+    `strips_thinking` says whether the template may drop earlier thinking.
     """
     cut = _cut_reply(records, nodes, request)
     if cut is not None:
@@ -398,7 +610,6 @@ class Sampled:
     logprobs: list[float]
     """[C] their logprobs."""
     finish_reason: FinishReason
-    """Why sampling ended."""
     weight_version: str | None
     """The engine's name of its weights."""
     policy_version: int | None
@@ -417,7 +628,6 @@ class Turn:
     tokenizer: Any
     """None if no tokenizer is known; then no ids are sent."""
     prompt: str
-    """The prompt's text."""
     parent: Continuation | None
     """The continued sequence; None for a new one."""
     chat: ChatRequest | None = None
@@ -425,9 +635,18 @@ class Turn:
     translator: ToolCallTranslator | None = None
     """Parses tool calls; None leaves them as text."""
     tool_choice: Any = None
-    """Value given by the caller."""
     strips_thinking: bool = False
     """Whether a reply sent back without its thinking counts as a different one."""
+
+    @property
+    def _last(self) -> TurnEnd | None:
+        """The end of the continued sequence."""
+        return self.parent.record.last if self.parent is not None else None
+
+    @property
+    def _metadata(self) -> Mapping[str, Any]:
+        """The metadata of the continued sequence."""
+        return (self.parent.record.node.metadata if self.parent is not None else None) or {}
 
     def input_ids(self) -> list[int]:
         """Return [P] ids to send, with the ids of the continued sequence unchanged."""
@@ -445,7 +664,7 @@ class Turn:
         """
         if self.chat is None:
             return
-        last = self.parent.record.last if self.parent is not None else None
+        last = self._last
         if self.parent is None or last is None or last.conversation is None:
             text, start = self.full_prompt, 0
         else:
@@ -458,10 +677,6 @@ class Turn:
         """Return the caller's answer for a completion, and the record of its sequence.
 
         Long texts are decoded in a way that does not block other sessions.
-
-        Args:
-            sampled: The completion.
-            notes: Result of `notes_of_prompt`.
         """
         if sampled.reply is None:
             end_ids = self._end_ids(sampled.ids)
@@ -473,6 +688,7 @@ class Turn:
             reply_ids, end_ids = sampled.ids[:num_reply_ids], sampled.ids[num_reply_ids:]
             text = sampled.reply.text
             given = self._answer_with_calls(sampled.reply)
+        if sampled.reply is not None or self._metadata.get(FROM_TEXT):
             notes = {**notes, FROM_TEXT: True}
         node = make_node(
             full_text=self.full_prompt + text,
@@ -481,7 +697,7 @@ class Turn:
             completion_logprobs=sampled.logprobs,
             finish_reason=sampled.finish_reason,
             parent=self.parent.record.node if self.parent is not None else None,
-            notes={**self._inherited_notes(), **notes, **self._version_notes(sampled)},
+            notes={**notes, **self._version_notes(sampled)},
         )
         end = TurnEnd(
             num_tokens=len(node.tokens),
@@ -516,7 +732,7 @@ class Turn:
         if self.parent is None or self.tokenizer is None:
             return {}
         record = self.parent.record
-        reasons = set((record.node.metadata or {}).get("extended_by_tokens", ()))
+        reasons = set(self._metadata.get("extended_by_tokens", ()))
         if self.parent.is_rerendered:
             reasons.add("template")
         if record.last is not None and not await self._is_shortest(record.node, record.last):
@@ -574,7 +790,7 @@ class Turn:
     def _partial_text(self) -> str:
         """The part of this reply that is already in the prompt."""
         if self.parent is not None and self.parent.is_same_reply:
-            last = self.parent.record.last
+            last = self._last
             return last.conversation.reply.raw_text if last and last.conversation else ""
         return self.chat.partial_text if self.chat is not None else ""
 
@@ -585,18 +801,12 @@ class Turn:
         self.translator.remember_answer(reply.text, reply.content, reply.tool_calls)
         return ToolAnswer(reply.content, reply.tool_calls)
 
-    def _inherited_notes(self) -> dict[str, Any]:
-        """Return the metadata that a continued sequence passes on."""
-        metadata = (self.parent.record.node.metadata or {}) if self.parent is not None else {}
-        return {FROM_TEXT: True} if metadata.get(FROM_TEXT) else {}
-
     def _conversation_of(self, text: str, given: Answer | ToolAnswer) -> Conversation | None:
         if self.chat is None:
             return None
         calls = given.tool_calls if isinstance(given, ToolAnswer) else None
         content = given.content if isinstance(given, ToolAnswer) else given.text
-        last = self.parent.record.last if self.parent is not None else None
-        known = last.conversation if last is not None else None
+        known = self._last.conversation if self._last is not None else None
         partial_text = self._partial_text
         reply = SampledReply(
             partial_text + text,
@@ -613,12 +823,11 @@ class Turn:
 
     def _version_notes(self, sampled: Sampled) -> dict[str, Any]:
         """Return metadata on the weights; empty if nothing is known."""
-        record = self.parent.record if self.parent is not None else None
-        ends = record.ends if record is not None else ()
+        ends = self.parent.record.ends if self.parent is not None else ()
         versions = [*(end.weight_version for end in ends), sampled.weight_version]
         notes: dict[str, Any] = {}
         if any(version is not None for version in versions):
             notes["weight_versions"] = versions
-        earlier = (record.node.metadata or {}).get("policy_version") if record else None
+        earlier = self._metadata.get("policy_version")
         known = [v for v in (earlier, sampled.policy_version) if v is not None]
         return notes | ({"policy_version": min(known)} if known else {})

@@ -21,37 +21,27 @@ from atroposlib.envs.server_handling.config import (
     ReasoningConfig,
     resolve_openai_configs,
 )
-from atroposlib.envs.server_handling.engine_http import SharedSearch
 from atroposlib.envs.server_handling.openai_compatible import (
+    ROUTE_REFUSED,
     TokenServer,
     check_count,
     check_sequences,
-    drop_double_bos,
     list_of,
+    prompt_logprobs_answer,
     sampling_options,
     top_k_of,
 )
 from atroposlib.envs.server_handling.retry import EngineStatusError
-from atroposlib.envs.server_handling.server_baseline import SEND_COST_S, TokensAndLogprobs
+from atroposlib.envs.server_handling.server_baseline import (
+    SEND_COST_S,
+    SharedSearch,
+    TokensAndLogprobs,
+)
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 
-__all__ = [
-    "COMPLETIONS_DECODER",
-    "VLLMServer",
-    "aiohttp",
-    "completions_body",
-    "drop_double_bos",
-    "generate_body",
-    "normalize_topk_entry",
-    "parse_completions",
-    "parse_generate",
-    "prompt_rows",
-    "resolve_openai_configs",
-]
+__all__ = ["VLLMServer", "aiohttp", "resolve_openai_configs"]
 
 TokenRoute = Literal["/v1/completions", "/generate"]
-
-_REQUEST_NOT_UNDERSTOOD = frozenset({400, 404, 405, 422, 501})
 
 
 class _Logprobs(TypedDict, total=False):
@@ -99,10 +89,7 @@ def parse_completions(
 ) -> TokensAndLogprobs:
     """Read an answer of `/v1/completions`.
 
-    Args:
-        answer: Decoded JSON.
-        prompt_ids: [P] ids that were sent; the engine's own list takes precedence.
-        num_choices: Number of requested completions.
+    The engine's own prompt ids take precedence over those that were sent, `prompt_ids` [P].
 
     Raises:
         InferenceError: choices, ids or logprobs are missing or do not line up.
@@ -219,7 +206,7 @@ class VLLMServer(TokenServer):
 
     @property
     def takes_structural_tags(self) -> bool:
-        """Whether tokens come from vLLM's own route; True until another route was detected."""
+        # True until another route was detected.
         return self._token_route != "/generate"
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
@@ -242,15 +229,8 @@ class VLLMServer(TokenServer):
         }
         answer = await self._post_tokens(prompt_ids, options, kwargs.get("timeout"))
         holder = answer if self._token_route == "/generate" else answer["choices"][0]
-        rows = [
-            normalize_topk_entry(entry)
-            for entry in prompt_rows(holder.get("prompt_logprobs"), len(prompt_ids))
-        ]
-        return {
-            "prompt_tokens": prompt_ids,
-            "prompt_topk_token_ids": [ids for ids, _ in rows],
-            "prompt_topk_logprobs": [logprobs for _, logprobs in rows],
-        }
+        rows = prompt_rows(holder.get("prompt_logprobs"), len(prompt_ids))
+        return prompt_logprobs_answer(prompt_ids, [_entries_of(entry) for entry in rows])
 
     async def _post_tokens(
         self, prompt_ids: list[int], options: dict[str, Any], timeout_s: float | None
@@ -293,7 +273,7 @@ class VLLMServer(TokenServer):
                 return "/v1/completions"
             reason = "/v1/completions returns no token_ids"
         except EngineStatusError as error:
-            if error.status not in _REQUEST_NOT_UNDERSTOOD:
+            if error.status not in ROUTE_REFUSED:
                 raise
             reason = str(error)
         try:

@@ -135,6 +135,7 @@ def test_check_environment_reasoning_gym_passes_every_rule() -> None:
     assert [o.name for o in report.outcomes if o.status == "skipped"] == []
 
 
+@pytest.mark.long
 def test_check_command_gsm8k_runs_as_a_script() -> None:
     done = subprocess.run(
         [sys.executable, "environments/gsm8k_server.py", "check"],

@@ -13,9 +13,9 @@ import pytest
 
 from atroposlib.envs import base
 from atroposlib.envs.check import check_environment
+from atroposlib.envs.server_handling.managed_server import SequenceNode
 from atroposlib.envs.server_handling.managed_server_proxy import ProxyFile
 from atroposlib.envs.server_handling.proxy import AgentTrajectory, group_of_agents
-from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.scored_data import check_group
 from tests.envs.small_environment import SERVERS
 from tests.fakes import CharTokenizer, ScriptedEngine

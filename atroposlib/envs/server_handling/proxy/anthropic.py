@@ -31,7 +31,6 @@ State: with a `thread`, the session stores the conversation and clients send onl
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -58,15 +57,15 @@ from atroposlib.envs.server_handling.proxy.history import (
     chat_request,
     joined_text,
     list_at,
+    new_id,
     object_at,
     pieces,
     read_fields,
-    refuse,
     shared_options,
     text_at,
     whole_turn,
 )
-from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, refuse
 from atroposlib.envs.server_handling.proxy.requests import (
     LARGEST_LIMIT,
     MOST_STOPS,
@@ -74,26 +73,6 @@ from atroposlib.envs.server_handling.proxy.requests import (
     not_honoured,
 )
 from atroposlib.errors import ContextOverflowError
-
-__all__ = [
-    "ANTHROPIC",
-    "THREAD_NOT_FOUND",
-    "CountFields",
-    "HeldConversation",
-    "MessagesFields",
-    "MessagesState",
-    "chat_options",
-    "content_blocks",
-    "error_body",
-    "ignored_fields",
-    "message_events",
-    "message_object",
-    "new_id",
-    "read_count",
-    "read_messages",
-    "read_request",
-    "tool_input",
-]
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control")
@@ -157,7 +136,6 @@ class CountFields(BaseModel):
 
     @property
     def splits_thinking(self) -> bool:
-        """Whether thinking is requested in separate blocks."""
         return (self.thinking or {}).get("type") in _THINKING_KINDS
 
     @property
@@ -181,11 +159,6 @@ def read_request(body: Mapping[str, Any]) -> MessagesFields:
     return _read(MessagesFields, body)
 
 
-def read_count(body: Mapping[str, Any]) -> CountFields:
-    """Return the fields of a token-counting request; refuses malformed ones."""
-    return _read(CountFields, body)
-
-
 def _read(model: type[FieldsT], body: Mapping[str, Any]) -> FieldsT:
     fields = read_fields(model, body)
     kinds = (*_THINKING_KINDS, "disabled")
@@ -202,7 +175,8 @@ def ignored_fields(fields: CountFields, body: Mapping[str, Any]) -> list[str]:
     names += inner_names("thinking", fields.thinking, known=("type", "display"))
     names += inner_names("output_config", fields.output_config, known=("format",))
     for tool in fields.tools or ():
-        parts = (*_TOOL_FIELDS, *(["allowed_callers"] if _is_called_directly(tool) else []))
+        is_called_directly = tool.get("allowed_callers") == ["direct"]
+        parts = (*_TOOL_FIELDS, *(["allowed_callers"] if is_called_directly else []))
         names += inner_names("tools", tool, known=parts)
     blocks = (
         block
@@ -232,10 +206,6 @@ def chat_options(fields: CountFields, body: Mapping[str, Any]) -> dict[str, Any]
     if response_format is not None:
         options["response_format"] = response_format
     return options
-
-
-def _is_called_directly(tool: Mapping[str, Any]) -> bool:
-    return tool.get("allowed_callers") == ["direct"]
 
 
 def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -284,18 +254,13 @@ class HeldConversation:
 
 
 class MessagesState:
-    """State that one session keeps for the Messages protocol.
+    """State that one session keeps for the Messages protocol."""
 
-    Args:
-        max_held: Maximum number of stored conversations; the least recently used is dropped first.
-    """
-
-    def __init__(self, *, max_held: int = _MAX_HELD) -> None:
+    def __init__(self) -> None:
         self.turns = GivenTurns()
-        self._held: Bounded[str, HeldConversation] = Bounded(max_held)
+        self._held: Bounded[str, HeldConversation] = Bounded(_MAX_HELD)
 
     def hold(self, message_id: str, conversation: HeldConversation) -> None:
-        """Store a conversation under the id of its last Message."""
         self._held.keep(message_id, conversation)
 
     def continued(self, fields: CountFields) -> HeldConversation:
@@ -316,17 +281,10 @@ class MessagesState:
         return held
 
 
-def new_id(prefix: str) -> str:
-    """Return an unguessable id such as `msg_3f...`."""
-    return f"{prefix}_{secrets.token_hex(12)}"
-
-
 def content_blocks(answer: ShownAnswer, *, omits_thinking: bool = False) -> list[Block]:
     """Return the content of an answer: thinking, text, then calls; empty for an empty answer.
 
-    Args:
-        answer: The answer to convert.
-        omits_thinking: Leave thinking blocks empty except for their signature.
+    `omits_thinking` leaves thinking blocks empty except for their signature.
     """
     blocks: list[Block] = []
     if answer.thinking is not None:
@@ -356,11 +314,7 @@ def message_object(
 ) -> dict[str, Any]:
     """Return the Message of an answer with these content blocks.
 
-    Args:
-        answer: The answer to convert.
-        content: Its blocks.
-        model: Name of the session's model.
-        fills_context: Whether only the context limited the length of the answer.
+    `fills_context` says whether only the context limited the length of the answer.
     """
     stop_reason = _STOP_REASONS.get(answer.finish_reason, "end_turn")
     if fills_context and stop_reason == "max_tokens":
@@ -422,10 +376,7 @@ def error_body(refusal: ProxyRefusal) -> dict[str, Any]:
 def message_events(message: Mapping[str, Any], answer: ShownAnswer) -> Iterator[Fields]:
     """Yield the events of a message.
 
-    Args:
-        message: The whole Message.
-        answer: The answer it was built from; the text of its calls' arguments is streamed
-            unchanged.
+    The text of its calls' arguments is streamed unchanged from the answer.
     """
     usage = {**message["usage"], "output_tokens": 0, "output_tokens_details": None}
     unfinished: Fields = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -585,7 +536,7 @@ async def create_message(exchange: Exchange) -> Response:
 
 async def count_tokens(exchange: Exchange) -> Response:
     """Return the number of tokens in the prompt of a request."""
-    fields = read_count(exchange.body)
+    fields = _read(CountFields, exchange.body)
     prompt = _prompt(fields, exchange)
     exchange.ignored.update(ignored_fields(fields, exchange.body))
     return JSONResponse({"input_tokens": len(exchange.render(prompt.request).token_ids)})
@@ -595,7 +546,6 @@ class _Prompt(NamedTuple):
     """A Messages request converted to a chat request."""
 
     request: dict[str, Any]
-    """The chat request."""
     conversation: list[ChatMessage]
     """Its messages, before any are joined."""
     tools: list[dict[str, Any]] | None
@@ -633,14 +583,11 @@ def _prompt(fields: CountFields, exchange: Exchange) -> _Prompt:
     request = chat_request(
         options, conversation, param="messages", continues_turns=not fields.splits_thinking
     )
-    last = conversation[-1] if conversation else {}
-    if last.get("role") == "assistant" and _ends_with_space(last.get("content")):
+    last = conversation[-1]
+    text = last.get("content")
+    if last["role"] == "assistant" and isinstance(text, str) and text != text.rstrip():
         refuse("messages", "final assistant content cannot end with trailing whitespace")
     return _Prompt(request, conversation, tools)
-
-
-def _ends_with_space(text: Any) -> bool:
-    return isinstance(text, str) and text != text.rstrip()
 
 
 ANTHROPIC = Dialect(

@@ -52,7 +52,6 @@ from atroposlib.envs.server_handling.proxy.refusals import (
     as_refusal,
     bad_request,
     invalid_body,
-    openai_error_body,
     wrong_key,
 )
 from atroposlib.envs.server_handling.proxy.requests import (
@@ -68,37 +67,12 @@ from atroposlib.envs.server_handling.proxy.sessions import (
     ProxySettings,
     ProxyState,
     SessionState,
-    SessionStore,
     address_of,
 )
 from atroposlib.envs.server_handling.server_baseline import FROM_TEXT, note_node
-from atroposlib.envs.server_handling.turn_matching import SequenceNode
+from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
-
-__all__ = [
-    "DIALECTS",
-    "KEEP_ALIVE_S",
-    "AgentProxy",
-    "AgentSession",
-    "AgentTrajectory",
-    "ManagementRoutes",
-    "answer_unknown_routes",
-    "answered",
-    "app_of_state",
-    "check_admin",
-    "check_anyone",
-    "create_app",
-    "group_of_agents",
-    "key_of",
-    "mount_dialect",
-    "parse_object",
-    "part_of",
-    "read_object",
-    "refuse_web_pages",
-    "serving",
-    "session_of",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -134,32 +108,25 @@ def key_of(headers: Mapping[str, str]) -> str | None:
     return headers.get("x-api-key", "").strip() or None
 
 
-def part_of(
-    request: Request, sessions: SessionStore, settings: ProxySettings, *, opens: bool
-) -> SessionState:
+def part_of(request: Request, state: ProxyState, *, opens: bool) -> SessionState:
     """Return the session of a request, or the part of it that `X-Session-ID` names.
-
-    Args:
-        request: Request of an agent.
-        sessions: The open sessions.
-        settings: Which requests require a key.
-        opens: Whether to open an unknown part.
 
     Raises:
         ProxyRefusal: as in `session_of`; 404 for an unknown part.
     """
-    session = session_of(request, sessions, settings)
+    session = session_of(request, state)
     part_id = request.headers.get(SESSION_HEADER, "").strip()
-    return sessions.part(session, part_id, opens=opens) if part_id else session
+    return state.sessions.part(session, part_id, opens=opens) if part_id else session
 
 
-def session_of(request: Request, sessions: SessionStore, settings: ProxySettings) -> SessionState:
+def session_of(request: Request, state: ProxyState) -> SessionState:
     """Return the session a request belongs to and update its last use.
 
     Raises:
         ProxyRefusal: 404 for an unknown name; 401 without a valid key if one is required, and
             always for the key of another session.
     """
+    sessions, settings = state.sessions, state.settings
     key = key_of(request.headers)
     name = request.path_params.get("uuid")
     if name is None and key is not None and _is_admin(key, settings):
@@ -190,11 +157,11 @@ def check_admin(request: Request, settings: ProxySettings) -> None:
         raise wrong_key()
 
 
-def check_anyone(request: Request, sessions: SessionStore, settings: ProxySettings) -> None:
+def check_anyone(request: Request, state: ProxyState) -> None:
     """Raise 401 if keys are required and the request has no valid key."""
     key = key_of(request.headers)
-    if settings.require_keys and not (
-        key and (_is_admin(key, settings) or sessions.of_key(key) is not None)
+    if state.settings.require_keys and not (
+        key and (_is_admin(key, state.settings) or state.sessions.of_key(key) is not None)
     ):
         raise wrong_key()
 
@@ -211,8 +178,8 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
     """Return the JSON object in a request's body; an empty body is an empty object.
 
     Raises:
-        ProxyRefusal: 413 beyond `max_bytes`, 400 for broken JSON, 422 for JSON that is not an
-            object.
+        ProxyRefusal: 413 beyond `max_bytes`, 400 for broken JSON or strings that are not valid
+            Unicode, 422 for JSON that is not an object.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
@@ -222,11 +189,7 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
         pieces += piece
         if len(pieces) > max_bytes:
             raise _too_large(max_bytes)
-    return parse_object(bytes(pieces))
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body; refuses strings that are not valid Unicode."""
+    body = bytes(pieces)
     if not body.strip():
         return {}
     try:
@@ -256,13 +219,11 @@ def _too_large(max_bytes: int) -> ProxyRefusal:
     )
 
 
-def mount_dialect(
-    app: FastAPI, dialect: Dialect, sessions: SessionStore, settings: ProxySettings
-) -> None:
+def mount_dialect(app: FastAPI, dialect: Dialect, state: ProxyState) -> None:
     """Serve a dialect's routes below `/v1` (session by key) and `/{uuid}/v1` (session by name)."""
     for route in dialect.routes:
         endpoint = answered(
-            _endpoint(route, sessions, settings), dialect.error_body, invalid_status=400
+            _endpoint(route, state), lambda _: dialect.error_body, invalid_status=400
         )
         for prefix in ("/v1", "/{uuid}/v1"):
             app.add_api_route(
@@ -338,18 +299,16 @@ def _dialect_of(start: str, dialects: Sequence[Dialect]) -> Dialect | None:
 
 def answered(
     endpoint: Endpoint,
-    error_body: ErrorBody = openai_error_body,
+    error_body_for: Callable[[Request], ErrorBody],
     *,
     invalid_status: int = 422,
-    by_header: Mapping[str | None, ErrorBody] | None = None,
 ) -> Endpoint:
     """Wrap an endpoint so that exceptions become error responses of the proxy.
 
     Args:
         endpoint: The endpoint, which may raise.
-        error_body: Builds the body of an error response.
+        error_body_for: Returns the function that builds the body of an error response.
         invalid_status: Status for a body with missing or mistyped fields.
-        by_header: Replaces `error_body` for clients that send one of these headers.
     """
 
     async def guarded(request: Request) -> Response:
@@ -363,21 +322,18 @@ def answered(
                 refusal.status = invalid_status
             if refusal.status == 500:
                 logger.exception("request to %s failed", request.url.path.rpartition("/")[2])
-            shape = next(
-                (body for name, body in (by_header or {}).items() if name in request.headers),
-                error_body,
-            )
-            return JSONResponse(shape(refusal), status_code=refusal.status, headers=refusal.headers)
+            body = error_body_for(request)(refusal)
+            return JSONResponse(body, status_code=refusal.status, headers=refusal.headers)
 
     return guarded
 
 
-def _endpoint(route: Route, sessions: SessionStore, settings: ProxySettings) -> Endpoint:
+def _endpoint(route: Route, state: ProxyState) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        session = part_of(request, sessions, settings, opens=route.method == "POST")
+        session = part_of(request, state, opens=route.method == "POST")
         body: dict[str, Any] = {}
         if route.method == "POST":
-            body = await read_object(request, max_bytes=settings.max_body_bytes)
+            body = await read_object(request, max_bytes=state.settings.max_body_bytes)
         path_params = {k: str(v) for k, v in request.path_params.items() if k != "uuid"}
         exchange = Exchange(session, body, path_params, request.query_params, request.headers)
         response = await _watched(request, route.handler(exchange))
@@ -406,30 +362,28 @@ async def _watched(request: Request, work: Awaitable[Response]) -> Response:
 
 
 async def _hang_up(request: Request) -> None:
-    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-class ManagementRoutes:
-    """Routes for the operator of the agents: health, models, servers and sessions.
+def _is_anthropic(request: Request) -> bool:
+    return ANTHROPIC.version_header in request.headers
 
-    Args:
-        state: State that the routes read and change.
-    """
+
+class ManagementRoutes:
+    """Routes for the operator of the agents: health, models, servers and sessions."""
 
     def __init__(self, state: ProxyState) -> None:
         self._state = state
         self._started_at = time.time()
 
     def mount(self, app: FastAPI) -> None:
-        """Serve the routes."""
         for path, endpoint, method in (
             ("/health", self.health, "GET"),
             ("/v1/models", self.models, "GET"),
-            ("/{uuid}/v1/models", self.session_models, "GET"),
+            ("/{uuid}/v1/models", self.models, "GET"),
             ("/v1/models/{model:path}", self.model, "GET"),
-            ("/{uuid}/v1/models/{model:path}", self.session_model, "GET"),
+            ("/{uuid}/v1/models/{model:path}", self.model, "GET"),
             ("/setup", self.setup, "POST"),
             ("/servers", self.servers, "GET"),
             ("/sessions/create", self.create_session, "POST"),
@@ -437,11 +391,13 @@ class ManagementRoutes:
             ("/{uuid}/nodes", self.nodes, "GET"),
             ("/{uuid}", self.delete_session, "DELETE"),
         ):
-            guarded = answered(endpoint, by_header={ANTHROPIC.version_header: ANTHROPIC.error_body})
+            guarded = answered(
+                endpoint,
+                lambda r: ANTHROPIC.error_body if _is_anthropic(r) else OPENAI.error_body,
+            )
             app.add_api_route(path, guarded, methods=[method], tags=["management"])
 
     async def health(self, request: Request) -> Response:
-        """Return the number of sessions and healthy servers."""
         servers = self._state.servers
         return JSONResponse(
             {
@@ -454,34 +410,38 @@ class ManagementRoutes:
         )
 
     async def models(self, request: Request) -> Response:
-        """List the served model."""
-        check_anyone(request, self._state.sessions, self._state.settings)
-        return _models(request, self._state.model_name, self._started_at)
-
-    async def session_models(self, request: Request) -> Response:
-        """List the model of a session."""
-        session = session_of(request, self._state.sessions, self._state.settings)
-        return _models(request, session.model_name, session.created_at)
+        describe = anthropic_model_list if _is_anthropic(request) else model_list
+        return JSONResponse(describe(*self._served(request)))
 
     async def model(self, request: Request) -> Response:
-        """Describe the served model."""
-        check_anyone(request, self._state.sessions, self._state.settings)
-        return _model(request, self._state.model_name, self._started_at)
+        model_name, created = self._served(request)
+        wanted = request.path_params["model"]
+        if wanted != model_name:
+            raise ProxyRefusal(
+                f"the model {wanted!r} does not exist; this proxy has {model_name!r}, which "
+                "answers requests for any model",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+        describe = anthropic_model_card if _is_anthropic(request) else model_card
+        return JSONResponse(describe(model_name, created))
 
-    async def session_model(self, request: Request) -> Response:
-        """Describe the model of a session."""
-        session = session_of(request, self._state.sessions, self._state.settings)
-        return _model(request, session.model_name, session.created_at)
+    def _served(self, request: Request) -> tuple[str, float]:
+        """Return name and creation time of the model of the session in the URL, or of the proxy."""
+        if "uuid" in request.path_params:
+            session = session_of(request, self._state)
+            return session.model_name, session.created_at
+        check_anyone(request, self._state)
+        return self._state.model_name, self._started_at
 
     async def setup(self, request: Request) -> Response:
-        """Replace the inference servers; open sessions keep theirs."""
         check_admin(request, self._state.settings)
         await self._state.set_up(read_body(SetupRequest, await self._body(request)))
         answer = {"status": "ok", "servers": len(self._state.servers)}
         return JSONResponse({**answer, "model_name": self._state.model_name})
 
     async def servers(self, request: Request) -> Response:
-        """List the inference servers."""
         check_admin(request, self._state.settings)
         return JSONResponse(
             {
@@ -499,22 +459,13 @@ class ManagementRoutes:
         )
 
     async def create_session(self, request: Request) -> Response:
-        """Open a session; its key is returned only in this answer."""
         check_admin(request, self._state.settings)
         wanted = read_body(SessionCreateRequest, await self._body(request))
         session = self._state.open_session(wanted)
-        answer = SessionCreateResponse(
-            uuid=session.uuid,
-            model_name=session.model_name,
-            tool_parser=session.tool_parser,
-            base_url=session.base_url,
-            created_at=session.created_at,
-            api_key=session.api_key,
-        )
+        answer = SessionCreateResponse.model_validate(session, from_attributes=True)
         return JSONResponse(answer.model_dump())
 
     async def sessions(self, request: Request) -> Response:
-        """List the open sessions."""
         check_admin(request, self._state.settings)
         return JSONResponse(
             {
@@ -533,15 +484,14 @@ class ManagementRoutes:
         )
 
     async def nodes(self, request: Request) -> Response:
-        """Return the recorded sequences of a session, or of a part of it."""
-        session = part_of(request, self._state.sessions, self._state.settings, opens=False)
+        session = part_of(request, self._state, opens=False)
         # Long sessions hold a million tokens: serialize to bytes without intermediate objects.
         body = b'{"nodes":' + _NODES.dump_json(session.nodes) + b"}"
         return Response(body, media_type="application/json")
 
     async def delete_session(self, request: Request) -> Response:
         """Delete a session, or a part of it; its requests in flight are answered with 404."""
-        session = session_of(request, self._state.sessions, self._state.settings)
+        session = session_of(request, self._state)
         part_id = request.headers.get(SESSION_HEADER, "").strip()
         if part_id and part_id != session.uuid:
             self._state.sessions.delete_part(session, part_id)
@@ -551,27 +501,6 @@ class ManagementRoutes:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_object(request, max_bytes=self._state.settings.max_body_bytes)
-
-
-def _models(request: Request, model_name: str, created: float) -> Response:
-    if ANTHROPIC.version_header in request.headers:
-        return JSONResponse(anthropic_model_list(model_name, created))
-    return JSONResponse(model_list(model_name, created))
-
-
-def _model(request: Request, model_name: str, created: float) -> Response:
-    wanted = request.path_params["model"]
-    if wanted != model_name:
-        raise ProxyRefusal(
-            f"the model {wanted!r} does not exist; this proxy has {model_name!r}, which answers "
-            "requests for any model",
-            status=404,
-            code="model_not_found",
-            param="model",
-        )
-    is_anthropic = ANTHROPIC.version_header in request.headers
-    card = anthropic_model_card if is_anthropic else model_card
-    return JSONResponse(card(model_name, created))
 
 
 def create_app(
@@ -610,14 +539,13 @@ def app_of_state(state: ProxyState, dialects: Sequence[Dialect] = (OPENAI, *DIAL
     app = FastAPI(title="ManagedServer OpenAI Proxy", lifespan=lifespan)
     ManagementRoutes(state).mount(app)
     for dialect in dialects:
-        mount_dialect(app, dialect, state.sessions, state.settings)
+        mount_dialect(app, dialect, state)
     answer_unknown_routes(app, dialects)
     refuse_web_pages(app, dialects, state.settings)
     return app
 
 
 async def _sweep(state: ProxyState) -> None:
-    """Delete idle sessions periodically until cancelled."""
     pause_s = min(_LONGEST_SWEEP_S, state.settings.session_idle_s / 4)
     while True:
         await asyncio.sleep(pause_s)
@@ -636,10 +564,7 @@ class _EmbeddedServer(uvicorn.Server):
 async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[int]:
     """Serve `app` in the running event loop and yield its port; connections are closed on exit.
 
-    Args:
-        app: The application; its lifespan is run.
-        host: Address to bind.
-        port: Port to bind; 0 selects a free one.
+    Port 0 selects a free one; the lifespan of `app` is run.
 
     Raises:
         OSError: the address cannot be bound.
@@ -683,9 +608,6 @@ def group_of_agents(trajectories: Sequence[AgentTrajectory]) -> ScoredDataGroup 
     `group_overrides` holds the number of rows if it differs from the number of agents. If any
     sequence was encoded from text, the group is marked and has no logprobs.
 
-    Args:
-        trajectories: [G] one per agent.
-
     Returns:
         The group, or None if an agent sampled nothing.
     """
@@ -725,7 +647,6 @@ class AgentSession:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that configure the clients of a subprocess."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -755,7 +676,6 @@ class AgentSession:
         return nodes
 
     def trajectory(self, score: float, session_id: str | None = None) -> AgentTrajectory:
-        """Return the sequences recorded so far with the score of the rollout."""
         return AgentTrajectory(self.nodes(session_id), score)
 
 
@@ -807,7 +727,6 @@ class AgentProxy:
         return f"{self.root_url}/v1"
 
     async def start(self) -> None:
-        """Start listening; OSError when the address cannot be bound."""
         app = app_of_state(self._state)
         port = await self._stack.enter_async_context(serving(app, host=self._host, port=self._port))
         host = f"[{self._host}]" if ":" in self._host else self._host

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from starlette.responses import Response, StreamingResponse
 
+from atroposlib.envs.server_handling.chat_rendering import THINKING_END, THINKING_START, as_mapping
 from atroposlib.envs.server_handling.managed_server import ManagedServer, present_server
-from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, bad_request
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, bad_request, refuse
 from atroposlib.envs.server_handling.proxy.requests import (
     ChatCompletionProxyRequest,
     CompletionProxyRequest,
@@ -37,32 +38,11 @@ from atroposlib.envs.server_handling.proxy.requests import (
 )
 from atroposlib.envs.server_handling.proxy.sessions import Sample, SessionState
 from atroposlib.envs.server_handling.tool_formats import ToolCallFormat, registry
-from atroposlib.envs.server_handling.turn_matching import THINKING_START
 from atroposlib.errors import AtroposError, PromptError
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
-
-__all__ = [
-    "IGNORED_HEADER",
-    "Dialect",
-    "Event",
-    "Exchange",
-    "Handler",
-    "RenderedPrompt",
-    "Route",
-    "ToolDemand",
-    "chat_answer",
-    "complete_chat",
-    "complete_text",
-    "demand_of",
-    "render",
-    "stream_events",
-    "strict_fields",
-    "structural_tag",
-    "text_answer",
-]
 
 _MODES = ("none", "auto", "required")
 _BETWEEN = "\n\n"
@@ -81,7 +61,6 @@ class ToolDemand(NamedTuple):
     is_single: bool
     """Whether the reply may contain at most one call."""
     fields: tuple[str, ...]
-    """Fields of the request that set the constraints."""
 
 
 def demand_of(
@@ -89,32 +68,24 @@ def demand_of(
 ) -> ToolDemand | None:
     """Return the constraints of a chat request on its calls; None without any.
 
-    Args:
-        tool_choice: `none`, `auto`, `required`, a function, or `allowed_tools`.
-        parallel_tool_calls: False for one call at most.
-        tools: Definitions in the format of the chat APIs.
-
     Raises:
         ProxyRefusal: 400 for a malformed choice, an unknown tool, or a required call without tools.
     """
     known = [name for name in map(_name_of, tools or ()) if name is not None]
-    names, is_required = list(known), False
+    names, is_required = known, False
     if isinstance(tool_choice, Mapping):
         names, is_required = _chosen(tool_choice)
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise bad_request(
-                f"tool_choice: no tool of the request is named {unknown[0]!r}; there are: "
+            refuse(
+                "tool_choice",
+                f"no tool of the request is named {unknown[0]!r}; there are: "
                 f"{', '.join(known) or 'none'}",
-                param="tool_choice",
             )
     elif tool_choice is not None:
         if tool_choice not in _MODES:
-            raise bad_request(
-                f"tool_choice: expected one of {', '.join(_MODES)}, or a function; "
-                f"got {tool_choice!r}",
-                param="tool_choice",
-            )
+            expected = f"expected one of {', '.join(_MODES)}, or a function"
+            refuse("tool_choice", f"{expected}; got {tool_choice!r}")
         is_required = tool_choice == "required"
     if is_required and not known:
         raise bad_request(
@@ -123,10 +94,8 @@ def demand_of(
     is_single = parallel_tool_calls is False and bool(known) and tool_choice != "none"
     is_limited = is_required or names != known
     fields = [("tool_choice", is_limited), ("parallel_tool_calls", is_single)]
-    if not is_limited and not is_single:
-        return None
     demanding = tuple(name for name, is_set in fields if is_set)
-    return ToolDemand(tuple(names), is_required, is_single, demanding)
+    return ToolDemand(tuple(names), is_required, is_single, demanding) if demanding else None
 
 
 def strict_fields(tool_choice: Any, tools: Sequence[Any] | None) -> tuple[str, ...]:
@@ -150,14 +119,8 @@ def structural_tag(
 
     A reply may start with thinking. A required call follows immediately.
 
-    Args:
-        demand: Constraints on the reply.
-        tools: Definitions in the format of the chat APIs.
-        tool_format: Syntax in which the model writes calls.
-        is_thinking: Whether the prompt ends within the model's thinking.
-
     Returns:
-        The text; None if the calls of this format cannot be described.
+        None if the calls of this format cannot be described.
     """
     tags = []
     for function in map(_function_of, tools):
@@ -169,35 +132,29 @@ def structural_tag(
             tags.append({"type": "tag", "begin": frame[0], "content": content, "end": frame[1]})
     if len(tags) != len(set(demand.names)):
         return None
-    if demand.is_required:
-        calls: Form = {
-            "type": "tags_with_separator",
-            "tags": tags,
-            "separator": tool_format.separator,
-            "at_least_one": True,
-            "stop_after_first": demand.is_single,
-        }
-    elif tool_format.trigger is None:
+    if not demand.is_required and tool_format.trigger is None:
         return None
+    calls: Form = {
+        "tags": tags,
+        "at_least_one": demand.is_required,
+        "stop_after_first": demand.is_single,
+    }
+    if demand.is_required:
+        calls |= {"type": "tags_with_separator", "separator": tool_format.separator}
     else:
-        calls = {
-            "type": "triggered_tags",
-            "triggers": [tool_format.trigger],
-            "tags": tags,
-            "at_least_one": False,
-            "stop_after_first": demand.is_single,
-        }
+        calls |= {"type": "triggered_tags", "triggers": [tool_format.trigger]}
     between = {"type": "const_string", "value": _BETWEEN}
-    thinking = _tag_of_thinking("" if is_thinking else "<think>")
+    thinking: Form = {
+        "type": "tag",
+        "begin": "" if is_thinking else THINKING_START,
+        "content": {"type": "any_text"},
+        "end": THINKING_END,
+    }
     parts = [thinking, between, calls] if demand.is_required else [thinking, calls]
     form: Form = {"type": "sequence", "elements": parts}
     if not is_thinking:
         form = {"type": "or", "elements": [calls, form]}
     return json.dumps({"type": "structural_tag", "format": form})
-
-
-def _tag_of_thinking(begin: str) -> Form:
-    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
 
 
 def _chosen(choice: Mapping[str, Any]) -> tuple[list[str], bool]:
@@ -251,7 +208,7 @@ def chat_answer(
         message: dict[str, Any] = {"role": "assistant", "content": choice.message.content}
         if choice.message.tool_calls:
             # Managed servers return dictionaries, providers return objects.
-            message["tool_calls"] = [_as_dict(call) for call in choice.message.tool_calls]
+            message["tool_calls"] = [dict(as_mapping(call)) for call in choice.message.tool_calls]
         logprobs = None
         if text_of is not None and rows:
             logprobs = {"content": _chat_logprobs(*rows[i], text_of), "refusal": None}
@@ -282,11 +239,7 @@ def text_answer(
 ) -> dict[str, Any]:
     """Return a text completion with the choices of all answers, numbered consecutively.
 
-    Args:
-        answers: One per prompt.
-        samples: Samples of the engine, in the order of the choices.
-        model: Model name in the answer.
-        text_of: Decodes ids, to add logprobs; None leaves logprobs out.
+    `samples` are in the order of the choices; arguments as in `chat_answer`.
     """
     rows = _rows_of(samples)
     found = [choice for answer in answers for choice in answer.choices]
@@ -362,104 +315,12 @@ def _text_logprobs(
     }
 
 
-def _as_dict(call: Any) -> dict[str, Any]:
-    dumped: dict[str, Any] = dict(call) if isinstance(call, dict) else call.model_dump()
-    return dumped
-
-
 class RenderedPrompt(NamedTuple):
     """The prompt of a chat request."""
 
     text: str
     token_ids: list[int]
     """[P] the ids that are sent."""
-
-
-async def complete_chat(
-    session: SessionState,
-    body: Mapping[str, Any] | ChatCompletionProxyRequest,
-    *,
-    ignored: set[str] | None = None,
-) -> dict[str, Any]:
-    """Answer a chat request and record its sequences.
-
-    Args:
-        session: Session whose sequences the request continues.
-        body: An OpenAI chat request, parsed or not. `stream` is ignored: the answer is complete,
-            and the dialect streams it.
-        ignored: Receives the fields that the session's server does not support.
-
-    Returns:
-        An OpenAI chat completion: `id`, `object`, `created`, `model`, `choices`, `usage`. Each
-        choice has `message` (`content` text or None, `tool_calls` only if there are any),
-        `finish_reason` and `logprobs` (None unless requested).
-
-    Raises:
-        ProxyRefusal: the request is malformed or unsupported, or the session is closed.
-        Exception: an engine failure; `as_refusal` converts it.
-    """
-    request = _chat_request(body)
-    kwargs = chat_kwargs(request, max_choices=session.max_choices)
-    unmet = _constrain(session, request, kwargs)
-    if ignored is not None:
-        ignored.update(unmet)
-    try:
-        answer, samples = await session.run(
-            lambda managed, samples: managed.chat_completion(**{**kwargs, "samples": samples})
-        )
-    except PromptError as error:
-        raise bad_request(str(error), code="render_failed", param="messages") from error
-    except (AtroposError, OSError):
-        raise
-    except Exception:
-        managed = session.managed_server
-        if isinstance(managed, ManagedServer) and managed.tokenizer is not None:
-            _prompt_of(managed, kwargs)  # raises a refusal if the template caused the failure
-        raise
-    text_of = _text_of(session) if request.logprobs else None
-    return chat_answer(answer, samples, model=session.model_name, text_of=text_of)
-
-
-async def complete_text(session: SessionState, request: CompletionProxyRequest) -> dict[str, Any]:
-    """Continue the prompts of a text request and record the sequences.
-
-    Args:
-        session: Session whose sequences the prompts continue.
-        request: An OpenAI completion request; several prompts are sampled at the same time.
-
-    Returns:
-        An OpenAI completion, the choices of the first prompt first.
-
-    Raises:
-        ProxyRefusal: as in `complete_chat`.
-    """
-    calls = text_kwargs(request, max_choices=session.max_choices)
-    found = await _run_all(session, calls)
-    samples: list[Sample] = [sample for _, row in found for sample in row]
-    return text_answer(
-        [answer for answer, _ in found],
-        samples,
-        model=session.model_name,
-        text_of=_text_of(session) if request.logprobs is not None else None,
-    )
-
-
-def render(
-    session: SessionState, body: Mapping[str, Any] | ChatCompletionProxyRequest
-) -> RenderedPrompt:
-    """Return the prompt that `complete_chat` would send; nothing is generated or recorded.
-
-    If the chat continues a recorded sequence, the prompt has the recorded ids.
-
-    Raises:
-        ProxyRefusal: the request is malformed, the template refuses the messages, or the session
-            has no tokenizer.
-    """
-    kwargs = chat_kwargs(_chat_request(body), max_choices=session.max_choices)
-    managed = session.managed_server
-    if not isinstance(managed, ManagedServer) or managed.tokenizer is None:
-        raise bad_request("this session has no tokenizer to render a prompt with")
-    return _prompt_of(managed, kwargs)
 
 
 def _constrain(
@@ -485,14 +346,16 @@ def _constrain(
     can_constrain = getattr(server, "takes_structural_tags", False) and not managed.is_text_only
     extra = kwargs.get("extra_body") or {}
     begins_reply = kwargs["messages"][-1]["role"] == "assistant"
-    if not can_constrain or tool_format is None or managed.tokenizer is None or begins_reply:
-        return (*demand.fields, *strict)
-    if extra.get("structured_outputs"):
-        return (*demand.fields, *strict)
-    prompt = _prompt_of(managed, kwargs).text
-    form = structural_tag(
-        demand, kwargs["tools"], tool_format, is_thinking=prompt.rstrip().endswith(THINKING_START)
-    )
+    form = None
+    if (
+        can_constrain
+        and tool_format is not None
+        and managed.tokenizer is not None
+        and not begins_reply
+        and not extra.get("structured_outputs")
+    ):
+        is_thinking = _prompt_of(managed, kwargs).text.rstrip().endswith(THINKING_START)
+        form = structural_tag(demand, kwargs["tools"], tool_format, is_thinking=is_thinking)
     if form is None:
         return (*demand.fields, *strict)
     unmet = ["response_format"] if extra.get("response_format") else []
@@ -560,7 +423,6 @@ class Exchange:
     path_params: Mapping[str, str]
     """Values of the `{names}` in the route's path, without the session's."""
     query: Mapping[str, str]
-    """Query parameters."""
     headers: Mapping[str, str]
     """Headers by lower-case name."""
     ignored: set[str] = field(default_factory=set)
@@ -568,14 +430,73 @@ class Exchange:
     `IGNORED_HEADER`."""
 
     async def complete_chat(
-        self, request: Mapping[str, Any] | ChatCompletionProxyRequest
+        self, body: Mapping[str, Any] | ChatCompletionProxyRequest
     ) -> dict[str, Any]:
-        """Answer an OpenAI chat request; see `exchange.complete_chat`."""
-        return await complete_chat(self.session, request, ignored=self.ignored)
+        """Answer an OpenAI chat request and record its sequences.
 
-    def render(self, request: Mapping[str, Any] | ChatCompletionProxyRequest) -> RenderedPrompt:
-        """Return the prompt of an OpenAI chat request; see `exchange.render`."""
-        return render(self.session, request)
+        `stream` is left to the dialect: the answer is complete. Fields that the session's server
+        does not support are added to `ignored`.
+
+        Returns:
+            An OpenAI chat completion: `id`, `object`, `created`, `model`, `choices`, `usage`. Each
+            choice has `message` (`content` text or None, `tool_calls` only if there are any),
+            `finish_reason` and `logprobs` (None unless requested).
+
+        Raises:
+            ProxyRefusal: the request is malformed or unsupported, or the session is closed.
+            Exception: an engine failure; `as_refusal` converts it.
+        """
+        session = self.session
+        request = _chat_request(body)
+        kwargs = chat_kwargs(request, max_choices=session.max_choices)
+        self.ignored.update(_constrain(session, request, kwargs))
+        try:
+            answer, samples = await session.run(
+                lambda managed, samples: managed.chat_completion(**{**kwargs, "samples": samples})
+            )
+        except PromptError as error:
+            raise bad_request(str(error), code="render_failed", param="messages") from error
+        except (AtroposError, OSError):
+            raise
+        except Exception:
+            managed = session.managed_server
+            if isinstance(managed, ManagedServer) and managed.tokenizer is not None:
+                _prompt_of(managed, kwargs)  # raises a refusal if the template caused the failure
+            raise
+        text_of = _text_of(session) if request.logprobs else None
+        return chat_answer(answer, samples, model=session.model_name, text_of=text_of)
+
+    async def complete_text(self, request: CompletionProxyRequest) -> dict[str, Any]:
+        """Continue the prompts of an OpenAI completion request and record the sequences.
+
+        Several prompts are sampled at the same time; the choices of the first one come first.
+
+        Raises:
+            ProxyRefusal: as in `complete_chat`.
+        """
+        session = self.session
+        found = await _run_all(session, text_kwargs(request, max_choices=session.max_choices))
+        return text_answer(
+            [answer for answer, _ in found],
+            [sample for _, row in found for sample in row],
+            model=session.model_name,
+            text_of=_text_of(session) if request.logprobs is not None else None,
+        )
+
+    def render(self, body: Mapping[str, Any] | ChatCompletionProxyRequest) -> RenderedPrompt:
+        """Return the prompt that `complete_chat` would send; nothing is generated or recorded.
+
+        If the chat continues a recorded sequence, the prompt has the recorded ids.
+
+        Raises:
+            ProxyRefusal: the request is malformed, the template refuses the messages, or the
+                session has no tokenizer.
+        """
+        kwargs = chat_kwargs(_chat_request(body), max_choices=self.session.max_choices)
+        managed = self.session.managed_server
+        if not isinstance(managed, ManagedServer) or managed.tokenizer is None:
+            raise bad_request("this session has no tokenizer to render a prompt with")
+        return _prompt_of(managed, kwargs)
 
 
 Handler = Callable[[Exchange], Awaitable[Response]]

@@ -20,54 +20,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from atroposlib.envs.server_handling.chat_rendering import (
+    THINKING_END,
+    THINKING_START,
+    calls_of,
+    leading_systems_joined,
+    reply_forms,
+    said_form,
+)
 from atroposlib.envs.server_handling.proxy.exchange import Exchange
-from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, bad_request
+from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, refuse
 from atroposlib.envs.server_handling.proxy.requests import (
+    ENGINE_OPTIONS,
+    NAMED_OPTIONS,
     ChatCompletionProxyRequest,
     Thought,
     split_thinking,
     with_thinking,
 )
-from atroposlib.envs.server_handling.turn_matching import (
-    THINKING_END,
-    THINKING_START,
-    calls_of,
-    reply_forms,
-    said_form,
-)
-
-__all__ = [
-    "SHARED_OPTIONS",
-    "Bounded",
-    "ChatMessage",
-    "GivenTurn",
-    "GivenTurns",
-    "SentTurn",
-    "ShownAnswer",
-    "ShownCall",
-    "answer_turn",
-    "chat_request",
-    "joined_text",
-    "leading_systems_joined",
-    "list_at",
-    "object_at",
-    "pieces",
-    "read_fields",
-    "refuse",
-    "shared_options",
-    "shown_answer",
-    "text_at",
-    "was_cut_while_thinking",
-    "whole_turn",
-]
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -82,21 +62,8 @@ _DELTA_CHARACTERS = 48
 FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 SHARED_OPTIONS = (
-    "allowed_token_ids",
-    "bad_words",
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "structured_outputs",
-    "temperature",
-    "top_k",
-    "top_p",
+    *(name for name in NAMED_OPTIONS if name not in ("n", "stop")),
+    *sorted(ENGINE_OPTIONS - {"include_stop_str_in_output", "priority", "response_format"}),
 )
 """Sampling options passed on unchanged; clients send some of them through `extra_body`."""
 
@@ -112,7 +79,6 @@ class Bounded(Generic[KeyT, ValueT]):
         return len(self._entries)
 
     def keep(self, key: KeyT, value: ValueT) -> None:
-        """Store a value, replacing an older one under the same key."""
         self._entries[key] = value
         self._entries.move_to_end(key)
         while len(self._entries) > self.max_entries:
@@ -130,13 +96,10 @@ class SentTurn:
     """One assistant turn as a client sent it back."""
 
     text: str
-    """Text of the turn as the client sent it."""
     ids: tuple[str, ...] = ()
     """Ids of the turn's items or blocks, without those of its calls."""
     calls: tuple[ChatMessage, ...] = ()
-    """Tool calls in the format of the chat APIs."""
     thinking: str = ""
-    """Thinking as the client sent it."""
 
     def as_message(self) -> dict[str, Any]:
         """Return the turn as a chat message, built only from what the client sent."""
@@ -152,13 +115,11 @@ class GivenTurn:
     """One assistant turn as it was returned to the client."""
 
     message: ChatMessage
-    """The original message of the chat completion."""
     text: str
     """The part of it that the client was shown as text."""
 
     @cached_property
     def calls(self) -> frozenset[Call]:
-        """Id, name and canonical arguments of each tool call."""
         return frozenset(calls_of(self.message.get("tool_calls")))
 
     @cached_property
@@ -190,13 +151,7 @@ class GivenTurns:
     def remember(
         self, turn: GivenTurn, *, ids: Iterable[str], conversation: Sequence[ChatMessage]
     ) -> None:
-        """Store a turn under its ids and its calls' ids, or by position if it is only text.
-
-        Args:
-            turn: The turn returned to the client.
-            ids: Ids of its items or blocks.
-            conversation: Chat messages before it.
-        """
+        """Store a turn under its ids and its calls' ids, or by position if it is only text."""
         for turn_id in [*ids, *(call_id for call_id, _, _ in turn.calls)]:
             self._by_id.keep(turn_id, turn)
         if not turn.calls and turn.text != turn.message.get("content"):
@@ -212,9 +167,7 @@ class GivenTurns:
         Clients may list each call of a turn followed by its result; such a turn becomes one message
         again.
 
-        Args:
-            entries: Chat messages, and the assistant's turns as the client sent them.
-            before: Preceding chat messages, restored earlier.
+        `before` are the preceding chat messages, restored earlier.
         """
         messages = list(before)
         conversation = _Conversation()
@@ -276,34 +229,17 @@ class _Restored(NamedTuple):
 
     messages: list[ChatMessage]
     end: int
-    """Index after the entries."""
 
 
 def whole_turn(
     turn: GivenTurn, conversation: Sequence[ChatMessage]
 ) -> tuple[GivenTurn, Sequence[ChatMessage]]:
-    """Return a turn with the partial reply of its request prepended, and the messages before it.
-
-    Args:
-        turn: The turn returned to the client.
-        conversation: Chat messages of the request; the last may be the assistant's.
-    """
+    """Return a turn with the partial reply of its request prepended, and the messages before it."""
     if not conversation or conversation[-1]["role"] != "assistant":
         return turn, conversation
     start = conversation[-1].get("content") or ""
     message = {**turn.message, "content": start + (turn.message.get("content") or "")}
     return GivenTurn(message, start + turn.text), conversation[:-1]
-
-
-def leading_systems_joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with leading system messages joined, as templates accept only one."""
-    num_systems = 0
-    while num_systems < len(messages) and messages[num_systems]["role"] == "system":
-        num_systems += 1
-    if num_systems < 2:
-        return list(messages)
-    joined = "\n\n".join(str(message["content"]) for message in messages[:num_systems])
-    return [{"role": "system", "content": joined}, *messages[num_systems:]]
 
 
 class _Conversation:
@@ -347,7 +283,6 @@ class ShownCall:
     call_id: str
     """Id by which its result refers to the call."""
     name: str
-    """The tool."""
     arguments: str
     """JSON text as the model's format gave it."""
 
@@ -357,21 +292,17 @@ class ShownAnswer:
     """One answer, split into the parts that dialects represent differently."""
 
     message: ChatMessage
-    """The original chat message."""
     thinking: str | None
     """The thinking at its start; None without any, or if it was not requested separately."""
     text: str
     """The rest of its text, without the stop sequence that ended it."""
     calls: tuple[ShownCall, ...]
-    """Its tool calls."""
     finish_reason: str
     """`stop`, `length`, `tool_calls` or `content_filter`."""
     stop_sequence: str | None
     """The stop sequence of the request that ended it; None without one."""
     num_prompt_tokens: int
-    """Number of prompt tokens."""
     num_completion_tokens: int
-    """Number of completion tokens."""
 
     @property
     def num_thinking_tokens(self) -> int:
@@ -387,39 +318,9 @@ class ShownAnswer:
         return GivenTurn(self.message, self.text)
 
 
-def shown_answer(
-    completion: Mapping[str, Any],
-    *,
-    splits_thinking: bool,
-    stops: Sequence[str] = (),
-    was_thinking: bool = False,
-) -> ShownAnswer:
-    """Split an OpenAI chat completion of one choice into its parts.
-
-    Args:
-        completion: The completion as JSON.
-        splits_thinking: Whether the client wants thinking separate from the text.
-        stops: Stop sequences of the request; the text is cut before the first one in it.
-        was_thinking: Whether the prompt ended within the model's thinking.
-    """
-    choice = completion["choices"][0]
-    message = choice["message"]
-    content = message.get("content") or ""
-    thought = split_thinking(content) if splits_thinking else Thought(None, content)
-    if splits_thinking and was_thinking and thought.thinking is None:
-        thought = Thought(content.strip(), "")
-    text, stop = _cut(thought.text, stops)
-    usage = completion.get("usage") or {}
-    return ShownAnswer(
-        message=message,
-        thinking=thought.thinking or None,
-        text=text,
-        calls=tuple(_shown_call(call) for call in message.get("tool_calls") or ()),
-        finish_reason=choice.get("finish_reason") or "stop",
-        stop_sequence=stop,
-        num_prompt_tokens=usage.get("prompt_tokens") or 0,
-        num_completion_tokens=usage.get("completion_tokens") or 0,
-    )
+def new_id(prefix: str) -> str:
+    """Return an unguessable id such as `msg_3f...`."""
+    return f"{prefix}_{secrets.token_hex(16)}"
 
 
 def pieces(text: str) -> Iterable[str]:
@@ -428,26 +329,17 @@ def pieces(text: str) -> Iterable[str]:
         yield text[start : start + _DELTA_CHARACTERS]
 
 
-def _shown_call(call: Mapping[str, Any]) -> ShownCall:
-    function = call["function"]
-    return ShownCall(str(call["id"]), function["name"], function["arguments"])
-
-
-def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+def cut_at_stop(text: str, stops: str | Sequence[str] | None) -> tuple[str, str | None]:
     """Return the text before the first stop sequence in it, and that sequence.
 
     Engines report the tokens of the sequence, so the decoded text contains it.
     """
-    found = [(text.index(stop), stop) for stop in stops if stop and stop in text]
+    wanted = [stops] if isinstance(stops, str) else stops or ()
+    found = [(text.index(stop), stop) for stop in wanted if stop and stop in text]
     if not found:
         return text, None
     start, stop = min(found, key=lambda place: place[0])
     return text[:start], stop
-
-
-def refuse(path: str, message: str) -> NoReturn:
-    """Raise the refusal of one field of a body; `path` is like `input[2].content`."""
-    raise bad_request(f"{path}: {message}", param=path)
 
 
 def text_at(value: Any, path: str) -> str:
@@ -531,11 +423,8 @@ def chat_request(
 ) -> dict[str, Any]:
     """Return the chat request of a conversation whose next turn is the assistant's.
 
-    Args:
-        options: The request without its messages.
-        messages: The conversation.
-        param: Name of the field that holds it.
-        continues_turns: Whether an assistant text at the end is continued.
+    `param` is the name of the field that holds the messages; `continues_turns` allows an assistant
+    text at the end, which is continued.
 
     Raises:
         ProxyRefusal: the last turn is the assistant's and cannot be continued.
@@ -545,52 +434,55 @@ def chat_request(
     last = messages[-1]
     can_continue = continues_turns and not last.get("tool_calls")
     if last.get("role") == "assistant" and not can_continue:
-        raise bad_request(
-            f"{param}: the last turn is the assistant's; a turn can be answered, not continued",
-            param=param,
-        )
+        refuse(param, "the last turn is the assistant's; a turn can be answered, not continued")
     return {**options, "messages": leading_systems_joined(messages)}
 
 
 async def answer_turn(
     exchange: Exchange, request: Mapping[str, Any], *, splits_thinking: bool
 ) -> ShownAnswer:
-    """Answer a chat request and return the answer in parts.
+    """Answer a chat request of one choice and return the answer in parts.
 
-    Args:
-        exchange: The agent's request.
-        request: The chat request built from it.
-        splits_thinking: Whether the agent wants thinking separate from the text.
+    The text is cut before the first stop sequence of the request.
     """
     completion = await exchange.complete_chat(request)
-    return shown_answer(
-        completion,
-        splits_thinking=splits_thinking,
-        stops=_stops_of(request),
-        was_thinking=splits_thinking
-        and was_cut_while_thinking(exchange, request, completion["choices"][0]),
+    choice = completion["choices"][0]
+    message = choice["message"]
+    thought = Thought(None, message.get("content") or "")
+    if splits_thinking:
+        thought = thought_of(exchange, request, choice)
+    text, stop = cut_at_stop(thought.text, request.get("stop"))
+    usage = completion["usage"]
+    return ShownAnswer(
+        message=message,
+        thinking=thought.thinking or None,
+        text=text,
+        calls=tuple(
+            ShownCall(str(call["id"]), call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls") or ()
+        ),
+        finish_reason=choice.get("finish_reason") or "stop",
+        stop_sequence=stop,
+        num_prompt_tokens=usage["prompt_tokens"],
+        num_completion_tokens=usage["completion_tokens"],
     )
 
 
-def _stops_of(request: Mapping[str, Any]) -> Sequence[str]:
-    stop = request.get("stop") or ()
-    return (stop,) if isinstance(stop, str) else stop
-
-
-def was_cut_while_thinking(
+def thought_of(
     exchange: Exchange,
     request: Mapping[str, Any] | ChatCompletionProxyRequest,
     choice: Mapping[str, Any],
-) -> bool:
-    """Whether an answer without tags is thinking that the prompt opened and a limit truncated."""
+) -> Thought:
+    """Return the thinking and the text of a choice.
+
+    An answer without tags is all thinking if the prompt opened it and a limit truncated it.
+    """
     content = choice["message"].get("content") or ""
-    if choice["finish_reason"] != "length" or "think>" in content:
-        return False
-    try:
-        prompt = exchange.render(request).text
-    except ProxyRefusal:  # the session's server renders prompts itself
-        return False
-    return prompt.rstrip().endswith(THINKING_START)
+    if choice["finish_reason"] == "length" and "think>" not in content:
+        with suppress(ProxyRefusal):  # the session's server renders prompts itself
+            if exchange.render(request).text.rstrip().endswith(THINKING_START):
+                return Thought(content.strip(), "")
+    return split_thinking(content)
 
 
 def shared_options(body: Mapping[str, Any]) -> dict[str, Any]:

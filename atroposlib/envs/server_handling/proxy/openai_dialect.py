@@ -10,8 +10,8 @@ So the tokens of the stop sequence stay in the recorded conversation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 
@@ -20,14 +20,15 @@ from atroposlib.envs.server_handling.proxy.exchange import (
     Event,
     Exchange,
     Route,
-    complete_text,
     stream_events,
 )
 from atroposlib.envs.server_handling.proxy.history import (
     GivenTurn,
     GivenTurns,
     SentTurn,
-    was_cut_while_thinking,
+    cut_at_stop,
+    pieces,
+    thought_of,
     whole_turn,
 )
 from atroposlib.envs.server_handling.proxy.refusals import openai_error_body
@@ -35,28 +36,16 @@ from atroposlib.envs.server_handling.proxy.requests import (
     ChatCompletionProxyRequest,
     ChatMessage,
     CompletionProxyRequest,
+    RenderResponse,
     SamplingRequest,
-    Thought,
     ignored_fields,
     read_body,
-    split_thinking,
 )
 from atroposlib.envs.server_handling.proxy.sessions import SessionState
 
-__all__ = [
-    "OPENAI",
-    "as_sampled",
-    "chat_events",
-    "cut_chat",
-    "cut_text",
-    "model_card",
-    "model_list",
-    "text_events",
-]
-
 _STATE_NAME = "openai"
 
-_PIECE_CHARS = 64
+AnyRequest = TypeVar("AnyRequest", bound=SamplingRequest)
 
 
 def as_sampled(
@@ -79,15 +68,12 @@ def cut_chat(
 ) -> None:
     """Cut the texts of a chat answer before the first stop sequence.
 
-    Args:
-        session: Stores the texts as they were sampled.
-        request: Result of `as_sampled`.
-        answer: Result of `complete_chat`; modified.
+    Modifies `answer`; the session keeps the texts as they were sampled.
     """
     stops = _stops_of(request)
     for choice in answer["choices"] if stops else ():
         sampled = dict(choice["message"])
-        shown = _before(sampled["content"] or "", stops)
+        shown, _ = cut_at_stop(sampled["content"] or "", stops)
         if "tool_calls" in sampled or shown == sampled["content"]:
             continue
         choice["message"]["content"] = shown
@@ -97,98 +83,73 @@ def cut_chat(
         turns.remember(turn, ids=(), conversation=before)
 
 
-def cut_text(request: SamplingRequest, answer: Mapping[str, Any]) -> None:
-    """Cut the texts of a text answer before the first stop sequence; nothing is stored.
-
-    The agent decides whether its next prompt contains the stop sequence.
-    """
-    stops = _stops_of(request)
-    for choice in answer["choices"]:
-        choice["text"] = _before(choice["text"], stops)
-
-
 def _as_entry(message: dict[str, Any]) -> dict[str, Any] | SentTurn:
     if message["role"] == "assistant" and message.keys() == {"role", "content"}:
         return SentTurn(message["content"])
     return message
 
 
-def _stops_of(request: SamplingRequest) -> Sequence[str]:
-    """Return the stop sequences to hide; empty if the request includes them in the text."""
-    if (request.model_extra or {}).get("include_stop_str_in_output") or not request.stop:
-        return ()
-    return [request.stop] if isinstance(request.stop, str) else request.stop
+def _stops_of(request: SamplingRequest) -> str | list[str] | None:
+    """Return the stop sequences to hide; None if the request includes them in the text."""
+    includes = (request.model_extra or {}).get("include_stop_str_in_output")
+    return None if includes else request.stop
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
-    starts = [text.index(stop) for stop in stops if stop and stop in text]
-    return text[: min(starts)] if starts else text
+def stream_of(
+    request: SamplingRequest,
+    answer: Mapping[str, Any],
+    changes_of: Callable[[Mapping[str, Any]], Iterator[dict[str, Any]]],
+    *,
+    kind: str,
+) -> Response:
+    """Return a completion as chunks: those of each choice, the usage if requested, `[DONE]`.
 
-
-def chat_events(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[Event]:
-    """Yield a chat completion as chunks: role, content, calls and end of each choice, `[DONE]`.
-
-    Args:
-        answer: Result of `complete_chat`.
-        include_usage: Add a last chunk with the usage and without choices.
+    `changes_of` yields the changes that build up a choice; `kind` is the `object` of each chunk.
     """
-    head = {
-        "id": answer["id"],
-        "object": "chat.completion.chunk",
-        "created": answer["created"],
-        "model": answer["model"],
-        **({"usage": None} if include_usage else {}),
-    }
-    for choice in answer["choices"]:
-        for change in _chat_changes(choice):
-            full = {"index": choice["index"], "finish_reason": None, "logprobs": None, **change}
-            yield Event({**head, "choices": [full]})
-    if include_usage:
-        yield Event({**head, "choices": [], "usage": answer["usage"]})
-    yield Event("[DONE]")
-
-
-def text_events(answer: Mapping[str, Any], *, include_usage: bool) -> Iterator[Event]:
-    """Yield a text completion as chunks; arguments as in `chat_events`."""
-    head = {name: answer[name] for name in ("id", "object", "created", "model")}
-    if include_usage:
+    head = {"object": kind, **{name: answer[name] for name in ("id", "created", "model")}}
+    includes_usage = bool((request.stream_options or {}).get("include_usage"))
+    if includes_usage:
         head["usage"] = None
-    for choice in answer["choices"]:
-        logprobs = choice["logprobs"]
-        for piece in _pieces(choice["text"]):
-            part = {"index": choice["index"], "text": piece, "logprobs": logprobs}
-            yield Event({**head, "choices": [{**part, "finish_reason": None}]})
-            logprobs = None
-        end = {"index": choice["index"], "text": "", "logprobs": logprobs}
-        yield Event({**head, "choices": [{**end, "finish_reason": choice["finish_reason"]}]})
-    if include_usage:
-        yield Event({**head, "choices": [], "usage": answer["usage"]})
-    yield Event("[DONE]")
+
+    def events() -> Iterator[Event]:
+        for choice in answer["choices"]:
+            for change in changes_of(choice):
+                full = {"index": choice["index"], "finish_reason": None, "logprobs": None, **change}
+                yield Event({**head, "choices": [full]})
+        if includes_usage:
+            yield Event({**head, "choices": [], "usage": answer["usage"]})
+        yield Event("[DONE]")
+
+    return stream_events(events())
+
+
+def _text_changes(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the pieces and the end of a text; all its logprobs are sent with the first one."""
+    logprobs = choice["logprobs"]
+    for piece in pieces(choice["text"]):
+        yield {"text": piece, "logprobs": logprobs}
+        logprobs = None
+    yield {"text": "", "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
 
 
 def _chat_changes(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the deltas of one choice; all its logprobs are sent with the first piece of text."""
+    """Yield role, content, calls and end of a choice; logprobs as in `_text_changes`."""
     message = choice["message"]
     yield {"delta": {"role": "assistant", "content": None if message["content"] is None else ""}}
-    for piece in _pieces(message.get("reasoning_content") or ""):
+    for piece in pieces(message.get("reasoning_content") or ""):
         yield {"delta": {"reasoning_content": piece}}
     logprobs = choice["logprobs"]
-    for piece in _pieces(message["content"] or ""):
+    for piece in pieces(message["content"] or ""):
         yield {"delta": {"content": piece}, "logprobs": logprobs}
         logprobs = None
     for i, call in enumerate(message.get("tool_calls") or ()):
         function = call["function"]
         opened = {**call, "index": i, "function": {"name": function["name"], "arguments": ""}}
         yield {"delta": {"tool_calls": [opened]}}
-        for piece in _pieces(function["arguments"]):
+        for piece in pieces(function["arguments"]):
             delta = {"index": i, "function": {"arguments": piece}}
             yield {"delta": {"tool_calls": [delta]}}
     yield {"delta": {}, "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
-
-
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), _PIECE_CHARS):
-        yield text[start : start + _PIECE_CHARS]
 
 
 def model_list(model_name: str, created: float) -> dict[str, Any]:
@@ -203,44 +164,40 @@ def model_card(model_name: str, created: float) -> dict[str, Any]:
 
 async def create_chat_completion(exchange: Exchange) -> Response:
     """Answer `POST /chat/completions`, as a stream if requested."""
-    sent = read_body(ChatCompletionProxyRequest, exchange.body)
-    exchange.ignored.update(ignored_fields(exchange.body, ChatCompletionProxyRequest))
-    request = as_sampled(exchange.session, sent)
+    request = as_sampled(exchange.session, _read(exchange, ChatCompletionProxyRequest))
     answer = await exchange.complete_chat(request)
     cut_chat(exchange.session, request, answer)
     if request.include_reasoning or request.separate_reasoning:
         _split_reasoning(exchange, request, answer)
     if request.stream:
-        return stream_events(chat_events(answer, include_usage=_wants_usage(request)))
+        return stream_of(request, answer, _chat_changes, kind="chat.completion.chunk")
     return JSONResponse(answer)
 
 
 async def create_completion(exchange: Exchange) -> Response:
     """Answer `POST /completions`, as a stream if requested."""
-    request = read_body(CompletionProxyRequest, exchange.body)
-    exchange.ignored.update(ignored_fields(exchange.body, CompletionProxyRequest))
-    answer = await complete_text(exchange.session, request)
-    cut_text(request, answer)
+    request = _read(exchange, CompletionProxyRequest)
+    answer = await exchange.complete_text(request)
+    for choice in answer["choices"]:
+        # Nothing is stored: the agent decides whether its next prompt contains the stop sequence.
+        choice["text"], _ = cut_at_stop(choice["text"], _stops_of(request))
     if request.stream:
-        return stream_events(text_events(answer, include_usage=_wants_usage(request)))
+        return stream_of(request, answer, _text_changes, kind=answer["object"])
     return JSONResponse(answer)
 
 
 async def render_chat(exchange: Exchange) -> Response:
     """Answer `POST /chat/completions/render`: the prompt, without generating."""
-    sent = read_body(ChatCompletionProxyRequest, exchange.body)
-    exchange.ignored.update(ignored_fields(exchange.body, ChatCompletionProxyRequest))
-    prompt = exchange.render(as_sampled(exchange.session, sent))
-    body = {
-        "prompt_text": prompt.text,
-        "token_ids": prompt.token_ids,
-        "num_tokens": len(prompt.token_ids),
-    }
-    return JSONResponse(body)
+    request = as_sampled(exchange.session, _read(exchange, ChatCompletionProxyRequest))
+    text, ids = exchange.render(request)
+    prompt = RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
+    return JSONResponse(prompt.model_dump())
 
 
-def _wants_usage(request: SamplingRequest) -> bool:
-    return bool((request.stream_options or {}).get("include_usage"))
+def _read(exchange: Exchange, model: type[AnyRequest]) -> AnyRequest:
+    request = read_body(model, exchange.body)
+    exchange.ignored.update(ignored_fields(exchange.body, model))
+    return request
 
 
 def _split_reasoning(
@@ -249,10 +206,7 @@ def _split_reasoning(
     """Move the thinking of each choice into `reasoning_content`; modifies `answer`."""
     for choice in answer["choices"]:
         message = choice["message"]
-        content = message["content"] or ""
-        thought = split_thinking(content)
-        if was_cut_while_thinking(exchange, request, choice):
-            thought = Thought(content.strip(), "")
+        thought = thought_of(exchange, request, choice)
         message["reasoning_content"] = thought.thinking or None
         message["content"] = thought.text or (None if "tool_calls" in message else "")
 

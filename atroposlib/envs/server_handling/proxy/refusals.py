@@ -5,7 +5,7 @@ raised anywhere ── as_refusal ──► ProxyRefusal ── the dialect's `e
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from atroposlib.envs.server_handling.retry import (
     RetriesExhaustedError,
@@ -19,18 +19,6 @@ from atroposlib.errors import (
     MissingExtraError,
     PromptError,
 )
-
-__all__ = [
-    "ProxyRefusal",
-    "as_refusal",
-    "bad_request",
-    "invalid_body",
-    "openai_error_body",
-    "session_not_found",
-    "upstream_unavailable",
-    "wrong_key",
-    "wrong_setup",
-]
 
 _RETRY_SOON_S = 5
 _FINAL = frozenset({424, 501})
@@ -94,6 +82,11 @@ def bad_request(
 ) -> ProxyRefusal:
     """Return the refusal of a well-formed request that cannot be fulfilled (400)."""
     return ProxyRefusal(message, status=400, code=code, param=param)
+
+
+def refuse(path: str, message: str) -> NoReturn:
+    """Raise the refusal of one field of a body (400); `path` is like `input[2].content`."""
+    raise bad_request(f"{path}: {message}", param=path)
 
 
 def invalid_body(details: list[dict[str, Any]]) -> ProxyRefusal:

@@ -22,36 +22,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
+from atroposlib.envs.server_handling.chat_rendering import THINKING_END, THINKING_START
 from atroposlib.envs.server_handling.config import ServerType
-from atroposlib.envs.server_handling.proxy.refusals import bad_request, invalid_body
-from atroposlib.envs.server_handling.turn_matching import THINKING_END
-
-__all__ = [
-    "LARGEST_LIMIT",
-    "MOST_STOPS",
-    "ChatCompletionProxyRequest",
-    "ChatMessage",
-    "CompletionProxyRequest",
-    "RenderResponse",
-    "SamplingRequest",
-    "ServerEntry",
-    "SessionCreateRequest",
-    "SessionCreateResponse",
-    "SetupRequest",
-    "Thought",
-    "chat_kwargs",
-    "check_num_choices",
-    "ignored_fields",
-    "inner_names",
-    "not_honoured",
-    "read_body",
-    "split_thinking",
-    "text_kwargs",
-    "with_thinking",
-]
-
-_OPEN = "<think>"
-_CLOSE = "</think>"
+from atroposlib.envs.server_handling.proxy.refusals import bad_request, invalid_body, refuse
 
 LARGEST_LIMIT = 2**31 - 1
 """Maximum value of a reply's token limit."""
@@ -68,7 +41,7 @@ AnyModel = TypeVar("AnyModel", bound=BaseModel)
 _FORMS = ("text", "json_object", "json_schema", "structural_tag")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_NAMED_OPTIONS = (
+NAMED_OPTIONS = (
     "temperature",
     "top_p",
     "n",
@@ -78,7 +51,7 @@ _NAMED_OPTIONS = (
     "frequency_penalty",
     "logit_bias",
 )
-_ENGINE_OPTIONS = frozenset(
+ENGINE_OPTIONS = frozenset(
     {
         "allowed_token_ids",
         "bad_words",
@@ -144,18 +117,18 @@ def split_thinking(completion: str) -> Thought:
     The opening tag may be missing, since templates that open the thinking put it in the prompt; the
     closing tag is missing if the completion was truncated. Later tags are kept as text.
     """
-    head, closed, tail = completion.partition(_CLOSE)
+    head, closed, tail = completion.partition(THINKING_END)
     opened = head.lstrip()
-    if opened.startswith(_OPEN):
-        return Thought(opened[len(_OPEN) :].strip(), tail.strip())
-    if closed and _OPEN not in head:
+    if opened.startswith(THINKING_START):
+        return Thought(opened[len(THINKING_START) :].strip(), tail.strip())
+    if closed and THINKING_START not in head:
         return Thought(head.strip(), tail.strip())
     return Thought(None, completion)
 
 
 def with_thinking(thinking: str, text: str) -> str:
     """Return the completion that `split_thinking` would split into these parts."""
-    return f"{_OPEN}\n{thinking}\n{_CLOSE}\n\n{text}" if thinking else text
+    return f"{THINKING_START}\n{thinking}\n{THINKING_END}\n\n{text}" if thinking else text
 
 
 def _not_zero(limit: int) -> int:
@@ -373,17 +346,9 @@ def text_kwargs(request: CompletionProxyRequest, *, max_choices: int) -> list[di
     return [{**shared, "prompt": prompt} for prompt in prompts]
 
 
-def check_num_choices(num_choices: int, max_choices: int) -> None:
-    """Raise 400 if a request asks for too many choices."""
-    if num_choices > max_choices:
-        raise bad_request(
-            f"{num_choices} choices are requested, at most {max_choices} are allowed", param="n"
-        )
-
-
 def ignored_fields(body: Mapping[str, Any], model: type[SamplingRequest]) -> list[str]:
     """Return the names of a body's unsupported fields, sorted."""
-    known = model.model_fields.keys() | _ENGINE_OPTIONS | _REFUSED.keys() | {"modalities"}
+    known = model.model_fields.keys() | ENGINE_OPTIONS | _REFUSED.keys() | {"modalities"}
     return not_honoured(body, known) + inner_names(
         "stream_options", body.get("stream_options"), known=("include_usage",)
     )
@@ -392,9 +357,7 @@ def ignored_fields(body: Mapping[str, Any], model: type[SamplingRequest]) -> lis
 def not_honoured(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
     """Return the names of a body's fields that request something but are ignored.
 
-    Args:
-        body: Body sent by the client.
-        known: Fields that are supported, or refused.
+    `known` are the fields that are supported, or refused.
     """
     others = set(body) - set(known) - _WITHOUT_EFFECT
     return sorted(
@@ -405,51 +368,44 @@ def not_honoured(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
 
 
 def inner_names(name: str, value: Any, known: Iterable[str]) -> list[str]:
-    """Return the names of unsupported entries of a field, such as `reasoning.effort`.
-
-    Args:
-        name: Name of the field.
-        value: Value of the field; if it is not an object, the result is empty.
-        known: Entries that are supported, or do not affect an answer.
-    """
+    """Return the names of unsupported entries of a field, such as `reasoning.effort`."""
     parts = value if isinstance(value, Mapping) else {}
     asked = [part for part in parts if parts[part] is not None and parts[part] is not False]
     return sorted(f"{name}.{part}" for part in asked if part not in set(known))
 
 
 def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> None:
-    check_num_choices(num_choices, max_choices)
+    if num_choices > max_choices:
+        raise bad_request(
+            f"{num_choices} choices are requested, at most {max_choices} are allowed", param="n"
+        )
+    extra = request.model_extra or {}
     for name, reason in _REFUSED.items():
-        value = (request.model_extra or {}).get(name)
+        value = extra.get(name)
         if value not in (None, [], {}, False) or (value == {} and name in _ASK_WHEN_EMPTY):
             raise bad_request(
                 f"{name} is not supported: {reason}", code="unsupported_field", param=name
             )
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > MOST_STOPS or not all(stops):
-        raise bad_request(f"stop: expected at most {MOST_STOPS} non-empty strings", param="stop")
-    response_format = (request.model_extra or {}).get("response_format")
-    if response_format is not None:
-        _check_form(response_format)
-    modalities = (request.model_extra or {}).get("modalities")
-    if modalities not in (None, ["text"]):
+        refuse("stop", f"expected at most {MOST_STOPS} non-empty strings")
+    if extra.get("response_format") is not None:
+        _check_form(extra["response_format"])
+    if extra.get("modalities") not in (None, ["text"]):
         raise bad_request("only text can be tracked", code="unsupported_field", param="modalities")
 
 
 def _check_message(message: ChatMessage, path: str) -> None:
     """Raise 400 for a malformed message, of which the prompt would lack a part."""
     if message.role not in _ROLES:
-        raise bad_request(
-            f"{path}.role: expected one of {', '.join(_ROLES)}; got {message.role!r}",
-            param=f"{path}.role",
-        )
+        expected = f"expected one of {', '.join(_ROLES)}; got {message.role!r}"
+        refuse(f"{path}.role", expected)
     if message.content is None and message.role != "assistant":
-        raise bad_request(f"{path}.content: expected text, got null", param=f"{path}.content")
+        refuse(f"{path}.content", "expected text, got null")
     for i, call in enumerate(message.tool_calls or ()):
         function = call.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            place = f"{path}.tool_calls[{i}].function.name"
-            raise bad_request(f"{place}: expected text", param=place)
+            refuse(f"{path}.tool_calls[{i}].function.name", "expected text")
 
 
 def _check_tool(tool: Mapping[str, Any], path: str) -> None:
@@ -463,35 +419,28 @@ def _check_tool(tool: Mapping[str, Any], path: str) -> None:
         )
     function = tool.get("function", tool)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        place = f"{path}.function.name"
-        raise bad_request(f"{place}: expected text", param=place)
+        refuse(f"{path}.function.name", "expected text")
     if not isinstance(function.get("parameters") or {}, Mapping):
-        place = f"{path}.function.parameters"
-        raise bad_request(f"{place}: expected an object", param=place)
+        refuse(f"{path}.function.parameters", "expected an object")
 
 
 def _check_form(response_format: Any) -> None:
     """Raise 400 for an unknown response format, with a clearer message than the engine's."""
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if not isinstance(kind, str) or kind not in _FORMS:
-        raise bad_request(
-            f"response_format: expected an object with a type of {', '.join(_FORMS)}",
-            param="response_format",
-        )
+        refuse("response_format", f"expected an object with a type of {', '.join(_FORMS)}")
     if kind == "json_schema":
         holder = response_format.get("json_schema")
         if not isinstance(holder, Mapping) or not isinstance(holder.get("schema"), Mapping):
-            place = "response_format.json_schema.schema"
-            raise bad_request(f"{place}: expected an object", param=place)
+            refuse("response_format.json_schema.schema", "expected an object")
 
 
 def _options(request: SamplingRequest) -> dict[str, Any]:
-    """Return the sampling options that are set; engine-specific ones in `extra_body`."""
-    named = {name: getattr(request, name) for name in _NAMED_OPTIONS}
+    named = {name: getattr(request, name) for name in NAMED_OPTIONS}
     options = {name: value for name, value in named.items() if value is not None}
     extra = {
         name: value
         for name, value in (request.model_extra or {}).items()
-        if name in _ENGINE_OPTIONS and value is not None
+        if name in ENGINE_OPTIONS and value is not None
     }
     return {**options, "extra_body": extra} if extra else options

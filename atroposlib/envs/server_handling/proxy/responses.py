@@ -33,12 +33,11 @@ State: each session keeps its turns and the most recent stored responses.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
@@ -61,10 +60,10 @@ from atroposlib.envs.server_handling.proxy.history import (
     chat_request,
     joined_text,
     list_at,
+    new_id,
     object_at,
     pieces,
     read_fields,
-    refuse,
     shared_options,
     text_at,
 )
@@ -72,31 +71,9 @@ from atroposlib.envs.server_handling.proxy.refusals import (
     ProxyRefusal,
     bad_request,
     openai_error_body,
+    refuse,
 )
 from atroposlib.envs.server_handling.proxy.requests import LARGEST_LIMIT, inner_names, not_honoured
-
-__all__ = [
-    "ENCRYPTED_REASONING",
-    "RESPONSES",
-    "FindItem",
-    "ResponseHead",
-    "ResponsesFields",
-    "ResponsesState",
-    "StoredResponse",
-    "chat_options",
-    "finished",
-    "flat_name",
-    "ignored_fields",
-    "in_progress",
-    "listed_items",
-    "namespaces_of",
-    "new_id",
-    "output_items",
-    "page_of",
-    "read_input",
-    "read_request",
-    "response_events",
-]
 
 _UNSUPPORTED = {
     "background": "a response is answered on its own connection",
@@ -320,24 +297,6 @@ def _response_format(text_format: Any) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-class ResponseHead(NamedTuple):
-    """The part of a response that is known before the model has answered."""
-
-    response_id: str
-    """`resp_...`"""
-    created_at: float
-    """Seconds since the epoch."""
-    model: str
-    """Name of the session's model."""
-    fields: ResponsesFields
-    """The request."""
-
-
-def new_id(prefix: str) -> str:
-    """Return an unguessable id such as `msg_3f...`."""
-    return f"{prefix}_{secrets.token_hex(16)}"
-
-
 def output_items(
     answer: ShownAnswer,
     *,
@@ -371,13 +330,14 @@ def output_items(
     return [*items, *(_call_item(call, (namespaces or {}).get(call.name)) for call in answer.calls)]
 
 
-def in_progress(head: ResponseHead) -> dict[str, Any]:
-    """Return the Response object of an unanswered request."""
-    fields = head.fields
+def in_progress(
+    fields: ResponsesFields, *, response_id: str, created_at: float, model: str
+) -> dict[str, Any]:
+    """Return the Response object of an unanswered request; `created_at` in seconds since 1970."""
     return {
-        "id": head.response_id,
+        "id": response_id,
         "object": "response",
-        "created_at": head.created_at,
+        "created_at": created_at,
         "completed_at": None,
         "status": "in_progress",
         "background": False,
@@ -386,7 +346,7 @@ def in_progress(head: ResponseHead) -> dict[str, Any]:
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "metadata": fields.metadata or {},
-        "model": head.model,
+        "model": model,
         "output": [],
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": fields.previous_response_id,
@@ -403,14 +363,14 @@ def in_progress(head: ResponseHead) -> dict[str, Any]:
 
 
 def finished(
-    head: ResponseHead, answer: ShownAnswer, output: Sequence[Item], *, now: float
+    started: Mapping[str, Any], answer: ShownAnswer, output: Sequence[Item], *, now: float
 ) -> dict[str, Any]:
-    """Return the Response object of an answered request; `now` in seconds since the epoch."""
+    """Return the Response object of an answered request; `now` in seconds since 1970."""
     reason = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(
         answer.finish_reason
     )
     return {
-        **in_progress(head),
+        **started,
         "status": "incomplete" if reason else "completed",
         "completed_at": None if reason else now,
         "incomplete_details": {"reason": reason} if reason else None,
@@ -428,9 +388,7 @@ def listed_items(sent: Any) -> list[Item]:
 def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return one page of a list of items.
 
-    Args:
-        items: Oldest first.
-        query: `order` (`desc` unless `asc`), `limit` (1 to 100, else 20), and `after`, an id.
+    `query` may hold `order` (`desc` unless `asc`), `limit` (1 to 100, else 20), and `after`, an id.
 
     Raises:
         ProxyRefusal: a parameter is invalid.
@@ -503,12 +461,7 @@ def _usage(answer: ShownAnswer) -> Mapping[str, Any]:
 def response_events(
     started: Mapping[str, Any], response: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a response, numbered from 0 in `sequence_number`.
-
-    Args:
-        started: The Response object in progress.
-        response: The finished one.
-    """
+    """Yield the events of a response, numbered from 0 in `sequence_number`."""
     for number, (kind, fields) in enumerate(_events(started, response)):
         yield {"type": kind, "sequence_number": number, **fields}
 
@@ -531,7 +484,6 @@ def _events(
 
 
 def _opened(item: Mapping[str, Any]) -> Fields:
-    """Return an item without the content that its events deliver."""
     empty: Fields = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     return {**item, **empty, "status": "in_progress"}
 
@@ -556,9 +508,8 @@ def _part_events(part: Mapping[str, Any]) -> Iterator[tuple[str, Fields]]:
 def read_input(value: Any, find_item: FindItem) -> list[ChatMessage | SentTurn]:
     """Return the entries of a request's `input`.
 
-    Args:
-        value: Text, which becomes a user message, or a list of items.
-        find_item: Returns an earlier output item of the session by its id.
+    Text becomes a user message. `find_item` returns an earlier output item of the session by its
+    id.
 
     Raises:
         ProxyRefusal: an item cannot be given to a model that reads text and calls functions.
@@ -576,7 +527,6 @@ def read_input(value: Any, find_item: FindItem) -> list[ChatMessage | SentTurn]:
 
 
 def _some_text(item: Mapping[str, Any], field: str, path: str) -> str:
-    """Return the text of a required field."""
     if item.get(field) is None:
         refuse(f"{path}.{field}", "expected text or a list, got nothing")
     return joined_text(item[field], f"{path}.{field}", kinds=_INPUT_PARTS)
@@ -689,7 +639,6 @@ class StoredResponse:
     """A response and the conversation it ends."""
 
     response: Mapping[str, Any]
-    """The Response object."""
     messages: Sequence[ChatMessage]
     """Chat messages up to and including the answer, without the request's instructions."""
     input_items: Sequence[Mapping[str, Any]] = ()
@@ -710,7 +659,6 @@ class ResponsesState:
         self._items: dict[str, Mapping[str, Any]] = {}
 
     def keep(self, stored: StoredResponse) -> None:
-        """Store a response under its id, and its output items under theirs."""
         self._stored[stored.response["id"]] = stored
         self._items.update({item["id"]: item for item in stored.response["output"]})
         while len(self._stored) > self.max_stored:
@@ -739,7 +687,6 @@ class ResponsesState:
         return self._stored[response_id]
 
     def find_item(self, item_id: str) -> Mapping[str, Any] | None:
-        """Return an output item of a stored response."""
         return self._items.get(item_id)
 
     def forget(self, response_id: str) -> None:
@@ -759,10 +706,12 @@ async def create_response(exchange: Exchange) -> Response:
     )
     exchange.ignored.update(ignored_fields(fields, exchange.body))
     model = exchange.session.model_name
-    head = ResponseHead(new_id("resp"), time.time(), model, fields)
-    answer = await answer_turn(exchange, request, splits_thinking=_wants_reasoning(fields))
-    output = output_items(answer, include=fields.include or (), namespaces=namespaces_of(fields))
-    response = finished(head, answer, output, now=time.time())
+    started = in_progress(fields, response_id=new_id("resp"), created_at=time.time(), model=model)
+    include = fields.include or ()
+    splits_thinking = fields.reasoning is not None or ENCRYPTED_REASONING in include
+    answer = await answer_turn(exchange, request, splits_thinking=splits_thinking)
+    output = output_items(answer, include=include, namespaces=namespaces_of(fields))
+    response = finished(started, answer, output, now=time.time())
     handles = [item.get("encrypted_content") for item in output]
     ids = [*(item["id"] for item in output), *filter(None, handles)]
     state.turns.remember(answer.as_turn, ids=ids, conversation=conversation)
@@ -771,7 +720,7 @@ async def create_response(exchange: Exchange) -> Response:
         state.keep(StoredResponse(response, [*conversation, answer.message], items))
     if not fields.stream:
         return JSONResponse(response)
-    events = response_events(in_progress(head), response)
+    events = response_events(started, response)
     return stream_events(Event(event, event["type"]) for event in events)
 
 
@@ -833,10 +782,6 @@ def _with_instructions(
     if not fields.instructions:
         return conversation
     return [{"role": "system", "content": fields.instructions}, *conversation]
-
-
-def _wants_reasoning(fields: ResponsesFields) -> bool:
-    return fields.reasoning is not None or ENCRYPTED_REASONING in (fields.include or ())
 
 
 RESPONSES = Dialect(

@@ -24,7 +24,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field
 
@@ -36,7 +36,6 @@ from atroposlib.envs.server_handling.managed_server import (
     SessionServer,
 )
 from atroposlib.envs.server_handling.openai_compatible import load_tokenizer
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy.refusals import (
     ProxyRefusal,
     bad_request,
@@ -53,26 +52,11 @@ from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import (
     least_loaded,
     make_server,
-    wants_placeholders,
+    open_session,
 )
+from atroposlib.errors import NoTokenIdsError
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.web_pages import check_allowed_host
-
-__all__ = [
-    "SESSION_HEADER",
-    "Backend",
-    "HasServers",
-    "ProxySettings",
-    "ProxyState",
-    "Sample",
-    "SampledServer",
-    "SessionState",
-    "SessionStore",
-    "address_of",
-    "choose_server",
-    "config_of",
-    "open_backend",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +91,8 @@ class SampledServer(SessionServer):
     A request with the argument `samples`, a list, gets its sample appended to that list.
 
     Requests stay at one server, whose cache holds the conversation. If it is down, they move to
-    another healthy one, or wait up to `wait_s` for any; then `ServerDownError` is raised.
-
-    Args:
-        server: The server chosen for the session.
-        others: Servers the session may move to; empty pins it to `server`.
-        wait_s: Maximum wait for a server, in seconds.
+    another healthy one, or wait up to `wait_s` for any; then `ServerDownError` is raised. Without
+    `others` the session is pinned to `server`.
     """
 
     def __init__(self, server: Any, others: Sequence[Any] = (), *, wait_s: float) -> None:
@@ -154,11 +134,8 @@ class SessionState:
     api_key: str = field(repr=False)
     """Key that identifies the session; never logged."""
     managed_server: ManagedServer | DummyManagedServer
-    """Records the tokens."""
     model_name: str
-    """Model name in answers."""
     tool_parser: str
-    """Name of the tool-call format."""
     base_url: str | None
     """Address of the inference server chosen at creation."""
     max_choices: int
@@ -168,15 +145,12 @@ class SessionState:
     last_accessed: float
     """Seconds since the epoch at which a request last started or ended."""
     clock: Callable[[], float] = field(repr=False)
-    """Returns seconds since the epoch."""
     dialect_state: dict[str, Any] = field(default_factory=dict, repr=False)
     """State of each dialect for this session by the dialect's name, e.g. stored responses."""
     wanted: SessionCreateRequest = field(default_factory=SessionCreateRequest)
-    """Options it was opened with."""
     parts: dict[str, SessionState] = field(default_factory=dict, repr=False)
     """Separate sessions under the same key, by the id that their requests name."""
     is_closed: bool = False
-    """Whether it was deleted or expired."""
     _in_flight: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
 
     @property
@@ -203,8 +177,7 @@ class SessionState:
 
         Cancelling releases the engine's slot, and nothing is recorded.
 
-        Args:
-            call: Makes the request, with the list as its argument `samples`.
+        `call` makes the request, with the list as its argument `samples`.
 
         Raises:
             ProxyRefusal: the session was deleted before or during the request.
@@ -226,7 +199,6 @@ class SessionState:
             self.last_accessed = self.clock()
 
     def close(self) -> None:
-        """Cancel the requests in flight and drop every sequence."""
         self.is_closed = True
         for task in self._in_flight:
             task.cancel()
@@ -243,13 +215,6 @@ class HasServers(Protocol):
     servers: list[Any]
 
 
-class Backend(NamedTuple):
-    """The managed server of a new session."""
-
-    managed_server: ManagedServer | DummyManagedServer
-    base_url: str | None
-
-
 def address_of(server: Any) -> str | None:
     """Return the configured URL of a server; None if it has none."""
     # Test servers may have a config with only a model name.
@@ -259,10 +224,7 @@ def address_of(server: Any) -> str | None:
 def choose_server(servers: list[Any], base_url: str | None, open_sessions: Counter[int]) -> Any:
     """Return the server with a URL, or the healthy one with most free training slots.
 
-    Args:
-        servers: Servers to choose from.
-        base_url: URL of the requested server, with or without trailing slash; None for any.
-        open_sessions: Sessions per `id(server)`; breaks ties between equally loaded servers.
+    `open_sessions` per `id(server)` breaks ties between equally loaded servers.
 
     Raises:
         ProxyRefusal: no server is configured (503), or none has this URL (404).
@@ -282,60 +244,6 @@ def choose_server(servers: list[Any], base_url: str | None, open_sessions: Count
             param="base_url",
         )
     return known[base_url.rstrip("/")]
-
-
-def open_backend(
-    servers: list[Any],
-    tokenizer: Any,
-    request: SessionCreateRequest,
-    *,
-    open_sessions: Counter[int],
-    policy_version: Callable[[], int | None],
-    wait_s: float,
-) -> Backend:
-    """Return a managed server for a new session.
-
-    Texts of a server without token ids are tokenized; without a tokenizer, or if
-    ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set, the session holds placeholder tokens.
-
-    A session that requested a server stays there; others move to a server of the same class and
-    model if theirs is down.
-
-    Args:
-        servers: Servers to choose from.
-        tokenizer: Tokenizer of the served model; None uses the server's.
-        request: Options of the session.
-        open_sessions: Sessions per `id(server)`.
-        policy_version: Returns the policy version the service last reported, for engines that do
-            not name their weights.
-        wait_s: Maximum wait of a request for a server that is down, in seconds.
-    """
-    server = choose_server(servers, request.base_url, open_sessions)
-    others = [] if request.base_url is not None else _replacements(server, servers)
-    face = SampledServer(server, others, wait_s=wait_s)
-    managed: ManagedServer | DummyManagedServer
-    has_no_ids = isinstance(server, OpenAIServer)
-    if has_no_ids and wants_placeholders():
-        managed = DummyManagedServer(face, tokenizer, track_tree=request.track_tree)
-        return Backend(managed, address_of(server))
-    managed = ManagedServer(
-        face,
-        tokenizer,
-        track_tree=request.track_tree,
-        tool_parser=request.tool_parser,
-        policy_version=policy_version,
-    )
-    if has_no_ids and managed.tokenizer is None:
-        managed = DummyManagedServer(face, track_tree=request.track_tree)
-    return Backend(managed, address_of(server))
-
-
-def _replacements(server: Any, servers: list[Any]) -> list[Any]:
-    return [
-        other
-        for other in servers
-        if type(other) is type(server) and other.config.model_name == server.config.model_name
-    ]
 
 
 class ProxySettings(BaseModel):
@@ -389,18 +297,13 @@ class SessionStore:
 
     A session idle for `session_idle_s` is deleted when it is looked up; `expire` deletes idle
     sessions that are not looked up.
-
-    Args:
-        settings: Limits.
-        clock: Returns seconds since the epoch.
-        open_backend: Returns the backend of a new part of a session.
     """
 
     def __init__(
         self,
         settings: ProxySettings,
-        clock: Callable[[], float] = time.time,
-        open_backend: Callable[[SessionCreateRequest], Backend] | None = None,
+        clock: Callable[[], float],
+        open_backend: Callable[[SessionCreateRequest], ManagedServer | DummyManagedServer],
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -412,7 +315,6 @@ class SessionStore:
         return len(self._by_uuid)
 
     def __iter__(self) -> Iterator[SessionState]:
-        """Iterate over the open sessions, oldest first."""
         self.expire()
         return iter(list(self._by_uuid.values()))
 
@@ -423,8 +325,7 @@ class SessionStore:
         faces: list[Any] = [session.managed_server.server for session in opened]
         return Counter(id(face.current) for face in faces)
 
-    def check_room(self) -> None:
-        """Raise 429 if the maximum number of sessions is open."""
+    def _check_room(self) -> None:
         self.expire()
         num_open = sum(1 + len(session.parts) for session in self._by_uuid.values())
         if num_open >= self._settings.max_sessions:
@@ -437,12 +338,9 @@ class SessionStore:
                 retry_after_s=_RETRY_S,
             )
 
-    def add(
-        self, backend: Backend, request: SessionCreateRequest, *, model_name: str
-    ) -> SessionState:
+    def add(self, request: SessionCreateRequest, *, model_name: str) -> SessionState:
         """Open a session under a new name and key; raises 429 if too many are open."""
-        self.check_room()
-        session = self._new(backend, request, model_name=model_name)
+        session = self._new(request, model_name=model_name)
         self._by_uuid[session.uuid] = session
         self._by_digest[_digest(session.api_key)] = session
         return session
@@ -453,10 +351,7 @@ class SessionStore:
         A part records its own sequences. It is opened by the first request that names it, and ends
         with the session.
 
-        Args:
-            session: Session whose key the request has.
-            part_id: Any name that distinguishes rollouts; the session's own name is the session.
-            opens: Whether to open an unknown part.
+        The session's own name is the session; `opens` allows opening an unknown part.
 
         Raises:
             ProxyRefusal: 404 for an unknown part, 429 if too many sessions are open, 400 for a
@@ -471,11 +366,9 @@ class SessionStore:
                     f"{SESSION_HEADER} has {len(part_id)} characters, at most "
                     f"{_LONGEST_PART_ID} are allowed"
                 )
-            if not opens or self._open_backend is None:
+            if not opens:
                 raise session_not_found()
-            self.check_room()
-            backend = self._open_backend(session.wanted)
-            part = self._new(backend, session.wanted, model_name=session.model_name)
+            part = self._new(session.wanted, model_name=session.model_name)
             session.parts[part_id] = part
         part.last_accessed = self._clock()
         return part
@@ -485,17 +378,17 @@ class SessionStore:
         self.part(session, part_id, opens=False)
         session.parts.pop(part_id).close()
 
-    def _new(
-        self, backend: Backend, request: SessionCreateRequest, *, model_name: str
-    ) -> SessionState:
+    def _new(self, request: SessionCreateRequest, *, model_name: str) -> SessionState:
+        self._check_room()
+        managed_server = self._open_backend(request)
         now = self._clock()
         return SessionState(
             uuid=str(uuid.uuid4()),
             api_key=KEY_PREFIX + secrets.token_urlsafe(32),
-            managed_server=backend.managed_server,
+            managed_server=managed_server,
             model_name=model_name,
             tool_parser=request.tool_parser,
-            base_url=backend.base_url,
+            base_url=address_of(managed_server.server),
             max_choices=self._settings.max_choices,
             created_at=now,
             last_accessed=now,
@@ -520,17 +413,14 @@ class SessionStore:
         return session
 
     def delete(self, session: SessionState) -> None:
-        """Delete a session and cancel its requests."""
         self._by_uuid.pop(session.uuid, None)
         self._by_digest.pop(_digest(session.api_key), None)
         session.close()
 
     def expire(self) -> int:
-        """Delete every idle session and return their number."""
         return sum(self._end_if_idle(session) for session in list(self._by_uuid.values()))
 
     def close(self) -> None:
-        """Delete every session."""
         for session in list(self._by_uuid.values()):
             self.delete(session)
 
@@ -554,15 +444,7 @@ def config_of(entry: ServerEntry, *, model_name: str, tokenizer_name: str) -> AP
 
 
 class ProxyState:
-    """State shared by the routes: inference servers, their model, and the sessions.
-
-    Args:
-        server_manager: Provides the servers; a setup request replaces its list.
-        tokenizer: Tokenizer of the served model; None uses the servers' own.
-        model_name: Model name in answers.
-        settings: Limits and keys.
-        clock: Returns seconds since the epoch.
-    """
+    """State shared by the routes: inference servers, their model, and the sessions."""
 
     def __init__(
         self,
@@ -577,11 +459,10 @@ class ProxyState:
         self._replaced: list[Any] = []
         self.model_name = model_name
         self.settings = settings
-        self.sessions = SessionStore(settings, clock, self._backend_for)
+        self.sessions = SessionStore(settings, clock, self._open_backend)
 
     @property
     def servers(self) -> list[Any]:
-        """The inference servers."""
         return self._server_manager.servers
 
     def open_session(self, request: SessionCreateRequest) -> SessionState:
@@ -590,19 +471,37 @@ class ProxyState:
         Raises:
             ProxyRefusal: 429 if too many are open, 404 for an unknown URL, 503 without servers.
         """
-        self.sessions.check_room()
-        return self.sessions.add(self._backend_for(request), request, model_name=self.model_name)
+        return self.sessions.add(request, model_name=self.model_name)
 
-    def _backend_for(self, request: SessionCreateRequest) -> Backend:
-        return open_backend(
-            self.servers,
-            self._tokenizer,
-            request,
-            open_sessions=self.sessions.sessions_per_server,
-            # Read at every request; the manager of a standalone proxy lacks it.
-            policy_version=lambda: getattr(self._server_manager, "policy_version", None),
-            wait_s=self.settings.upstream_wait_s,
-        )
+    def _open_backend(self, request: SessionCreateRequest) -> ManagedServer | DummyManagedServer:
+        """Return a managed server for a new session.
+
+        Texts of a server without token ids are tokenized; without a tokenizer, or if
+        ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set, the session holds placeholder tokens.
+
+        A session that requested a server stays there; others move to a server of the same class
+        and model if theirs is down.
+        """
+        server = choose_server(self.servers, request.base_url, self.sessions.sessions_per_server)
+        others = [
+            other
+            for other in self.servers
+            if request.base_url is None
+            and type(other) is type(server)
+            and other.config.model_name == server.config.model_name
+        ]
+        face = SampledServer(server, others, wait_s=self.settings.upstream_wait_s)
+        try:
+            return open_session(
+                face,
+                self._tokenizer,
+                tool_parser=request.tool_parser,
+                # Read at every request; the manager of a standalone proxy lacks it.
+                policy_version=lambda: getattr(self._server_manager, "policy_version", None),
+                track_tree=request.track_tree,
+            )
+        except NoTokenIdsError:
+            return DummyManagedServer(face, track_tree=request.track_tree)
 
     async def set_up(self, request: SetupRequest) -> None:
         """Replace the servers, and the model and tokenizer if they are given.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.proxy.anthropic import ANTHROPIC
-from atroposlib.envs.server_handling.proxy.exchange import Dialect, render
+from atroposlib.envs.server_handling.proxy.exchange import Dialect, Exchange, RenderedPrompt
 from atroposlib.envs.server_handling.proxy.openai_dialect import OPENAI
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal
 from atroposlib.envs.server_handling.proxy.responses import RESPONSES
@@ -26,6 +26,10 @@ NAMES = sorted(FAMILIES)
 USER = {"role": "user", "content": "Where?"}
 MORE = {"role": "user", "content": "And then?"}
 BOTH = pytest.mark.parametrize("dialect", [OPENAI, ANTHROPIC], ids=["chat", "messages"])
+
+
+def render(session: Any, messages: list[dict[str, Any]]) -> RenderedPrompt:
+    return Exchange(session, {}, {}, {}, {}).render({"messages": messages})
 
 
 def assistant(text: str) -> dict[str, Any]:
@@ -55,7 +59,7 @@ async def test_begun_reply_is_continued_and_stays_one_sequence(name: str, dialec
         messages.append(assistant(f"{begun.strip()} {said}"))
 
     prompt = engine.tokenizer.decode(engine.prompts[0])
-    opened = render(session_of(engine), {"messages": [USER]}).text
+    opened = render(session_of(engine), [USER]).text
     assert (
         prompt.endswith(f"{opened}<think>hm</think>In") or prompt == f"{opened}<think>hm</think>In"
     )
@@ -92,7 +96,7 @@ async def test_render_shows_what_is_sent(name: str) -> None:
     answer = await post(session, OPENAI, {"messages": [USER]})
     history = [USER, answer.body["choices"][0]["message"], MORE]
     for messages in ([USER], history, [*history, assistant("So ")]):
-        rendered = render(session, {"messages": messages})
+        rendered = render(session, messages)
 
         await post(session, OPENAI, {"messages": messages})
 

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.turn_matching import INSERTED_TEXTS, message_key
+from atroposlib.envs.server_handling.chat_rendering import INSERTED_TEXTS
+from atroposlib.envs.server_handling.turn_recording import message_key
 from tests.server_handling.conversation_plans import TEXTS, random_plan
 from tests.server_handling.proxy.dialects.conversations import Turn
 from tests.server_handling.proxy.dialects.test_token_continuity import (

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.server_handling.chat_rendering import leading_systems_joined
 from atroposlib.envs.server_handling.proxy.history import (
     GivenTurn,
     GivenTurns,
     SentTurn,
-    leading_systems_joined,
 )
 from tests.server_handling.proxy.dialects.scripted_session import tool_call
 

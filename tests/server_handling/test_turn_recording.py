@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.turn_matching import SampledReply, message_key
+from atroposlib.envs.server_handling.turn_recording import SampledReply, message_key
 from tests.server_handling.conversation_plans import Reply
 from tests.server_handling.random_conversations import TOOLS, TokenEngine
 from tests.server_handling.test_token_continuity import family_of

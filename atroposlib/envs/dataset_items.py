@@ -1,0 +1,205 @@
+"""`DatasetItems`: items that are the rows of local files, or of a data set of the hub.
+
+    hub data set ─┐
+    dataset_path ─┴► rows ─► train rows ─► get_next_item, from the start again after the last
+                          └► test rows  ─► eval_items
+
+Name it before the kind of environment: `class MyEnv(DatasetItems, SingleTurnEnv)`. The settings are
+`LocalItemsConfig` for files only, `HubItemsConfig` for either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypedDict
+
+from pydantic import Field
+
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.errors import ConfigError
+from atroposlib.utils.local_records import read_splits, require_data
+
+__all__ = ["DatasetItems", "HubItemsConfig", "LocalItemsConfig", "hub_dataset", "hub_rows"]
+
+logger = logging.getLogger(__name__)
+
+
+def hub_rows(
+    path: str, *, split: str, subset: str | None = None, shuffle_seed: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the rows of a split; blocks until they are here.
+
+    Args:
+        path: name of the data set, `owner/name`.
+        split: `train`, `test`, ...
+        subset: name of its configuration, where it has several.
+        shuffle_seed: seed of their order; None keeps that of the data set.
+
+    Raises:
+        ConfigError: it cannot be loaded; the message says that local files do as well.
+    """
+    rows = hub_dataset(path, split=split, subset=subset)
+    if shuffle_seed is not None:
+        rows = rows.shuffle(seed=shuffle_seed)
+    return [dict(row) for row in rows]
+
+
+def hub_dataset(path: str, *, split: str, subset: str | None = None) -> Any:
+    """Return a split whose rows are decoded when they are asked for, as images should be.
+
+    Arguments and errors are those of `hub_rows`.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(path, subset, split=split)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be loaded from the hub ({error}); --env.dataset_path takes local files "
+            "instead"
+        ) from error
+
+
+Row = dict[str, Any]
+
+
+class HubSource(TypedDict):
+    """One split of a data set of the hub, by the arguments of `hub_rows`."""
+
+    path: str
+    subset: str | None
+    split: str
+
+
+class LocalItemsConfig(BaseEnvConfig):
+    """Which files the rows are read from."""
+
+    dataset_path: str = Field(
+        "data.jsonl",
+        description="JSONL, JSON or Parquet file, or folder with a train and a test file.",
+    )
+    dataset_seed: int = Field(
+        0, description="Seed of the order, and of the test rows taken from a single file."
+    )
+
+
+class HubItemsConfig(LocalItemsConfig):
+    """Which files, or which data set of the hub, the rows are read from."""
+
+    dataset_path: str | None = Field(  # type: ignore[assignment]
+        None,
+        description="JSONL, JSON or Parquet file, or folder with a train and a test file; "
+        "None loads the data set of the hub.",
+    )
+    dataset_name: str | None = Field(
+        None,
+        description="Another data set of the hub, in columns that the environment reads; None is "
+        "its own.",
+    )
+    dataset_subset: str | None = Field(
+        None, description="Configuration of that data set, if it has several."
+    )
+    dataset_split: str = Field(
+        "train", description="Its split; a part is kept for evaluations, and is not trained on."
+    )
+    dataset_seed: int = Field(
+        42, description="Seed of the order, and of the test rows taken from a single file."
+    )
+
+
+class DatasetItems(BaseEnv):
+    """Reads the rows at `setup` and returns them in turn; checkpoints keep the position.
+
+    Attributes:
+        columns: what each row must have; other columns are left out.
+        optional_columns: columns a row may lack; None stands in for them.
+        hub_dataset: name on the hub, read unless the settings name another or a path.
+        hub_subset: name of its configuration.
+        hub_test_split: split of `hub_dataset` for evaluations; None keeps a part of the other.
+        test_fraction: part of a single split or file that is kept for evaluations.
+        num_test_rows: number of rows of a split of the hub instead.
+        iter: training rows returned so far.
+        train: training rows, shuffled.
+        test: test rows, shuffled.
+    """
+
+    columns: ClassVar[Sequence[str]] = ()
+    optional_columns: ClassVar[Sequence[str]] = ()
+    hub_dataset: ClassVar[str]
+    hub_subset: ClassVar[str | None] = None
+    hub_test_split: ClassVar[str | None] = None
+    test_fraction: ClassVar[float] = 0.02
+    num_test_rows: ClassVar[int | None] = None
+    config: Any  # a LocalItemsConfig, or a HubItemsConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+        self.train: list[dict[str, Any]] = []
+        self.test: list[dict[str, Any]] = []
+
+    @classmethod
+    def check_inputs(cls, config: BaseEnvConfig) -> None:
+        """Find out whether the data set is there; one of the hub is left to `setup`."""
+        if isinstance(config, LocalItemsConfig) and config.dataset_path:
+            require_data(Path(config.dataset_path), cls.columns)
+
+    async def setup(self) -> None:
+        """Read the rows; a `ConfigError` names the files or columns that are missing."""
+        self.train, self.test = await asyncio.to_thread(self._read)
+        logger.info("%d training and %d test rows", len(self.train), len(self.test))
+
+    async def get_next_item(self) -> dict[str, Any]:
+        """Return the next training row."""
+        row = self.train[self.iter % len(self.train)]
+        self.iter += 1
+        return row
+
+    def eval_items(self) -> Sequence[dict[str, Any]]:
+        """Return the test rows."""
+        return self.test
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        """Keep the position."""
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+
+    def _read(self) -> tuple[Any, Any]:
+        if self.config.dataset_path is None:
+            return self._read_hub()
+        return read_splits(
+            Path(self.config.dataset_path),
+            self.columns,
+            shuffle_seed=self.config.dataset_seed,
+            test_fraction=self.test_fraction,
+            optional=self.optional_columns,
+        )
+
+    def _read_hub(self) -> tuple[Any, Any]:
+        source = self._hub_source()
+        rows = self._rows_of(source)
+        if self.hub_test_split and not self.config.dataset_name:
+            return rows, self._rows_of({**source, "split": self.hub_test_split})
+        num_test = self._num_test_rows(len(rows))
+        return rows[num_test:] or rows, rows[:num_test]
+
+    def _hub_source(self) -> HubSource:
+        name, subset = self.config.dataset_name, self.config.dataset_subset
+        return {
+            "path": name or self.hub_dataset,
+            "subset": subset or (None if name else self.hub_subset),
+            "split": self.config.dataset_split,
+        }
+
+    def _num_test_rows(self, num_rows: int) -> int:
+        return self.num_test_rows or max(1, round(self.test_fraction * num_rows))
+
+    def _rows_of(self, source: HubSource) -> list[Row]:
+        loaded = hub_rows(**source, shuffle_seed=self.config.dataset_seed)
+        missing = sorted(set(self.columns) - set(loaded[0] if loaded else ()))
+        if missing:
+            raise ConfigError(f"{source['path']} on the hub has no {', '.join(missing)}")
+        names = (*self.columns, *self.optional_columns)
+        return [{name: row.get(name) for name in names} for row in loaded]
