@@ -20,9 +20,9 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig
 from atroposlib.envs.single_turn_env import SingleTurnEnvConfig, Trajectory
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
 from atroposlib.tasks.single_turn_parts import (
     ThinkingEnv,
     answer_after_thinking,
@@ -31,7 +31,6 @@ from atroposlib.tasks.single_turn_parts import (
 
 __all__ = [
     "FundamentalPredictionEnv",
-    "FundamentalPredictionEnvConfig",
     "Prediction",
     "magnitude_score",
     "read_prediction",
@@ -126,7 +125,7 @@ def _accuracies(rewards: Sequence[float]) -> tuple[float, float]:
     return len(right) / len(rewards), statistics.fmean(right) if right else 0.0
 
 
-class FundamentalPredictionEnv(HubItems, ThinkingEnv):
+class FundamentalPredictionEnv(DatasetItems, ThinkingEnv):
     """Reports about companies, and what became of a figure."""
 
     env_config_cls = FundamentalPredictionEnvConfig
@@ -140,7 +139,6 @@ class FundamentalPredictionEnv(HubItems, ThinkingEnv):
 
     @classmethod
     def config_init(cls) -> tuple[FundamentalPredictionEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
         return deep_hermes_settings(
             FundamentalPredictionEnvConfig,
             group_size=16,
@@ -152,7 +150,6 @@ class FundamentalPredictionEnv(HubItems, ThinkingEnv):
         )
 
     def prompt(self, item: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return the task, the sentence to answer with, and the report."""
         task = TASK.format(metric=item["fundamental_metric"], context=item["context"])
         return [
             {"role": "system", "content": SYSTEM_PROMPT},
@@ -160,14 +157,12 @@ class FundamentalPredictionEnv(HubItems, ThinkingEnv):
         ]
 
     async def score(self, item: Mapping[str, Any], answer: str) -> float:
-        """Return the reward of a completion, 0 to 2."""
         prediction = read_prediction(self.opened_tag + answer, item["fundamental_metric"])
         return reward_of(prediction, answer=item["answer"], magnitude=str(item["magnitude"]))
 
     def group_scores(
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
     ) -> list[float]:
-        """Return the rewards less what nearly filling the budget costs, or their signs."""
         limit = self.config.max_token_length
         lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
         rewards = [
@@ -179,7 +174,6 @@ class FundamentalPredictionEnv(HubItems, ThinkingEnv):
         return [1.0 if reward > 0 else -1.0 for reward in rewards]
 
     def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
-        """Return how often the direction is right, how near the percentage, and their sum."""
         direction, magnitude = _accuracies(scores)
         return {
             "train/direction_accuracy": direction,
@@ -198,11 +192,9 @@ class FundamentalPredictionEnv(HubItems, ThinkingEnv):
         }
 
     def rollout_cells(self, item: Mapping[str, Any]) -> Sequence[Any]:
-        """Return what was expected."""
         return item["answer"], item["magnitude"], item["fundamental_metric"]
 
     def check_gold_answer(self, item: Mapping[str, Any]) -> str:
-        """Return a thought and the forecast that came true."""
         return (
             f"<think>I weigh the report.</think> The {item['fundamental_metric']} will be: "
             f"{item['answer']} and the magnitude will be: {item['magnitude'].rstrip('%')}%"

@@ -2,9 +2,9 @@
 
     problem -> [system, user] -> G completions -> boxed answer against the gold one -> +1 or -1
 
-`HubItems` reads the problems, `SingleTurnEnv` samples, scores and evaluates; this page defines the
-prompt and the score. Run `python environments/gsm8k_server.py serve --help`, or, with a vLLM server
-on port 9001 and without the internet, make a few groups:
+`DatasetItems` reads the problems, `SingleTurnEnv` samples, scores and evaluates; this page defines
+the prompt and the score. Run `python environments/gsm8k_server.py serve --help`, or, with a vLLM
+server on port 9001 and without the internet, make a few groups:
 
     python environments/gsm8k_server.py process --env.dataset_path environments/data/gsm8k_sample \
         --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
+from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, Trajectory
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
-from atroposlib.utils.length_penalty import length_factor
+from atroposlib.utils.length_penalty import penalize_length
 from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
 
-__all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer", "scores_by_length"]
+__all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,25 +62,7 @@ def gold_answer(answer: str) -> str:
     return answer.rsplit("#", 1)[-1].strip().replace(",", "")
 
 
-def scores_by_length(
-    scores: Sequence[float], lengths: Sequence[int], *, max_token_length: int
-) -> list[float]:
-    """Return the scores of a group; a group of correct answers is ranked by length.
-
-    Args:
-        scores: [G] 1.0 or -1.0.
-        lengths: [G] tokens of each trajectory, prompt included.
-        max_token_length: Length with a score of 0; up to half of it the score stays 1.
-    """
-    if any(score != 1.0 for score in scores):
-        return list(scores)
-    return [
-        length_factor(length, max_tokens=max_token_length, free_fraction=FREE_LENGTH_FRACTION)
-        for length in lengths
-    ]
-
-
-class GSM8kEnv(HubItems, SingleTurnEnv):
+class GSM8kEnv(DatasetItems, SingleTurnEnv):
     """Word problems with a numeric answer; an item is a `Problem`."""
 
     name = "gsm8k"
@@ -135,9 +117,14 @@ class GSM8kEnv(HubItems, SingleTurnEnv):
     def group_scores(
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
     ) -> list[float]:
-        """Rank a group of correct answers by length."""
+        """Rank a group of correct answers by length; up to half of the limit a score stays 1."""
+        if min(scores) < 1.0:
+            return list(scores)
         lengths = [len(trajectory.tokens) for trajectory in trajectories]
-        return scores_by_length(scores, lengths, max_token_length=self.config.max_token_length)
+        limit = self.config.max_token_length
+        return penalize_length(
+            scores, lengths, max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION
+        )
 
     async def collect_trajectories(
         self, item: Problem

@@ -69,7 +69,6 @@ class GSM8kTeacherDistillEnv(GSM8kEnv, TeacherDistillationEnv):
 
     @classmethod
     def config_init(cls) -> tuple[GSM8kTeacherDistillConfig, APIServerConfig]:
-        """Return the settings of GSM8K, with a teacher."""
         env_config, server_config = super().config_init()
         own = {**env_config.model_dump(), "wandb_name": cls.name}
         return GSM8kTeacherDistillConfig(**own), server_config

@@ -103,7 +103,6 @@ class MathEnv(SolvingEnv):
 
     @classmethod
     def config_init(cls) -> tuple[RSConfig, list[APIServerConfig]]:
-        """Return the default settings."""
         config = RSConfig(
             tokenizer_name=MODEL,
             group_size=16,
@@ -127,7 +126,6 @@ class MathEnv(SolvingEnv):
         return config, [server]
 
     async def collect_trajectories(self, item: MathItem) -> Rollout:
-        """Roll an item out as its kind asks for."""
         if item.kind == "rlaif":
             return await self.prefer(item), []
         if item.kind == "judge":
@@ -213,11 +211,9 @@ class MathEnv(SolvingEnv):
         return self._group(kept.messages, kept.trajectories, kept.scores)
 
     def check_gold_answer(self, item: MathItem) -> str:
-        """Return the gold answer after a thought; called by `check`."""
         return f"<think>Straight to it.</think>The answer is {item.answer}."
 
     async def answer_for_evaluation(self, problem: MathProblem) -> tuple[bool, dict[str, Any]]:
-        """Wait for the likeliest answer to a test problem."""
         messages = solve_messages(problem.question)
         reply = await self.server.chat_completion(
             messages=messages, n=1, max_tokens=MAX_EVAL_TOKENS, temperature=0.0, split="eval"

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ScoredDataGroup
-from atroposlib.envs.single_turn_env import Trajectory, build_group, complete
+from atroposlib.envs.single_turn_env import Trajectory, build_group, complete, sample_trajectories
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.math_problems import (
     ZERO_SETS,
@@ -93,7 +93,6 @@ class MathEnv(SolvingEnv):
 
     @classmethod
     def config_init(cls) -> tuple[RSConfig, APIServerConfig]:
-        """Return the default settings."""
         config = RSConfig(
             tokenizer_name=MODEL,
             group_size=8,
@@ -120,14 +119,22 @@ class MathEnv(SolvingEnv):
     async def collect_trajectories(
         self, item: MathItem
     ) -> tuple[ScoredDataGroup | None, list[MathItem]]:
-        """Sample continuations and check them."""
         prompt = zero_prompt(item.problem)
         budget = self._budget(prompt)
         if budget < 1:
             logger.warning("a problem leaves no room in max_token_length; skipped")
             return None, []
         self.figures.note("train/curr_token_length", budget)
-        trajectories = await self._sample(prompt, budget)
+        trajectories = await sample_trajectories(
+            self.server,
+            self.tokenizer,
+            prompt,
+            group_size=self.config.group_size,
+            max_tokens=budget,
+            prefill=THINK_START,
+            stop=list(ZERO_STOPS),
+            **SAMPLING,
+        )
         replies = [t.completion.removeprefix(THINK_START) for t in trajectories]
         is_cut = [trajectory.is_truncated for trajectory in trajectories]
         correct = await self._are_correct(replies, is_cut, item.answer)
@@ -140,11 +147,9 @@ class MathEnv(SolvingEnv):
         return self._group(item, trajectories, scores), []
 
     def check_gold_answer(self, item: MathItem) -> str:
-        """Return a thought and the gold answer in its tag; asked by `check`."""
         return f" Straight to it. </think> <answer> {item.answer} </answer>"
 
     async def answer_for_evaluation(self, problem: MathProblem) -> tuple[bool, dict[str, Any]]:
-        """Wait for the likeliest continuation of a test problem."""
         prompt = zero_prompt(problem.question)
         limit = self.config.max_token_length - self._num_tokens(prompt) - RESERVED_TOKENS
         [reply] = await complete(
@@ -178,7 +183,6 @@ class MathEnv(SolvingEnv):
         samples: Sequence[Mapping[str, Any]],
         started_at: float,
     ) -> None:
-        """Write the counts of each subset to disk."""
         await self.evaluate_log(
             metrics=subset_counts(correct),
             task_name="math_zero",
@@ -187,29 +191,6 @@ class MathEnv(SolvingEnv):
             end_time=time.time(),
             generation_parameters={"temperature": 0.0},
         )
-
-    async def _sample(self, prompt: str, budget: int) -> list[Trajectory]:
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            replies = await complete(
-                managed,
-                prompt,
-                prefill=THINK_START,
-                n=self.config.group_size,
-                max_tokens=budget,
-                stop=list(ZERO_STOPS),
-                **SAMPLING,
-            )
-            nodes = managed.get_state()["nodes"]
-        return [
-            Trajectory(
-                completion=reply.completion,
-                finish_reason=reply.finish_reason,
-                tokens=node.tokens,
-                masks=node.masked_tokens,
-                inference_logprobs=node.logprobs,
-            )
-            for reply, node in zip(replies, nodes, strict=True)
-        ]
 
     async def _are_correct(
         self, replies: Sequence[str], is_cut: Sequence[bool], gold: str

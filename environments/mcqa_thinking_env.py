@@ -24,10 +24,10 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig
 from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
 from atroposlib.tasks.single_turn_parts import (
     DEEP_THINKING,
     ThinkingEnv,
@@ -86,7 +86,6 @@ class Question(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The right option."""
         return self.options[ascii_uppercase.index(self.letter)]
 
 
@@ -192,7 +191,7 @@ def score_answer(completion: str, question: Question) -> float:
     return 1.0 if named_options(answer, question.options) == {gold} else -1.0
 
 
-class MCQAThinkingEnv(HubItems, ThinkingEnv):
+class MCQAThinkingEnv(DatasetItems, ThinkingEnv):
     """Questions with lettered options."""
 
     env_config_cls = MCQAThinkingEnvConfig
@@ -207,7 +206,6 @@ class MCQAThinkingEnv(HubItems, ThinkingEnv):
 
     @classmethod
     def config_init(cls) -> tuple[MCQAThinkingEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
         return deep_hermes_settings(
             MCQAThinkingEnvConfig,
             group_size=32,
@@ -219,13 +217,11 @@ class MCQAThinkingEnv(HubItems, ThinkingEnv):
         )
 
     async def setup(self) -> None:
-        """Read the questions."""
         await super().setup()
         for row in (*self.train, *self.test):
             read_question(row)
 
     def prompt(self, item: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return the question and how to answer it."""
         question = read_question(item)
         return [
             {"role": "system", "content": DEEP_THINKING},
@@ -233,16 +229,13 @@ class MCQAThinkingEnv(HubItems, ThinkingEnv):
         ]
 
     async def score(self, item: Mapping[str, Any], answer: str) -> float:
-        """Return 1.0 for the right option, else -1.0."""
         return score_answer(self.opened_tag + answer, read_question(item))
 
     def rollout_cells(self, item: Mapping[str, Any]) -> Sequence[Any]:
-        """Return letter and text of the right option."""
         question = read_question(item)
         return question.letter, question.text
 
     def check_gold_answer(self, item: Mapping[str, Any]) -> str:
-        """Return a thought and the right option."""
         return f"<think>I compare them.</think> The best answer is: {read_question(item).letter}"
 
 

@@ -75,11 +75,9 @@ class GuessingGame(Conversation):
         self.unfinished_reward = NOT_FOUND + max_turns * UNREADABLE
 
     def opening(self) -> list[ChatMessage]:
-        """Ask for the number."""
         return [{"role": "user", "content": PROMPT.format(highest=self.high)}]
 
     async def reply(self, turn: Turn) -> Reply:
-        """Compare the guess with the number."""
         turns_left = self.max_turns - turn.index - 1
         self.unfinished_reward = NOT_FOUND + turns_left * UNREADABLE
         found = re.findall(r"<guess>\s*(\d{1,9})\s*</guess>", turn.answer)
@@ -93,7 +91,6 @@ class GuessingGame(Conversation):
         return Reply("lower", reward=self._narrow(self.low, guess - 1))
 
     def _narrow(self, low: int, high: int) -> float:
-        """Narrow what is possible; returns what that is worth."""
         before = self.high - self.low + 1
         self.low, self.high = max(self.low, low), min(self.high, high)
         told = math.log(before / (self.high - self.low + 1)) / self.all_there_is_to_know
@@ -122,26 +119,21 @@ class NumberGuessingEnv(MultiTurnEnv):
         self.iter = 0
 
     async def get_next_item(self) -> int:
-        """Hide the next number of the seed."""
         numbers = random.Random(f"{self.config.seed}:{self.iter}")
         self.iter += 1
         return numbers.randint(1, self.config.highest)
 
     def eval_items(self) -> Sequence[int]:
-        """Return numbers spread over the whole range."""
         num_items = min(NUM_EVAL_ITEMS, self.config.highest)
         return [1 + i * self.config.highest // num_items for i in range(num_items)]
 
     def start_conversation(self, item: int) -> GuessingGame:
-        """Begin a game."""
         return GuessingGame(item, highest=self.config.highest, max_turns=self.config.max_turns)
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position."""
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: Any) -> str:
-        """Return the turn that wins at once; asked by `check`."""
         return f"<guess>{item}</guess>"
 
 

@@ -23,6 +23,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.conversation import visible_text
+from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig, hub_dataset
 from atroposlib.envs.single_turn_env import (
     SingleTurnEnv,
     SingleTurnEnvConfig,
@@ -32,7 +33,6 @@ from atroposlib.envs.single_turn_env import (
 )
 from atroposlib.errors import NoDataError
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.hub_items import HubItems, HubItemsConfig, hub_dataset
 from atroposlib.tasks.judge import Case, Votes, ask_judge, quoted_answers
 from atroposlib.tasks.single_turn_parts import deep_hermes_settings
 from atroposlib.utils.aio import all_results
@@ -121,7 +121,7 @@ def pair_scores(
     return scores if len(set(scores)) > 1 else None
 
 
-class RLAIFEnv(HubItems, SingleTurnEnv):
+class RLAIFEnv(DatasetItems, SingleTurnEnv):
     """Conversations whose answers are judged against each other.
 
     Attributes:
@@ -140,7 +140,6 @@ class RLAIFEnv(HubItems, SingleTurnEnv):
 
     @classmethod
     def config_init(cls) -> tuple[RLAIFConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
         return deep_hermes_settings(
             RLAIFConfig,
             group_size=2,
@@ -152,7 +151,6 @@ class RLAIFEnv(HubItems, SingleTurnEnv):
         )
 
     async def get_next_item(self) -> Chat:  # type: ignore[override]
-        """Return the next chat that can be answered."""
         for _ in range(len(self.train)):
             source = random.Random(f"{self.config.dataset_seed} {self.iter}")
             chat = read_chat((await super().get_next_item())["conversation"])
@@ -167,11 +165,9 @@ class RLAIFEnv(HubItems, SingleTurnEnv):
         return [chat for chat in chats if chat is not None and chat.reference]
 
     def prompt(self, item: Chat) -> Messages:
-        """Return the chat."""
         return item.messages
 
     async def collect_trajectories(self, item: Chat) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Answer a chat and let the judge compare the answers."""
         prompts = self._prompts(item)
         if any(self._is_too_long(messages) for messages, _ in prompts):
             return None, []
@@ -210,11 +206,9 @@ class RLAIFEnv(HubItems, SingleTurnEnv):
         return 0.5 + votes.margin
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the mean share of the votes against the replies in the data."""
         return {"eval/share_of_votes": statistics.fmean(sample["score"] for sample in samples)}
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the pairs judged since the last log, with one verdict each."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         if self.judgements:
             columns = ["resp_a", "resp_b", "sample_judgement"]
@@ -223,11 +217,9 @@ class RLAIFEnv(HubItems, SingleTurnEnv):
         await super().wandb_log(metrics)
 
     def check_gold_answer(self, item: Chat) -> str:
-        """Return an answer that the judge of the check prefers."""
         return GOLD
 
     def check_judge_reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return a verdict for the gold answer, or for the first of two others."""
         answers = quoted_answers(messages)
         return None if answers is None else f"\\boxed{{{'B' if answers[1] == GOLD else 'A'}}}"
 

@@ -19,13 +19,13 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.conversation import visible_text
+from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, Trajectory
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.hub_items import HubItems, HubItemsConfig
 from atroposlib.tasks.single_turn_parts import DEEP_THINKING
 from atroposlib.tasks.tool_calls import calls_match, read_calls
-from atroposlib.utils.length_penalty import length_factor
+from atroposlib.utils.length_penalty import penalize_length
 
 __all__ = ["Request", "SingleToolCallingEnv", "SingleToolCallingEnvConfig", "request_of", "score"]
 
@@ -74,7 +74,7 @@ def score(expected: str, answer: str) -> float:
     return 1.0 if calls_match(read_calls(expected).calls, read_calls(answer).calls) else -1.0
 
 
-class SingleToolCallingEnv(HubItems, SingleTurnEnv):
+class SingleToolCallingEnv(DatasetItems, SingleTurnEnv):
     """Requests and the calls that fulfil them."""
 
     env_config_cls = SingleToolCallingEnvConfig
@@ -90,7 +90,6 @@ class SingleToolCallingEnv(HubItems, SingleTurnEnv):
 
     @classmethod
     def config_init(cls) -> tuple[SingleToolCallingEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
         env_config = SingleToolCallingEnvConfig(
             tokenizer_name=MODEL,
             group_size=16,
@@ -114,7 +113,6 @@ class SingleToolCallingEnv(HubItems, SingleTurnEnv):
         return env_config, server
 
     async def setup(self) -> None:
-        """Read the rows and make requests of those that can be scored."""
         await super().setup()
         self.train, self.test = (
             [request for request in map(request_of, rows) if request is not None]
@@ -127,14 +125,12 @@ class SingleToolCallingEnv(HubItems, SingleTurnEnv):
             )
 
     def prompt(self, item: Request) -> list[dict[str, str]]:
-        """Ask for the calls, under the list of tools."""
         return [
             {"role": "system", "content": f"{DEEP_THINKING}\n\n{item['tools']}"},
             {"role": "user", "content": item["request"]},
         ]
 
     async def score(self, item: Request, answer: str) -> float:
-        """Return 1.0 or -1.0."""
         return score(item["expected"], answer)
 
     def group_scores(
@@ -143,18 +139,16 @@ class SingleToolCallingEnv(HubItems, SingleTurnEnv):
         """Return the scores; a group in which all are right is ranked by length."""
         if min(scores) < 1.0:
             return scores
+        lengths = [len(trajectory.tokens) for trajectory in trajectories]
         limit = self.config.max_token_length
-        return [
-            length_factor(len(t.tokens), max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION)
-            for t in trajectories
-        ]
+        return penalize_length(
+            scores, lengths, max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION
+        )
 
     def check_gold_answer(self, item: Request) -> str:
-        """Return the expected calls, after a thought."""
         return f"<think>These calls do it.</think>{item['expected']}"
 
     def rollout_cells(self, item: Request) -> Sequence[Any]:
-        """Return the text with the expected calls."""
         return (item["expected"],)
 
 

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.single_turn_parts import deep_hermes_settings
 from atroposlib.tasks.tool_dialogues import (
-    MODEL,
     DialogueConversation,
     ToolDialogueConfig,
     ToolDialogueEnv,
@@ -92,21 +92,14 @@ class MultiTurnToolCallingEnv(ToolDialogueEnv):
 
     @classmethod
     def config_init(cls) -> tuple[MultiTurnEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
-        env_config = MultiTurnEnvConfig(
-            tokenizer_name=MODEL,
+        return deep_hermes_settings(
+            MultiTurnEnvConfig,
+            server={},
             group_size=8,
             total_steps=2000,
-            batch_size=1024,
             steps_per_eval=10**12,
             max_token_length=65536,
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            eval_limit_ratio=0.1,
         )
-        server = APIServerConfig(
-            model_name=MODEL, base_url="http://localhost:9004/v1", api_key="x", server_type="vllm"
-        )
-        return env_config, server
 
     async def setup(self) -> None:
         """Read the dialogues; refusals may all be worth the same and are kept then."""
@@ -115,7 +108,6 @@ class MultiTurnToolCallingEnv(ToolDialogueEnv):
         await super().setup()
 
     def turn_rewards(self, conversation: DialogueConversation, *, num_turns: int) -> list[float]:
-        """Return the score of the dialogue as the reward of its last turn."""
         checks, penalty = conversation.checks, self.config.wrong_call_penalty
         if self.config.scenario_category == "relevance":
             check = checks[0] if checks else None

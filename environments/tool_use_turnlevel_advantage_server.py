@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, Item, ScoredDataGroup
+from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.multi_turn_env import Rollout, token_advantages
 from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.tasks.single_turn_parts import deep_hermes_settings
 from atroposlib.tasks.tool_dialogues import (
-    MODEL,
     DialogueConversation,
     Scenario,
     ToolDialogueConfig,
@@ -40,7 +40,6 @@ __all__ = [
     "MTGRPOEnvConfig",
     "MultiTurnToolUseTurnLevelAdvantageEnv",
     "mtgrpo_advantages",
-    "standardized",
 ]
 
 CARD = EnvironmentCard(
@@ -130,7 +129,6 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def compute_turn_reward(self, check: TurnCheck) -> float:
-        """Return what one turn is worth."""
         config = self.config
         if not check.is_call_turn:
             return config.summary_reward if check.is_match else 0.0
@@ -150,7 +148,6 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
         return [self.compute_turn_reward(check) for check in checks]
 
     def score_of(self, rollout: Rollout) -> float:
-        """Return the mean turn reward and the outcome, or -1 with too few right turns."""
         conversation = conversation_of(rollout)
         num_right = sum(check.is_match for check in conversation.checks)
         if not rollout.rewards or num_right < self.config.min_successful_turns:
@@ -174,7 +171,6 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
         return super()._read()
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
-        """Play the dialogues of a group, at the same time or one by one."""
         if self.config.use_parallel_requests:
             return await super().collect_trajectories(item)
         return [(await self.collect_trajectory(item))[0] for _ in range(self.config.group_size)], []
@@ -218,24 +214,17 @@ class MultiTurnToolUseTurnLevelAdvantageEnv(BaseMTGRPOEnv):
 
     @classmethod
     def config_init(cls) -> tuple[MTGRPOEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
-        env_config = MTGRPOEnvConfig(
-            tokenizer_name=MODEL,
+        return deep_hermes_settings(
+            MTGRPOEnvConfig,
+            server={},
             group_size=16,
             total_steps=2000,
-            batch_size=1024,
             steps_per_eval=20,
             max_token_length=65536,
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            eval_limit_ratio=0.1,
             max_tool_call_turns_cap=3,
             min_tool_call_turns=2,
             use_parallel_requests=False,
         )
-        server = APIServerConfig(
-            model_name=MODEL, base_url="http://localhost:9004/v1", api_key="x", server_type="vllm"
-        )
-        return env_config, server
 
 
 if __name__ == "__main__":

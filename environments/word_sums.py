@@ -55,7 +55,6 @@ class Problem(NamedTuple):
 
     @property
     def answer(self) -> int:
-        """The number of parts."""
         return self.boxes * self.parts + self.loose
 
 
@@ -88,11 +87,9 @@ class SumConversation(ToolConversation):
         self.problem = problem
 
     def reward_of_calls(self, results: Sequence[ToolResult]) -> float:
-        """Charge calls that went wrong."""
         return ERROR_REWARD * sum(result.is_error for result in results)
 
     async def score(self, turn: Turn) -> float:
-        """Return 1.0 for the right number, else 0.0."""
         found = re.findall(r"<answer>\s*([\d,]{1,40})\s*</answer>", turn.answer)
         return float(bool(found) and found[-1].replace(",", "") == str(self.problem.answer))
 
@@ -115,7 +112,6 @@ class WordSumsEnv(MultiTurnEnv):
         self.random = random.Random(self.config.seed)
 
     async def get_next_item(self) -> Problem:
-        """Make a problem."""
         return self._make_problem(self.random)
 
     def eval_items(self) -> Sequence[Problem]:
@@ -124,11 +120,9 @@ class WordSumsEnv(MultiTurnEnv):
         return [self._make_problem(fixed) for _ in range(NUM_EVAL_ITEMS)]
 
     def start_conversation(self, item: Problem) -> SumConversation:
-        """Pose a problem."""
         return SumConversation(item)
 
     def check_gold_answer(self, item: Problem) -> Any:
-        """Return the turn that answers; asked by `check`."""
         return f"<answer>{item.answer}</answer>"
 
     def _make_problem(self, source: random.Random) -> Problem:

@@ -9,12 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 
-__all__ = [
-    "boxed_answer",
-    "last_code_block",
-    "only_tagged",
-    "tagged_answer",
-]
+__all__ = ["boxed_answer", "last_code_block", "only_tagged", "tagged_answer"]
 
 _OPENED = re.compile("<answer>", re.IGNORECASE | re.ASCII)
 _CLOSED = re.compile("</answer>", re.IGNORECASE | re.ASCII)
@@ -42,12 +37,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def only_tagged(text: str, tag: str) -> str | None:
-    """Return what stands between the tags, stripped; None unless there is exactly one such pair.
-
-    Args:
-        text: a completion without its thinking.
-        tag: name of the tag.
-    """
+    """Return what stands between the tags, stripped; None unless there is exactly one such pair."""
     _, opened, rest = text.partition(f"<{tag}>")
     inside, closed, behind = rest.partition(f"</{tag}>")
     if not (opened and closed):

@@ -26,12 +26,9 @@ from atroposlib.utils.tool_call_parser import parse_tool_call
 
 __all__ = [
     "ACTIONS",
-    "DEFAULT_ACTION",
     "PREFILL",
-    "TAKE_ACTION",
     "Action",
     "BlackjackEnvConfig",
-    "Chat",
     "GameRecord",
     "Hand",
     "PlayedGame",
@@ -170,7 +167,6 @@ def _dealer_ends(card: int) -> Mapping[_DealerEnd, float]:
 
 
 def _add(total: int, usable_ace: bool, card: int) -> tuple[int, bool]:
-    """Return total and usable ace of a hand with one more card."""
     total += card
     if card == 1 and not usable_ace and total + 10 <= GOAL:
         return total + 10, True
@@ -248,7 +244,6 @@ class Prompt(NamedTuple):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The turns with the roles of chat templates."""
         return _as_messages(self.chat)
 
 
@@ -330,7 +325,6 @@ class ScoredReply(NamedTuple):
 
     @property
     def played(self) -> Action:
-        """The action that is played."""
         return self.action or DEFAULT_ACTION
 
 
@@ -423,10 +417,6 @@ def _around_thinking(reply: str) -> tuple[str, str | None, str]:
 class PlayedGame:
     """One game.
 
-    Args:
-        config: names the game and its limits.
-        seed: of the cards.
-
     Attributes:
         table: the cards.
         chat: what was said, a hand last while the game goes on.
@@ -441,11 +431,9 @@ class PlayedGame:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is another decision."""
         return not self.table.is_over and self.num_turns < self.config.max_turns
 
     def play(self, text: str, scored: ScoredReply) -> None:
-        """Play a reply on the table and in the chat."""
         table = self.table
         if self.config.debug_mode:
             logger.info("%s: %s, score %.3f", table.hand, scored.action, scored.score)
@@ -458,7 +446,6 @@ class PlayedGame:
             self.chat.append({"role": "environment", "content": describe(table.hand)})
 
     def record(self) -> GameRecord:
-        """Return what became of the game."""
         table = self.table
         return GameRecord(table.reward, self.num_turns, self.num_best, table.is_over, self.chat)
 

@@ -13,9 +13,9 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atroposlib.envs.dataset_items import hub_rows
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import Sandbox, SandboxLimits, run_python
-from atroposlib.tasks.hub_items import hub_rows
 from atroposlib.utils.local_records import read_splits
 
 __all__ = [
@@ -243,12 +243,6 @@ async def passes_all_tests(
     sandbox: Sandbox, program: str, problem: Problem, *, limits: SandboxLimits
 ) -> bool:
     """Run a program on one test after the other, until one fails.
-
-    Args:
-        sandbox: where it runs; each test begins in an empty folder.
-        program: the text of the program.
-        problem: whose tests.
-        limits: of each test.
 
     Raises:
         SandboxError: the sandbox could not be set up: no verdict on the program.

@@ -23,7 +23,6 @@ from atroposlib.errors import ConfigError, MissingExtraError
 __all__ = [
     "NUM_TRAINING_SEEDS",
     "THINK_FIRST",
-    "WORDS_PATH",
     "Difficulty",
     "Game",
     "GameEnv",
@@ -81,7 +80,6 @@ class GameEnv(MultiTurnEnv):
         self.iter = 0
 
     async def get_next_item(self) -> dict[str, int]:
-        """Return the next training game."""
         seed = (self.config.seed + self.iter) % NUM_TRAINING_SEEDS
         self.iter += 1
         return {"seed": seed}
@@ -91,7 +89,6 @@ class GameEnv(MultiTurnEnv):
         return [{"seed": seed} for seed in evaluation_seeds(self.config.eval_episodes)]
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
-        """Add `<area>/win_rate`, the share of won games."""
         metrics = super().metrics_of(rollouts, area)
         if rollouts:
             games = [cast(Game, rollout.conversation) for rollout in rollouts]
@@ -99,7 +96,6 @@ class GameEnv(MultiTurnEnv):
         return metrics
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position."""
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
 

@@ -27,10 +27,10 @@ import aiohttp
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
+from atroposlib.envs.dataset_items import hub_dataset
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, completion_budget
 from atroposlib.errors import MissingExtraError, NoDataError
 from atroposlib.tasks.answers import boxed_answer, tagged_answer
-from atroposlib.tasks.hub_items import hub_dataset
 from atroposlib.utils.local_records import find_split, read_records
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
@@ -38,13 +38,10 @@ __all__ = [
     "RIGHT",
     "WRONG",
     "ImageEnv",
-    "ImageEnvConfig",
     "ImageError",
-    "ImageItem",
     "answer_boxed",
     "answer_tagged",
     "fetch_image",
-    "is_address",
     "png_base64",
     "require_pillow",
     "score_text",
@@ -135,7 +132,6 @@ def _opened(image_module: Any, content: bytes) -> Any:
 
 
 def _encoded(source: Any, folder: Path | None) -> bytes:
-    """Return the bytes of an image file."""
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, bytes | bytearray):
@@ -258,7 +254,6 @@ class ImageEnv(SingleTurnEnv):
 
     @classmethod
     def config_init(cls) -> tuple[ImageEnvConfig, APIServerConfig]:
-        """Return the published settings of these environments."""
         env_config = ImageEnvConfig(
             tokenizer_name=MODEL,
             group_size=8,
@@ -315,7 +310,6 @@ class ImageEnv(SingleTurnEnv):
         raise NoDataError(f"none of {len(self.train)} rows has a readable image and answer")
 
     def prompt(self, item: ImageItem) -> list[dict[str, Any]]:
-        """Return the messages that pose a question, the image among them."""
         address = f"data:image/png;base64,{item['image']}"
         parts = [
             {"type": "text", "text": item["question"]},
@@ -327,17 +321,14 @@ class ImageEnv(SingleTurnEnv):
         ]
 
     async def score(self, item: ImageItem, answer: str) -> float:
-        """Return 1.0 or -1.0."""
         return self.score_answer(answer, item["gold"])
 
     def check_gold_answer(self, item: ImageItem) -> str:
-        """Return the gold answer, marked as the instructions say."""
         return self.answer_form.format(item["gold"])
 
     async def collect_trajectories(
         self, item: ImageItem
     ) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Wait for one group of completions of a question and its scores."""
         budget = self._budget(self.prompt(item))
         if budget < 1:
             logger.warning("item skipped: its question leaves no room in max_token_length")
@@ -356,18 +347,15 @@ class ImageEnv(SingleTurnEnv):
         return self._group(item, replies, scores), []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Ask the rows kept for evaluations once and log the mean score."""
         if not self._eval_items:
             items = await asyncio.gather(*(self._load(index) for index in self.held_out))
             self._eval_items = [item for item in items if item is not None]
         await super().evaluate()
 
     def eval_items(self) -> list[ImageItem]:
-        """Return the evaluation items that could be loaded."""
         return self._eval_items
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position."""
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def _group(

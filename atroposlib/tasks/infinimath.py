@@ -25,7 +25,6 @@ __all__ = [
     "BUILTIN_GENERATORS",
     "DESCRIPTIONS",
     "MAX_LEVEL",
-    "Generator",
     "GeneratorKind",
     "MathCurriculum",
     "Problem",
@@ -246,10 +245,6 @@ class ProblemSource:
     def make(self, level: int, number: int | str) -> Problem:
         """Return an exercise of a level.
 
-        Args:
-            level: 1 to 7.
-            number: which one.
-
         Raises:
             ConfigError: no generator of the level works.
         """
@@ -384,7 +379,6 @@ class MathCurriculum:
         self.history = {int(key): list(values) for key, values in (history or {}).items()}
 
     def record(self, level: int, *, is_correct: bool) -> None:
-        """Take note of one answer to an exercise of a level."""
         results = [*self.history.get(level, []), int(is_correct)]
         self.history[level] = results[-max(KEPT_RESULTS, self.min_evaluations) :]
 
@@ -404,7 +398,6 @@ class MathCurriculum:
         return statistics.fmean(recent) if recent else 0.0
 
     def metrics(self) -> dict[str, float | str]:
-        """Return where the curriculum stands."""
         rate = self.success_rate()
         return {
             "curriculum/current_level": self.level,
@@ -460,7 +453,6 @@ class WordProblems:
         return (told or question).strip()
 
     async def close(self) -> None:
-        """Close the connections."""
         if "_client" in vars(self):
             await self._client.close()
 

@@ -60,7 +60,6 @@ class Case(NamedTuple):
     """The criterion, in words."""
 
     def reversed(self) -> Case:
-        """Return the same case with the answers exchanged."""
         return self._replace(first=self.second, second=self.first)
 
 

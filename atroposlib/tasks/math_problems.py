@@ -25,9 +25,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.dataset_items import hub_rows
 from atroposlib.envs.single_turn_env import Trajectory
 from atroposlib.errors import ConfigError
-from atroposlib.tasks.hub_items import hub_rows
 from atroposlib.tasks.judge import quotation_code
 from atroposlib.utils.aio import all_results
 from atroposlib.utils.local_records import read_splits
@@ -37,15 +37,12 @@ __all__ = [
     "MATH_SETS",
     "ZERO_SETS",
     "ZERO_STOPS",
-    "EvalSet",
     "KeptGroup",
     "KeptGroups",
-    "Kind",
     "MathConfig",
     "MathFigures",
     "MathItem",
     "MathProblem",
-    "Pair",
     "SolvingEnv",
     "boxed_word",
     "concise_scores",
@@ -180,7 +177,6 @@ def _problems(
 
 
 def _number_text(number: float) -> str:
-    """Return every digit of a number, without an exponent."""
     text = format(Decimal(repr(number)), "f")
     return text.removesuffix(".0")
 
@@ -423,18 +419,13 @@ TABLE_COLUMNS = ["prompt", "completion", "score", "gold answer"]
 
 
 class MathFigures:
-    """Values since the last log, and the latest rollouts of each kind.
-
-    Args:
-        most_rows: rows a table keeps.
-    """
+    """Values since the last log, and the latest rollouts of each kind."""
 
     def __init__(self, most_rows: int) -> None:
         self._values: defaultdict[str, list[float]] = defaultdict(list)
         self._rows: dict[str, deque[list[Any]]] = {kind: deque(maxlen=most_rows) for kind in TABLES}
 
     def note(self, name: str, *values: float) -> None:
-        """Add values whose mean is logged under a name."""
         self._values[name] += values
 
     def note_solutions(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> None:
@@ -458,7 +449,6 @@ class MathFigures:
         self._rows[kind].append([prompt, completion, score, gold])
 
     def take(self) -> dict[str, float]:
-        """Return the means and clear them."""
         means = {name: statistics.fmean(values) for name, values in self._values.items() if values}
         self._values.clear()
         return means
@@ -521,7 +511,6 @@ class SolvingEnv(BaseEnv):
         """Wait for one answer; returns whether it is correct, and its record."""
 
     async def setup(self) -> None:
-        """Load the problems."""
         eval_sets = self.eval_sets if self.config.run_evaluation else ()
         self.train, self.test = await asyncio.to_thread(
             load_problems, self.config.dataset_path, eval_sets
@@ -529,7 +518,6 @@ class SolvingEnv(BaseEnv):
         logger.info("%d training and %d test problems", len(self.train), len(self.test))
 
     async def get_next_item(self) -> MathItem:
-        """Return the next training problem, from the start again after the last."""
         problem = self.train[self.iter % len(self.train)]
         self.iter += 1
         return MathItem(problem.question, problem.answer)
@@ -551,7 +539,6 @@ class SolvingEnv(BaseEnv):
         return [verdict.is_correct for verdict in verdicts]
 
     def is_muted(self, trajectories: Sequence[Trajectory]) -> list[bool]:
-        """Return which trajectories must not move the policy."""
         return [self.config.mask_too_long_completions and t.is_truncated for t in trajectories]
 
     def maybe_concise_scores(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
@@ -561,7 +548,6 @@ class SolvingEnv(BaseEnv):
         return concise_scores([len(trajectory.tokens) for trajectory in trajectories])
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Answer each test problem once and log how many are right, by subset."""
         if not self.test:
             logger.info("no evaluation: run_evaluation is off")
             return
@@ -580,7 +566,6 @@ class SolvingEnv(BaseEnv):
         samples: Sequence[Mapping[str, Any]],
         started_at: float,
     ) -> None:
-        """Write the result of an evaluation to disk."""
         await self.evaluate_log(
             metrics=eval_figures(correct),
             samples=samples,
@@ -590,7 +575,6 @@ class SolvingEnv(BaseEnv):
         )
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the figures and tables since the last log."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         metrics.update(self.figures.take())
         metrics["train/iter"] = self.iter
@@ -599,7 +583,6 @@ class SolvingEnv(BaseEnv):
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position in the training problems."""
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
 

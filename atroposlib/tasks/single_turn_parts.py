@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,12 +15,7 @@ from atroposlib.envs.base import (
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.single_turn_env import SingleTurnEnv
 
-__all__ = [
-    "DEEP_THINKING",
-    "ThinkingEnv",
-    "answer_after_thinking",
-    "deep_hermes_settings",
-]
+__all__ = ["DEEP_THINKING", "ThinkingEnv", "answer_after_thinking", "deep_hermes_settings"]
 
 DEEP_THINKING = (
     "You are an AI that thinks deeply. Before you answer you may reason for as long as you need: "
@@ -53,16 +49,19 @@ class ThinkingEnv(SingleTurnEnv):
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 
+SERVER = {"num_max_requests_at_once": 32, "num_requests_for_eval": 256}
+
 Config = TypeVar("Config", bound=BaseEnvConfig)
 
 
 def deep_hermes_settings(
-    config_cls: type[Config], **settings: Any
+    config_cls: type[Config], *, server: Mapping[str, Any] = SERVER, **settings: Any
 ) -> tuple[Config, APIServerConfig]:
     """Return what `config_init` of such an environment returns.
 
     Args:
         config_cls: the environment's config class.
+        server: settings of the server besides its address.
         settings: what is its own; they win.
     """
     common = {
@@ -72,12 +71,11 @@ def deep_hermes_settings(
         "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
         "eval_limit_ratio": 0.1,
     }
-    server = APIServerConfig(
+    config = APIServerConfig(
         model_name=MODEL,
         base_url="http://localhost:9004/v1",
         api_key="x",
         server_type="vllm",
-        num_max_requests_at_once=32,
-        num_requests_for_eval=256,
+        **server,
     )
-    return config_cls(**{**common, **settings}), server
+    return config_cls(**{**common, **settings}), config

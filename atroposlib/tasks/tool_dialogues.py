@@ -20,9 +20,9 @@ from pydantic import Field
 
 from atroposlib.envs.base import Item
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn, visible_text
+from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig, hub_rows
 from atroposlib.envs.multi_turn_env import Limits, MultiTurnEnv, MultiTurnEnvConfig, Rollout
 from atroposlib.errors import ConfigError
-from atroposlib.tasks.hub_items import HubItems, HubItemsConfig, hub_rows
 from atroposlib.tasks.single_turn_parts import DEEP_THINKING
 from atroposlib.tasks.tool_calls import calls_match, read_calls
 from atroposlib.utils.length_penalty import length_factor
@@ -134,7 +134,6 @@ class Dialogue(NamedTuple):
 
     @property
     def num_call_turns(self) -> int:
-        """Turns that are to call tools."""
         return sum(bool(calls) for calls in self.expected_calls_by_turn)
 
 
@@ -253,16 +252,13 @@ class DialogueConversation(Conversation):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every turn was played and right."""
         is_whole = len(self.checks) == len(self.dialogue.expected_calls_by_turn)
         return is_whole and all(check.is_match for check in self.checks)
 
     def opening(self) -> Sequence[ChatMessage]:
-        """Return the tools and the first request."""
         return self.dialogue.messages
 
     async def reply(self, turn: Turn) -> Reply:
-        """Show what comes next in the data."""
         check = self._check_turn(turn.text, self.dialogue.expected_calls_by_turn[turn.index])
         self.checks.append(check)
         self.latest = turn.answer
@@ -284,7 +280,6 @@ def _as_message(message: Mapping[str, str]) -> _Message:
 
 
 def _cut(messages: Sequence[_Message], rule: DialogueRule) -> Sequence[_Message]:
-    """Return the messages up to the last turn of the policy."""
     num_calls = 0
     end = 0
     for position, message in enumerate(messages):
@@ -300,7 +295,6 @@ def _cut(messages: Sequence[_Message], rule: DialogueRule) -> Sequence[_Message]
 
 
 def _add(chat: list[ChatMessage], role: str, text: str) -> None:
-    """Add a message; one of the same role as the last becomes part of that."""
     if chat and chat[-1]["role"] == role:
         chat[-1] = {"role": role, "content": f"{chat[-1]['content']}\n{text}"}
     else:
@@ -347,7 +341,7 @@ RELEVANCE = (
 )
 
 
-class ToolDialogueEnv(HubItems, MultiTurnEnv):
+class ToolDialogueEnv(DatasetItems, MultiTurnEnv):
     """Write `turn_rewards`; the texts and the checks of turns may be overridden.
 
     Attributes:
@@ -409,7 +403,6 @@ class ToolDialogueEnv(HubItems, MultiTurnEnv):
         return not self.config.validate_think_blocks or has_leading_thought(text)
 
     async def setup(self) -> None:
-        """Read the rows and make dialogues of those that are of the scenario."""
         await super().setup()
         await asyncio.to_thread(self._make_dialogues)
 
@@ -454,11 +447,9 @@ class ToolDialogueEnv(HubItems, MultiTurnEnv):
         return {_request_of(row) for row in rows}
 
     def eval_items(self) -> Sequence[Any]:
-        """Return the first test dialogues."""
         return self.test[:MAX_EVAL_ITEMS]
 
     def start_conversation(self, item: Item) -> DialogueConversation:
-        """Begin a dialogue, under an example where the settings ask for one."""
         messages = item.messages
         others = [e for e in self.examples if e.messages[1:] != messages[1:]]
         if self.config.add_dynamic_few_shot and others:
@@ -472,12 +463,10 @@ class ToolDialogueEnv(HubItems, MultiTurnEnv):
         return self.validate_summary_turn(text)
 
     async def collect_trajectory(self, item: Item) -> tuple[Rollout, list[Item]]:
-        """Play one dialogue and reward its turns."""
         rollout, backlog = await super().collect_trajectory(item)
         return self._rewarded(rollout), backlog
 
     async def play_for_evaluation(self, item: Item) -> Rollout:
-        """Play one dialogue on any server and reward its turns."""
         return self._rewarded(await super().play_for_evaluation(item))
 
     def _rewarded(self, rollout: Rollout) -> Rollout:
@@ -488,11 +477,9 @@ class ToolDialogueEnv(HubItems, MultiTurnEnv):
         return rollout
 
     def limits(self) -> Limits:
-        """Return the limits, with that of a turn."""
         return dataclasses.replace(super().limits(), max_turn_tokens=self.config.max_gen_per_turn)
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
-        """Return the mean reward and the share of dialogues that were right to the end."""
         if not rollouts:
             return {}
         complete = [conversation_of(rollout).is_complete for rollout in rollouts]
@@ -507,7 +494,6 @@ class ToolDialogueEnv(HubItems, MultiTurnEnv):
         return sum(rollout.rewards)
 
     def check_gold_answer(self, item: Item) -> Sequence[str]:
-        """Return the expected calls of each turn, or a text."""
         turns = []
         for calls in item.expected_calls_by_turn:
             blocks = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)

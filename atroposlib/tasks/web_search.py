@@ -96,9 +96,6 @@ class LocalCorpus:
     def load(cls, path: Path) -> LocalCorpus:
         """Read and index the pages of a file; blocks.
 
-        Args:
-            path: JSONL, JSON or Parquet with the columns id, title, text.
-
         Raises:
             ConfigError: the file cannot be read, or an id occurs twice.
             MissingExtraError: bm25s is not installed.
@@ -128,7 +125,6 @@ class LocalCorpus:
         return await asyncio.to_thread(self._search, query, num_results)
 
     async def fetch(self, page: str) -> Page:
-        """Return a page."""
         if page not in self._pages:
             raise SearchError(f"there is no page {page!r}")
         return self._pages[page]
@@ -188,7 +184,6 @@ class TavilySearch:
         self._session: aiohttp.ClientSession | None = None
 
     async def search(self, query: str, *, num_results: int) -> list[Hit]:
-        """Wait for the best pages."""
         answer = await self._post("search", {"query": query, "max_results": num_results})
         hits = [
             Hit(str(r.get("url", "")), str(r.get("title", "")), str(r.get("content", "")))
@@ -197,7 +192,6 @@ class TavilySearch:
         return [hit for hit in hits if hit.page and not self._is_blocked(hit.page)][:num_results]
 
     async def fetch(self, page: str) -> Page:
-        """Wait for the text of a page."""
         if self._is_blocked(page):
             raise SearchError(f"the page {page!r} may not be opened")
         for result in _results(await self._post("extract", {"urls": [page]})):
@@ -207,7 +201,6 @@ class TavilySearch:
         raise SearchError(f"the search service has no text of {page!r}")
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -2,6 +2,9 @@
 
     problem -> [system, user] -> G completions -> last fenced block -> sandbox -> +1 or -1
 
+`atroposlib/tasks/code_tests.py` reads the problems and runs programs on their tests,
+`SingleTurnEnv` samples; this page defines the prompt, the score and the metrics.
+
 Needs a sandbox, by default bubblewrap (`atroposlib/sandbox/README.md`). With a vLLM server on
 port 9001 and without the hub:
 
@@ -22,14 +25,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum, Item, ScoredDataGroup
-from atroposlib.envs.conversation import visible_text
+from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.single_turn_env import (
+    SingleTurnEnv,
+    SingleTurnEnvConfig,
     Trajectory,
     ask,
-    build_group,
     completion_budget,
-    sample_trajectories,
 )
 from atroposlib.sandbox import SandboxLimits, open_sandbox
 from atroposlib.tasks.answers import last_code_block
@@ -44,16 +46,7 @@ from atroposlib.tasks.code_tests import (
 )
 from atroposlib.utils.aio import all_results
 
-__all__ = [
-    "Answer",
-    "CodeConfig",
-    "CodingEnv",
-    "eval_figures",
-    "lookup_program",
-    "prompt_messages",
-    "score",
-    "train_figures",
-]
+__all__ = ["Answer", "CodeConfig", "CodingEnv", "eval_figures", "lookup_program", "train_figures"]
 
 logger = logging.getLogger("environments.code_execution_server")
 
@@ -166,7 +159,7 @@ STARTER_NOTE = (
 )
 
 
-class CodeConfig(BaseEnvConfig):
+class CodeConfig(SingleTurnEnvConfig):
     """Where the problems come from, how completions are drawn, and where programs run."""
 
     dataset_name: Literal["normal", "deepmind"] = Field(
@@ -181,6 +174,9 @@ class CodeConfig(BaseEnvConfig):
     eval_temperature: float = Field(0.6, ge=0, description="Sampling temperature of evaluations.")
     top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of rollouts.")
     eval_top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of evaluations.")
+    mute_truncated: bool = Field(
+        True, description="Keep completions that were cut from moving the policy."
+    )
     start_idx: int = Field(0, ge=0, description="Training problem to begin with.")
     max_eval_token_length: int = Field(
         40960, ge=1, description="Tokens of prompt and completion in evaluations."
@@ -193,23 +189,7 @@ class CodeConfig(BaseEnvConfig):
     test_timeout_s: float = Field(6.0, gt=0, description="Seconds one test of a program may take.")
 
 
-def prompt_messages(problem: Problem) -> list[dict[str, str]]:
-    """Return the messages that pose a problem."""
-    note = STDIN_NOTE
-    if problem.kind == "func":
-        note = STARTER_NOTE.format(starter_code=problem.starter_code or f"def {problem.function}")
-    return [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": f"{problem.question}\n\n{note}"},
-    ]
-
-
-def score(*, passes: bool) -> float:
-    """Return what an answer is worth."""
-    return 1.0 if passes else -1.0
-
-
-class CodingEnv(BaseEnv):
+class CodingEnv(SingleTurnEnv):
     """Programming problems; an item is one.
 
     Attributes:
@@ -242,7 +222,6 @@ class CodingEnv(BaseEnv):
         self.answers: list[list[Answer]] = []
 
     async def setup(self) -> None:
-        """Open the sandbox and load the problems."""
         self.sandbox = open_sandbox(self.config.sandbox)
         seconds = self.config.test_timeout_s
         self.limits = SandboxLimits(wall_s=seconds + 1, cpu_s=max(1, round(seconds)))
@@ -253,46 +232,47 @@ class CodingEnv(BaseEnv):
         logger.info("%d training and %d test problems", len(self.train), len(self.test))
 
     async def get_next_item(self) -> Problem:
-        """Return the next training problem, from the start again after the last."""
         problem = self.train[(self.config.start_idx + self.iter) % len(self.train)]
         self.iter += 1
         return problem
 
-    async def collect_trajectories(
-        self, item: Problem
-    ) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Wait for one group of programs and their verdicts."""
-        messages = prompt_messages(item)
-        budget = completion_budget(
-            self.tokenizer, messages, max_token_length=self.config.max_token_length
-        )
-        if budget < 1:
-            logger.warning("a problem leaves no room in max_token_length; skipped")
-            return None, []
-        sampling = {"temperature": self.config.temperature, "top_p": self.config.top_p}
-        trajectories = await sample_trajectories(
-            self.server,
-            self.tokenizer,
-            messages,
-            group_size=self.config.group_size,
-            max_tokens=budget,
-            **sampling,
-        )
-        return await self._group(item, messages, trajectories, sampling), []
+    def prompt(self, item: Problem) -> list[dict[str, str]]:
+        note = STDIN_NOTE
+        if item.kind == "func":
+            note = STARTER_NOTE.format(starter_code=item.starter_code or f"def {item.function}")
+        return [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": f"{item.question}\n\n{note}"},
+        ]
 
-    async def passes(self, problem: Problem, completion: str, *, is_cut: bool = False) -> bool:
-        """Run the program of a completion; False when it was cut or holds none."""
-        program = None if is_cut else last_code_block(visible_text(completion))
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": self.config.temperature, "top_p": self.config.top_p}
+
+    async def score(self, item: Problem, answer: str) -> float:
+        program = last_code_block(answer)
         if program is None:
-            return False
-        return await passes_all_tests(self.sandbox, program, problem, limits=self.limits)
+            return -1.0
+        passes = await passes_all_tests(self.sandbox, program, item, limits=self.limits)
+        return 1.0 if passes else -1.0
+
+    def note_group(
+        self, item: Problem, trajectories: Sequence[Trajectory], scores: Sequence[float]
+    ) -> None:
+        self.answers.append(
+            [
+                Answer(score > 0, trajectory.is_truncated, trajectory.num_completion_tokens)
+                for trajectory, score in zip(trajectories, scores, strict=True)
+            ]
+        )
+
+    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
+        groups, self.answers = self.answers, []
+        return train_figures(groups)
 
     def check_gold_answer(self, item: Problem) -> str | None:
-        """Return a program that prints the answers to the tests it was shown."""
         return f"<think>Look them up.</think>\n```python\n{lookup_program(item)}\n```"
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Sample programs for each test problem and log how likely one of them passes."""
         started_at = time.time()
         evaluated = await all_results(self.evaluate_problem(problem) for problem in self.test)
         difficulties = [problem.difficulty for problem in self.test]
@@ -312,8 +292,7 @@ class CodingEnv(BaseEnv):
         await self.wandb_log(metrics)
 
     async def evaluate_problem(self, problem: Problem) -> tuple[list[Answer], list[dict[str, Any]]]:
-        """Wait for the programs to one test problem; returns their verdicts and records."""
-        messages = prompt_messages(problem)
+        messages = self.prompt(problem)
         budget = completion_budget(
             self.tokenizer, messages, max_token_length=self.config.max_eval_token_length
         )
@@ -328,57 +307,23 @@ class CodingEnv(BaseEnv):
                 top_p=self.config.eval_top_p,
                 split="eval",
             )
-        texts = [reply.completion for reply in replies]
         is_cut = [reply.finish_reason == "length" for reply in replies]
-        verdicts = await all_results(
-            self.passes(problem, text, is_cut=cut) for text, cut in zip(texts, is_cut, strict=True)
+        scores = await self.weighed_scores(
+            problem,
+            [
+                self._shown(reply.completion, is_cut=cut)
+                for reply, cut in zip(replies, is_cut, strict=True)
+            ],
         )
-        lengths = [len(self.tokenizer.encode(text)) for text in texts]
-        answers = [Answer(*row) for row in zip(verdicts, is_cut, lengths, strict=True)]
-        samples = [
-            {
-                "messages": [*messages, {"role": "assistant", "content": text}],
-                "score": score(passes=p),
-            }
-            for text, p in zip(texts, verdicts, strict=True)
-        ]
+        answers, samples = [], []
+        for (text, _), cut, score in zip(replies, is_cut, scores, strict=True):
+            answers.append(Answer(score.total > 0, cut, len(self.tokenizer.encode(text))))
+            chat = [*messages, {"role": "assistant", "content": text}]
+            samples.append({"messages": chat, "score": score.total})
         return answers, samples
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the figures of the rollouts since the last log."""
-        metrics = {} if wandb_metrics is None else wandb_metrics
-        metrics.update(train_figures(self.answers))
-        self.answers = []
-        await super().wandb_log(metrics)
-
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position in the training problems."""
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
-
-    async def _group(
-        self,
-        problem: Problem,
-        messages: Sequence[Mapping[str, str]],
-        trajectories: Sequence[Trajectory],
-        sampling: Mapping[str, float],
-    ) -> ScoredDataGroup:
-        verdicts = await all_results(
-            self.passes(problem, t.completion, is_cut=t.is_truncated) for t in trajectories
-        )
-        self.answers.append(
-            [
-                Answer(passes, t.is_truncated, t.num_completion_tokens)
-                for passes, t in zip(verdicts, trajectories, strict=True)
-            ]
-        )
-        return build_group(
-            messages,
-            trajectories,
-            [score(passes=passes) for passes in verdicts],
-            is_muted=[t.is_truncated for t in trajectories],
-            generation_params=sampling,
-            include_messages=self.config.include_messages,
-        )
 
 
 if __name__ == "__main__":

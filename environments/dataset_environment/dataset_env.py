@@ -23,12 +23,12 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import Field, ValidationError
 
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.dataset_items import hub_rows
 from atroposlib.envs.reward_fns import CombinedReward, registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.hub_items import hub_rows
 from atroposlib.utils.local_records import find_split, read_records
 
 __all__ = [
@@ -319,38 +319,31 @@ class DatasetEnv(SingleTurnEnv):
             self.config.include_messages = True
 
     async def setup(self) -> None:
-        """Read the rows."""
         self.train, self.test = await asyncio.to_thread(read_rows, self.config)
         logger.info("%d rows, %d for evaluations", len(self.train), len(self.test))
 
     async def get_next_item(self) -> Row:
-        """Return the next row, from the start again after the last."""
         number = self.iter // self.config.max_generations_per_prompt
         self.iter += 1
         return self.train[number % len(self.train)]
 
     def eval_items(self) -> Sequence[Row]:
-        """Return the rows kept for evaluations."""
         return self.test
 
     def prompt(self, item: Row) -> list[dict[str, str]]:
-        """Return the system message and the question of a row."""
         user = {"role": "user", "content": str(item[self.config.prompt_field])}
         if not self.config.system_prompt:
             return [user]
         return [{"role": "system", "content": self.config.system_prompt}, user]
 
     def sampling(self) -> dict[str, Any]:
-        """Return temperature and nucleus of rollouts."""
         return {"temperature": self.config.temperature, "top_p": self.config.top_p}
 
     async def score(self, item: Row, answer: str) -> float:
-        """Return the reward of one completion."""
         [score] = await self.score_all(item, [answer])
         return score
 
     async def score_all(self, item: Row, answers: Sequence[str]) -> list[float]:
-        """Return the rewards of all completions, given to the reward function together."""
         config = self.config
         reward = functools.partial(
             self.reward_function,
@@ -363,7 +356,6 @@ class DatasetEnv(SingleTurnEnv):
         return await self.score_pool.run(reward, completions, default=[0.0] * len(answers))
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return mean, best and worst reward."""
         scores = [sample["score"] for sample in samples]
         return {
             "eval/mean_score": statistics.fmean(scores),
@@ -372,7 +364,6 @@ class DatasetEnv(SingleTurnEnv):
         }
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position."""
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: Row) -> str | None:

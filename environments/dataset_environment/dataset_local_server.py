@@ -29,12 +29,7 @@ SHOWN_CHARACTERS = 100
 
 
 async def roll_out_items(run: RunFile, *, num_items: int) -> list[str]:
-    """Wait for the groups of the first rows; returns a line for each.
-
-    Args:
-        run: settings and servers.
-        num_items: rows to ask.
-    """
+    """Wait for the groups of the first rows; returns a line for each."""
     env = DatasetEnv(run.env, run.servers)
     lines = []
     try:
@@ -43,16 +38,12 @@ async def roll_out_items(run: RunFile, *, num_items: int) -> list[str]:
             item = await env.get_next_item()
             group, _ = await env.collect_trajectories(item)
             question = inert_line(str(item[run.env.prompt_field]), max_characters=SHOWN_CHARACTERS)
-            scores = "no room for a completion" if group is None else _rounded(group["scores"])
-            lines.append(f"{question}\n    {scores}")
+            scores = [f"{score:.3f}" for score in group["scores"]] if group else []
+            lines.append(f"{question}\n    {'  '.join(scores) or 'no room for a completion'}")
     finally:
         await env.close()
         await env.server.close()
     return lines
-
-
-def _rounded(scores: Sequence[float]) -> str:
-    return "  ".join(f"{score:.3f}" for score in scores)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Turn
-from atroposlib.envs.local_items import LocalItems, LocalItemsConfig
+from atroposlib.envs.dataset_items import DatasetItems, LocalItemsConfig
 from atroposlib.envs.multi_turn_env import Limits, MultiTurnEnv, MultiTurnEnvConfig, Rollout
 from atroposlib.envs.tools import ToolCall, ToolConversation
 from atroposlib.tasks.card import EnvironmentCard
@@ -33,7 +33,6 @@ from atroposlib.tasks.web_search import Hit, LocalCorpus, SearchError, SearchSou
 
 __all__ = [
     "Answer",
-    "Citation",
     "DeepResearchEnv",
     "DeepResearchEnvConfig",
     "Question",
@@ -203,7 +202,6 @@ def _economy(num_calls: int, needed: int, max_calls: int) -> float:
 
 
 def _contains(words: Sequence[str], part: Sequence[str]) -> bool:
-    """Say whether a part stands in words, in one piece."""
     # Words hold no space, so joined texts contain each other only at the borders of words.
     return bool(part) and f" {' '.join(part)} " in f" {' '.join(words)} "
 
@@ -278,7 +276,6 @@ class ResearchConversation(ToolConversation):
         return [*calls[:MAX_CALLS_PER_TURN], *late]
 
     async def score(self, turn: Turn) -> float:
-        """Judge the turn without a call."""
         # In a thread: pages of the web are long.
         self.verdict = await asyncio.to_thread(
             judge,
@@ -393,7 +390,7 @@ class DeepResearchEnvConfig(LocalItemsConfig, MultiTurnEnvConfig):
     temperature: float = Field(0.7, ge=0, description="Sampling temperature of rollouts.")
 
 
-class DeepResearchEnv(LocalItems, MultiTurnEnv):
+class DeepResearchEnv(DatasetItems, MultiTurnEnv):
     """Questions and a source of pages.
 
     Attributes:
@@ -402,6 +399,7 @@ class DeepResearchEnv(LocalItems, MultiTurnEnv):
 
     name = "deep_research"
     columns: ClassVar[Sequence[str]] = ("question", "answers", "pages", "quotes")
+    test_fraction = 0.1
     env_config_cls = DeepResearchEnvConfig
     config: DeepResearchEnvConfig  # type: ignore[assignment]
     default_model = "Qwen/Qwen3-0.6B"
@@ -409,7 +407,6 @@ class DeepResearchEnv(LocalItems, MultiTurnEnv):
     source: SearchSource | None = None
 
     async def setup(self) -> None:
-        """Read the questions and make the source ready."""
         await super().setup()
         if self.config.search_provider == "local":
             self.source = await asyncio.to_thread(LocalCorpus.load, Path(self.config.corpus_path))
@@ -424,11 +421,9 @@ class DeepResearchEnv(LocalItems, MultiTurnEnv):
         )
 
     def eval_items(self) -> Sequence[dict[str, Any]]:
-        """Return the first test questions."""
         return super().eval_items()[: self.config.eval_topics]
 
     def start_conversation(self, item: dict[str, Any]) -> ResearchConversation:
-        """Ask a question."""
         if self.source is None:
             raise RuntimeError("setup has not been awaited: there is no source of pages")
         return ResearchConversation(
@@ -440,11 +435,9 @@ class DeepResearchEnv(LocalItems, MultiTurnEnv):
         )
 
     def limits(self) -> Limits:
-        """Return the limits, with that of this environment on turns."""
         return dataclasses.replace(super().limits(), max_turns=self.config.max_steps)
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
-        """Add how the research went."""
         if not rollouts:
             return {}
         played = [
@@ -462,7 +455,6 @@ class DeepResearchEnv(LocalItems, MultiTurnEnv):
         }
 
     def check_gold_answer(self, item: dict[str, Any]) -> Sequence[str]:
-        """Return the turns of a straight way: search and open each page, then answer."""
         turns = []
         for page in item["pages"]:
             turns.append(_call("search", query=page.replace("-", " ")))
@@ -474,7 +466,6 @@ class DeepResearchEnv(LocalItems, MultiTurnEnv):
         return [*turns, "\n".join([f"<answer>{item['answers'][0]}</answer>", *cited])]
 
     async def close(self) -> None:
-        """Close the source."""
         if self.source is not None:
             await self.source.close()
         await super().close()

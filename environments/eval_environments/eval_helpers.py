@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 __all__ = [
     "HERMES_REASONING_PROMPT",
     "HERMES_REASONING_PROMPT_WITH_ANSWER",
-    "CompletionReasoning",
     "Reasoning",
     "extract_reasoning_from_completion",
     "extract_reasoning_from_response",

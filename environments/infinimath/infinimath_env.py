@@ -37,13 +37,9 @@ from atroposlib.tasks.infinimath import (
     is_equal,
     read_answer,
 )
-from atroposlib.utils.length_penalty import length_factor
+from atroposlib.utils.length_penalty import penalize_length
 
-__all__ = [
-    "InfiniteMathEnv",
-    "InfiniteMathEnvConfig",
-    "reward_of",
-]
+__all__ = ["InfiniteMathEnv", "InfiniteMathEnvConfig", "reward_of"]
 
 
 class InfiniteMathEnvConfig(SingleTurnEnvConfig):
@@ -177,7 +173,6 @@ class InfiniteMathEnv(SingleTurnEnv):
 
     @classmethod
     def config_init(cls) -> tuple[InfiniteMathEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
         config = InfiniteMathEnvConfig(
             tokenizer_name=MODEL,
             group_size=8,
@@ -201,7 +196,6 @@ class InfiniteMathEnv(SingleTurnEnv):
         return config, server
 
     async def setup(self) -> None:
-        """Make the exercises of the evaluations."""
         self.source = ProblemSource(self.config.generator, seed=self.config.problem_seed)
         # In a thread: importing mathgenerator takes seconds.
         self.eval_problems = await asyncio.to_thread(eval_problems, self.source)
@@ -213,18 +207,15 @@ class InfiniteMathEnv(SingleTurnEnv):
         return problem, 0
 
     def eval_items(self) -> Sequence[tuple[Problem, int]]:
-        """Return the exercises of the current level."""
         return [(problem, EVALUATED) for problem in self.eval_problems[self.curriculum.level]]
 
     def prompt(self, item: tuple[Problem, int]) -> list[dict[str, str]]:
-        """Return an exercise and how to answer it."""
         return [
             {"role": "system", "content": SYSTEM_PROMPT},
             {"role": "user", "content": item[0].question},
         ]
 
     def sampling(self) -> dict[str, Any]:
-        """Return temperature and nucleus of rollouts."""
         return {"temperature": self.config.temperature, "top_p": self.config.top_p}
 
     async def collect_trajectories(
@@ -245,7 +236,6 @@ class InfiniteMathEnv(SingleTurnEnv):
         return {**await super().evaluate_item(told), "level": told[0].level}
 
     async def score(self, item: tuple[Problem, int], answer: str) -> float:
-        """Return the reward of a completion, and take note of the result."""
         problem, num_asked = item
         reward = reward_of(answer, problem.solution, self.config)
         is_correct = self._is_correct(reward)
@@ -257,25 +247,19 @@ class InfiniteMathEnv(SingleTurnEnv):
     def group_scores(
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
     ) -> Sequence[float]:
-        """Return the rewards, times what their length leaves when all are right."""
         if not self.config.apply_length_penalty or not all(map(self._is_correct, scores)):
             return scores
-        return [
-            score
-            * length_factor(
-                len(trajectory.tokens),
-                max_tokens=self.config.max_token_length,
-                free_fraction=self.config.length_threshold_ratio,
-            )
-            for score, trajectory in zip(scores, trajectories, strict=True)
-        ]
+        return penalize_length(
+            scores,
+            [len(trajectory.tokens) for trajectory in trajectories],
+            max_tokens=self.config.max_token_length,
+            free_fraction=self.config.length_threshold_ratio,
+        )
 
     def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
-        """Return how many answers are right."""
         return {"train/percent_correct": statistics.fmean(map(self._is_correct, scores))}
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the accuracy at the level that was asked, and whether it went up by that."""
         self.curriculum.advance()
         level = samples[0]["level"]
         right = [self._is_correct(sample["score"]) for sample in samples]
@@ -296,7 +280,6 @@ class InfiniteMathEnv(SingleTurnEnv):
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position and the curriculum."""
         own = {
             "iter": self.iter,
             "curriculum_level": self.curriculum.level,
@@ -305,17 +288,14 @@ class InfiniteMathEnv(SingleTurnEnv):
         super().save_checkpoint(step, {**(data or {}), **own})
 
     def load_checkpoint(self) -> None:
-        """Restore the position and the curriculum."""
         super().load_checkpoint()
         self.curriculum = self._make_curriculum()
 
     async def close(self) -> None:
-        """Close the connection to the model that tells stories."""
         await self.word_problems.close()
         await super().close()
 
     def check_gold_answer(self, item: tuple[Problem, int]) -> str:
-        """Return the rest of a thought, and the solution in a box."""
         return f"I work it out.\n</think>\nThe answer is \\boxed{{{item[0].solution}}}."
 
     def _make_curriculum(self) -> MathCurriculum:

@@ -65,16 +65,13 @@ class MultimodalExampleEnv(ImageEnv):
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
-        """Return the problem."""
         return usable(row["problem"])
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        """Return the number."""
         return gold_count(row["solution"])
 
     @staticmethod
     def score_answer(answer: str, gold: str) -> float:
-        """Return 1.0 or -1.0."""
         return score(answer, gold)
 
 

@@ -59,18 +59,15 @@ class MultimodalComplexEnv(ImageEnv):
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
-        """Return the problem."""
         return usable(row["problem"])
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        """Return what the solution marks as its answer, or all of it."""
         return usable(
             tagged_answer(row["solution"]) or answer_boxed(row["solution"]) or row["solution"]
         )
 
     @staticmethod
     def score_answer(answer: str, gold: str) -> float:
-        """Return 1.0 or -1.0."""
         return score(answer, gold)
 
 

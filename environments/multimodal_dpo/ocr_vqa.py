@@ -47,16 +47,13 @@ class OcrVqaEnv(ImageEnv):
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
-        """Return the first question of the cover."""
         return usable(row["questions"])
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        """Return the answer to it."""
         return usable(row["answers"])
 
     @staticmethod
     def score_answer(answer: str, gold: str) -> float:
-        """Return 1.0 or -1.0."""
         return score(answer, gold)
 
 

@@ -67,17 +67,14 @@ class ClockDatasetEnv(ImageEnv):
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
-        """Return the same question for all clocks."""
         return QUESTION
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        """Return the time as `H:MM`."""
         hour, minute = int(usable(row["hour"])), int(usable(row["minute"]))
         return f"{hour % HOURS_OF_DIAL or HOURS_OF_DIAL}:{minute:02d}"
 
     @staticmethod
     def score_answer(answer: str, gold: str) -> float:
-        """Return 1.0 or -1.0."""
         return score(answer, gold)
 
 

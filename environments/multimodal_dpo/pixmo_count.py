@@ -51,16 +51,13 @@ class PixmoCountEnv(ImageEnv):
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
-        """Return the question for the row's kind of thing."""
         return QUESTION.format(label=usable(row["label"]))
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        """Return the number."""
         return usable(row["count"])
 
     @staticmethod
     def score_answer(answer: str, gold: str) -> float:
-        """Return 1.0 or -1.0."""
         return score(answer, gold)
 
 

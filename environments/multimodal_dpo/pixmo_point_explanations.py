@@ -51,16 +51,13 @@ class PixmoPointExplanationsEnv(ImageEnv):
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
 
     def question(self, row: Mapping[str, Any]) -> str:
-        """Return the question."""
         return usable(row["question"])
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        """Return the first text of the row."""
         return usable(row["inline_text"])
 
     @staticmethod
     def score_answer(answer: str, gold: str) -> float:
-        """Return 1.0 or -1.0."""
         return score(answer, gold)
 
 

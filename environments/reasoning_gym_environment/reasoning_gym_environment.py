@@ -2,7 +2,9 @@
 
     task and question -> [system, user] -> G completions -> <answer> -> the task's scorer
 
-Needs no download. Run it with `serve`, `process` or `evaluate`, for example:
+`atroposlib/tasks/reasoning_gym.py` makes and scores the items, `SingleTurnEnv` samples and
+evaluates; this page adds the curriculum and the files of saved rollouts. Nothing is downloaded.
+Run it with `serve`, `process` or `evaluate`, for example:
 
     python environments/reasoning_gym_environment/reasoning_gym_environment.py process --help
 """
@@ -12,28 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum, Item, ScoredDataGroup
-from atroposlib.envs.single_turn_env import (
-    Trajectory,
-    ask,
-    build_group,
-    completion_budget,
-    sample_trajectories,
-)
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.rollouts import GroupWriter
+from atroposlib.envs.single_turn_env import SingleTurnEnv, Trajectory
+from atroposlib.tasks import reasoning_gym as tasks
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.reasoning_gym import tasks
-from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
-from atroposlib.tasks.reasoning_gym.curriculum import Curriculum
-from atroposlib.tasks.reasoning_gym.rollout_dump import RolloutDump
-from atroposlib.tasks.reasoning_gym.tasks import TaskItem
-from atroposlib.utils.length_penalty import length_factor
-from atroposlib.utils.score_pool import ScorePool
+from atroposlib.tasks.reasoning_gym import START_COMPLEXITY, ReasoningGymEnvConfig, TaskItem
+from atroposlib.utils.length_penalty import penalize_length
 
-__all__ = ["ReasoningGymEnv", "ReasoningGymEnvConfig", "group_scores"]
+__all__ = ["Curriculum", "ReasoningGymEnv", "ReasoningGymEnvConfig"]
 
 logger = logging.getLogger("environments.reasoning_gym_environment")
 
@@ -52,26 +45,127 @@ CORRECT = 0.5
 FREE_LENGTH_FRACTION = 0.75
 
 
-def group_scores(
-    scores: Sequence[float], lengths: Sequence[int], *, max_token_length: int
-) -> list[float]:
-    """Return the scores of a group; in one where all are correct, long completions lose.
+WINDOW = 5
+STEP, JUMP = 0.05, 0.1
+TOO_EASY, TOO_HARD = 0.9, 0.3
+
+
+class Curriculum:
+    """The complexity of each task, in [0, 1], moved towards a target accuracy.
+
+    After every group the mean of the last five group accuracies decides: above 0.9 or below 0.3
+    the complexity jumps by 0.1, otherwise it moves by 0.05, less when the five vary much.
 
     Args:
-        scores: [G] in [0, 1].
-        lengths: [G] tokens of each trajectory, prompt included.
-        max_token_length: the length at which nothing is left; three quarters of it are free.
+        target_accuracy: accuracy at which the complexity rests.
+        accuracies: restored state, task to its last group accuracies.
+        complexities: restored state, task to complexity.
     """
-    if any(score < CORRECT for score in scores):
-        return list(scores)
-    return [
-        score
-        * length_factor(length, max_tokens=max_token_length, free_fraction=FREE_LENGTH_FRACTION)
-        for score, length in zip(scores, lengths, strict=True)
-    ]
+
+    def __init__(
+        self,
+        *,
+        target_accuracy: float,
+        accuracies: Mapping[str, list[float]] | None = None,
+        complexities: Mapping[str, float] | None = None,
+    ) -> None:
+        self.target_accuracy = target_accuracy
+        self.accuracies = {task: list(values) for task, values in (accuracies or {}).items()}
+        self.complexities = dict(complexities or {})
+
+    def complexity(self, task: str) -> float:
+        return self.complexities.get(task, START_COMPLEXITY)
+
+    def record(self, task: str, accuracy: float) -> None:
+        """Take note of one group's accuracy, in [0, 1], and move the task's complexity."""
+        recent = [*self.accuracies.get(task, []), accuracy][-WINDOW:]
+        self.accuracies[task] = recent
+        moved = self.complexity(task) + _move(recent, self.target_accuracy)
+        self.complexities[task] = min(1.0, max(0.0, moved))
+
+    def metrics(self) -> dict[str, float]:
+        if not self.complexities:
+            return {}
+        values = {f"curriculum/{task}": c for task, c in self.complexities.items()}
+        return {**values, "curriculum/mean_complexity": statistics.fmean(values.values())}
+
+    def state(self) -> dict[str, Any]:
+        return {"accuracies": self.accuracies, "complexities": self.complexities}
 
 
-class ReasoningGymEnv(BaseEnv):
+def _move(recent: list[float], target: float) -> float:
+    accuracy = statistics.fmean(recent)
+    if accuracy > TOO_EASY:
+        return JUMP
+    if accuracy < TOO_HARD:
+        return -JUMP
+    if accuracy == target:
+        return 0.0
+    stability = max(0.5, 1 - statistics.pstdev(recent))
+    return STEP * stability if accuracy > target else -STEP * stability
+
+
+class RolloutDump:
+    """Writes the trajectories that the settings ask for, each with its own score.
+
+    Args:
+        config: `dump_rollouts`, `dump_failed_rollouts`, the score threshold and the folder.
+    """
+
+    def __init__(self, config: ReasoningGymEnvConfig) -> None:
+        self._config = config
+        self._writers: dict[str, GroupWriter] = {}
+
+    def save(
+        self,
+        item: TaskItem,
+        messages: Sequence[Mapping[str, str]],
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[float],
+    ) -> None:
+        """Write what is wanted of one group.
+
+        Args:
+            item: what was asked.
+            messages: the prompt.
+            trajectories: [G].
+            scores: [G] as the task's scorer gave them.
+        """
+        pairs = list(zip(trajectories, scores, strict=True))
+        if self._config.dump_failed_rollouts and not any(scores):
+            self._write("failed_rollouts", item, messages, pairs)
+        elif self._config.dump_rollouts:
+            threshold = self._config.rollout_save_score_threshold
+            good = [(trajectory, score) for trajectory, score in pairs if score > threshold]
+            self._write("rollouts", item, messages, good)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _write(
+        self,
+        kind: str,
+        item: TaskItem,
+        messages: Sequence[Mapping[str, str]],
+        pairs: Sequence[tuple[Trajectory, float]],
+    ) -> None:
+        if not pairs:
+            return
+        if kind not in self._writers:
+            path = Path(self._config.dump_dir) / f"reasoning_gym_{kind}.jsonl"
+            self._writers[kind] = GroupWriter(path)
+        record = {
+            "task": item.task,
+            "complexity": item.complexity,
+            "gold_answer": item.entry["answer"],
+            "messages": [trajectory.chat(messages) for trajectory, _ in pairs],
+            "scores": [score for _, score in pairs],
+        }
+        self._writers[kind].write(record)
+
+
+class ReasoningGymEnv(SingleTurnEnv):
     """Tasks of the reasoning-gym package.
 
     Attributes:
@@ -82,31 +176,20 @@ class ReasoningGymEnv(BaseEnv):
     name = "reasoning_gym"
     env_config_cls = ReasoningGymEnvConfig
     config: ReasoningGymEnvConfig
+    scores_thinking = True  # the scorer itself looks for the answer outside the thinking
     check_settings: ClassVar[dict[str, Any]] = {"num_score_workers": 1}
 
-    def __init__(
-        self,
-        config: ReasoningGymEnvConfig,
-        server_configs: Any,
-        slurm: bool = False,
-        testing: bool = False,
-    ) -> None:
+    def __init__(self, config: ReasoningGymEnvConfig, *args: Any, **kwargs: Any) -> None:
         config.validate_config()
-        super().__init__(config, server_configs, slurm, testing)
+        super().__init__(config, *args, **kwargs)
         self.iter = 0
         self.curriculum = Curriculum(target_accuracy=config.curriculum_target_accuracy)
         self.curriculum_state: dict[str, Any] = {}
         self.eval_set: list[TaskItem] = []
-        self.percent_correct_buffer: list[float] = []
-        self.eval_metrics: list[tuple[str, float]] = []
         self.rollout_dump = RolloutDump(config)
-        self.score_pool = ScorePool(
-            num_workers=config.num_score_workers, timeout_s=config.score_timeout_s
-        )
 
     @classmethod
     def config_init(cls) -> tuple[ReasoningGymEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
         env_config = ReasoningGymEnvConfig(
             tokenizer_name=MODEL,
             group_size=8,
@@ -131,7 +214,6 @@ class ReasoningGymEnv(BaseEnv):
         return env_config, server_config
 
     async def setup(self) -> None:
-        """Make the evaluation set, which also checks the names and parameters of the tasks."""
         if self.config.suppress_base_env_logs:
             logging.getLogger("atroposlib.envs.base").setLevel(logging.WARNING)
         if self.config.debug_logging:
@@ -150,55 +232,42 @@ class ReasoningGymEnv(BaseEnv):
         # Some generators search for seconds; rollouts go on meanwhile.
         return await asyncio.to_thread(tasks.train_item, self.config, iteration, complexity)
 
-    async def collect_trajectories(
-        self, item: TaskItem
-    ) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Wait for one group of completions of an item and its scores."""
-        messages = tasks.prompt_messages(item, self.config)
-        limit = self.config.max_token_length
-        budget = completion_budget(self.tokenizer, messages, max_token_length=limit)
-        if budget < 1:
-            logger.warning("an item of %s leaves no room in max_token_length; skipped", item.task)
-            return None, []
-        trajectories = await sample_trajectories(
-            self.server,
-            self.tokenizer,
-            messages,
-            group_size=self.config.group_size,
-            max_tokens=budget,
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-        )
-        return await self.score(item, messages, trajectories), []
+    def eval_items(self) -> Sequence[TaskItem]:
+        return self.eval_set
 
-    async def score(
-        self,
-        item: TaskItem,
-        messages: Sequence[Mapping[str, str]],
-        trajectories: Sequence[Trajectory],
-    ) -> ScoredDataGroup:
-        """Turn trajectories into a group; truncated ones are muted when the settings say so."""
-        raw = await asyncio.gather(*(self._check(t.completion, item) for t in trajectories))
-        correct = [float(score >= CORRECT) for score in raw]
-        self.percent_correct_buffer += correct
+    @property
+    def eval_token_limit(self) -> int:
+        return round(self.config.eval_budget_factor * self.config.max_token_length)
+
+    def prompt(self, item: TaskItem) -> list[dict[str, str]]:
+        return tasks.prompt_messages(item, self.config)
+
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": self.config.temperature, "top_p": self.config.top_p}
+
+    async def score(self, item: TaskItem, answer: str) -> float:
+        """Return the score of the task's own scorer; 0 if it takes too long."""
+        return await self.score_pool.run(tasks.score_completion, answer, item, default=0.0)
+
+    def note_group(
+        self, item: TaskItem, trajectories: Sequence[Trajectory], scores: Sequence[float]
+    ) -> None:
         if self.config.complexity_mode == "curriculum":
-            self.curriculum.record(item.task, statistics.fmean(correct))
-        logger.debug("%s, complexity %s: scores %s", item.task, item.complexity, raw)
-        self.rollout_dump.save(item, messages, trajectories, raw)
-        return build_group(
-            messages,
-            trajectories,
-            group_scores(
-                raw,
-                [len(trajectory.tokens) for trajectory in trajectories],
-                max_token_length=self.config.max_token_length,
-            ),
-            is_muted=[
-                self.config.mask_too_long_completions and trajectory.is_truncated
-                for trajectory in trajectories
-            ],
-            generation_params={"temperature": self.config.temperature, "top_p": self.config.top_p},
-            include_messages=self.config.include_messages,
+            accuracy = statistics.fmean(score >= CORRECT for score in scores)
+            self.curriculum.record(item.task, accuracy)
+        logger.debug("%s, complexity %s: scores %s", item.task, item.complexity, scores)
+        self.rollout_dump.save(item, self.prompt(item), trajectories, scores)
+
+    def group_scores(
+        self, scores: Sequence[float], trajectories: Sequence[Trajectory]
+    ) -> list[float]:
+        """Rank a group of correct answers by length; three quarters of the limit cost nothing."""
+        if min(scores) < CORRECT:
+            return list(scores)
+        lengths = [len(trajectory.tokens) for trajectory in trajectories]
+        limit = self.config.max_token_length
+        return penalize_length(
+            scores, lengths, max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION
         )
 
     def check_gold_answer(self, item: TaskItem) -> str | None:
@@ -206,82 +275,54 @@ class ReasoningGymEnv(BaseEnv):
         answer = item.entry["answer"]
         return None if answer is None else f"<think>Done.</think><answer>{answer}</answer>"
 
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Measure the score and the accuracy on the evaluation set."""
-        start_time = time.time()
-        samples = await asyncio.gather(*(self.evaluate_item(item) for item in self.eval_set))
-        metrics = {
-            "eval/percent_correct": statistics.fmean(s["score"] >= CORRECT for s in samples),
-            "eval/mean_score": statistics.fmean(s["score"] for s in samples),
-        }
-        self.eval_metrics += metrics.items()
-        accuracy = metrics["eval/percent_correct"]
-        logger.info("eval/percent_correct: %.4f of %d items", accuracy, len(samples))
-        await self.evaluate_log(
-            metrics=metrics,
-            samples=samples,
-            start_time=start_time,
-            end_time=time.time(),
-            generation_parameters={"temperature": self.config.eval_temperature},
-        )
-
     async def evaluate_item(self, item: TaskItem) -> dict[str, Any]:
-        """Wait for one answer to an evaluation item; returns its record."""
-        messages = tasks.prompt_messages(item, self.config)
-        limit = round(self.config.eval_budget_factor * self.config.max_token_length)
-        [answer] = await ask(
-            self.server,
-            self.tokenizer,
-            messages,
-            n=1,
-            max_tokens=completion_budget(self.tokenizer, messages, max_token_length=limit),
-            temperature=self.config.eval_temperature,
-            split="eval",
-        )
-        completion = answer.completion
-        score = await self._check(completion, item)
+        sample = await super().evaluate_item(item)
         return {
-            "messages": [*messages, {"role": "assistant", "content": completion}],
+            **sample,
             "task": item.task,
             "question": item.question,
             "gold_answer": item.entry["answer"],
-            "model_parsed": tasks.extract_answer(completion),
-            "score": score,
-            "correct": score >= CORRECT,
-            "finish_reason": answer.finish_reason,
+            "model_parsed": tasks.extract_answer(sample["messages"][-1]["content"]),
+            "correct": sample["score"] >= CORRECT,
         }
 
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        scores = [sample["score"] for sample in samples]
+        return {
+            "eval/percent_correct": statistics.fmean(score >= CORRECT for score in scores),
+            "eval/mean_score": statistics.fmean(scores),
+        }
+
+    def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
+        return {"train/percent_correct": statistics.fmean(score >= CORRECT for score in scores)}
+
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the accuracy since the last log, finished evaluations and the curriculum."""
+        """Add the curriculum and the number of answers whose scoring took too long."""
         metrics = {} if wandb_metrics is None else wandb_metrics
-        if self.percent_correct_buffer:
-            metrics["train/percent_correct"] = statistics.fmean(self.percent_correct_buffer)
         metrics["train/score_timeouts"] = self.score_pool.num_timeouts
-        metrics.update(self.eval_metrics)
         metrics.update(self.curriculum.metrics())
-        self.percent_correct_buffer, self.eval_metrics = [], []
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position in the items and the curriculum."""
         own = {"iter": self.iter, "curriculum_state": self.curriculum.state()}
         super().save_checkpoint(step, {**(data or {}), **own})
 
     def load_checkpoint(self) -> None:
-        """Restore the position in the items and the curriculum."""
         super().load_checkpoint()
         self.curriculum = Curriculum(
             target_accuracy=self.config.curriculum_target_accuracy, **self.curriculum_state
         )
 
     async def close(self) -> None:
-        """End the scoring processes and close the files of saved rollouts."""
-        self.score_pool.close()
         self.rollout_dump.close()
         await super().close()
 
-    async def _check(self, completion: str, item: TaskItem) -> float:
-        return await self.score_pool.run(tasks.score_completion, completion, item, default=0.0)
+    def _shown(self, completion: str, *, is_cut: bool) -> str:
+        return completion  # a cut completion may hold its answer; the settings decide on muting
+
+    def _is_muted(self, trajectory: Trajectory) -> bool:
+        is_cut = self.config.mask_too_long_completions and trajectory.is_truncated
+        return is_cut or super()._is_muted(trajectory)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationEnv,
 )
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
+from atroposlib.tasks.reasoning_gym import ReasoningGymEnvConfig
 from atroposlib.tasks.siblings import sibling_imports
 
 if TYPE_CHECKING or __package__:
@@ -73,7 +73,6 @@ class ReasoningGymTeacherDistillEnv(ReasoningGymEnv, TeacherDistillationEnv):
 
     @classmethod
     def config_init(cls) -> tuple[ReasoningGymTeacherDistillConfig, APIServerConfig]:
-        """Return the settings of reasoning gym, with a teacher."""
         env_config, server_config = super().config_init()
         own = {**env_config.model_dump(exclude_unset=True), "wandb_name": cls.name}
         return ReasoningGymTeacherDistillConfig(**own), server_config

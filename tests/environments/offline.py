@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from tests.fakes import CharTokenizer, ScriptedEngine
 
-__all__ = ["PROBED", "evaluate", "make_env", "read_groups", "run_process"]
+__all__ = ["PROBED", "evaluate", "group_scores_at_100", "make_env", "read_groups", "run_process"]
 
 PROBED = "ok"
 """First reply of a list: it answers the client's look for a route that gives token ids."""
@@ -71,6 +72,13 @@ async def evaluate(
     reported = report["config_general"]["generation_parameters"]["temperature"]
     assert {request.body["temperature"] for request in engine.requests} == {reported}
     return report
+
+
+def group_scores_at_100(env_cls: Any, scores: list[float], lengths: list[int]) -> list[float]:
+    """The scores that go out of trajectories of these lengths, where 100 tokens are the limit."""
+    env = SimpleNamespace(config=SimpleNamespace(max_token_length=100))
+    trajectories = [SimpleNamespace(tokens=[0] * length) for length in lengths]
+    return list(env_cls.group_scores(env, scores, trajectories))
 
 
 def read_groups(path: Path) -> list[dict[str, Any]]:

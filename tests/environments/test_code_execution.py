@@ -24,13 +24,13 @@ from environments.code_execution_server.code_execution_server import (
     CodingEnv,
     eval_figures,
     lookup_program,
-    prompt_messages,
-    score,
     train_figures,
 )
 
 pytestmark = pytest.mark.slow
 
+NO_ENV: Any = None
+"""The prompt depends on the problem alone."""
 LIMITS = SandboxLimits(wall_s=3.0, cpu_s=1)
 
 
@@ -193,13 +193,9 @@ async def test_gold_programs_of_the_sample_pass_and_others_fail() -> None:
         assert not await passes("print('x')", problem), problem.question
 
 
-def test_scores_are_one_and_minus_one() -> None:
-    assert (score(passes=True), score(passes=False)) == (1.0, -1.0)
-
-
 def test_prompt_names_the_starter_code_or_the_streams() -> None:
-    assert "standard input" in prompt_messages(sums())[1]["content"]
-    assert "def double" in prompt_messages(doubled())[1]["content"]
+    assert "standard input" in CodingEnv.prompt(NO_ENV, sums())[1]["content"]
+    assert "def double" in CodingEnv.prompt(NO_ENV, doubled())[1]["content"]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,15 @@ import pytest
 from atroposlib.scored_data import check_group
 from atroposlib.utils.local_records import read_records
 from atroposlib.utils.math_check import check_math_answer
-from environments.gsm8k_server import GSM8kEnv, gold_answer, scores_by_length
-from tests.environments.offline import PROBED, evaluate, make_env, read_groups, run_process
+from environments.gsm8k_server import GSM8kEnv, gold_answer
+from tests.environments.offline import (
+    PROBED,
+    evaluate,
+    group_scores_at_100,
+    make_env,
+    read_groups,
+    run_process,
+)
 from tests.fakes import ScriptedEngine
 
 pytestmark = pytest.mark.slow
@@ -95,8 +102,8 @@ async def test_item_whose_gold_answer_cannot_be_parsed_is_skipped(
 
 def test_scores_rank_by_length_only_when_all_are_right() -> None:
     # free up to 50 of 100; 75 is half way from there to the limit
-    assert scores_by_length([1.0, 1.0], [50, 75], max_token_length=100) == [1.0, 0.5]
-    assert scores_by_length([1.0, -1.0], [50, 75], max_token_length=100) == [1.0, -1.0]
+    assert group_scores_at_100(GSM8kEnv, [1.0, 1.0], [50, 75]) == [1.0, 0.5]
+    assert group_scores_at_100(GSM8kEnv, [1.0, -1.0], [50, 75]) == [1.0, -1.0]
 
 
 async def test_prompt_names_the_budget_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from atroposlib.tasks.blackjack import (
     read_action,
     shorten_thinking,
 )
-from atroposlib.tasks.reasoning_gym.tasks import extract_answer
+from atroposlib.tasks.reasoning_gym import extract_answer
 
 PIECES = ["<answer>", "</answer>", "<ANSWER>", "<answer", "a", " ", "\n", "</Answer>"]
 

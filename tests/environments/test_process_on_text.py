@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv
-from atroposlib.envs.hooks import settle
 from atroposlib.scored_data import IGNORE_INDEX, check_group
+from atroposlib.utils.aio import settle
 from environments.card_table import PAGE, find_cards
 from tests.environments.offline import read_groups, run_process
 from tests.fakes import CharTokenizer, ScriptedEngine
@@ -23,6 +23,9 @@ from tests.fakes import CharTokenizer, ScriptedEngine
 pytestmark = pytest.mark.slow
 
 CARDS = find_cards()
+FEW = ("gsm8k_server.py", "mcqa_thinking_env.py", "tool_calling_server.py", "rlaif_server.py")
+"""One each with a number, a choice, a tool call and a judge."""
+REST = [path for path in CARDS if path not in FEW]
 GROUP_SIZE = 4
 WRONG = "I do not know."
 
@@ -82,7 +85,7 @@ class Player:
         return str(turns[min(num_turns, len(turns) - 1)])
 
 
-@pytest.mark.parametrize("path", CARDS)
+@pytest.mark.parametrize("path", [*FEW, *(pytest.param(p, marks=pytest.mark.long) for p in REST)])
 async def test_groups_hold_the_text_of_the_provider_and_say_so(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

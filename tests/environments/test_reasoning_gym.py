@@ -9,14 +9,19 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
-from atroposlib.tasks.reasoning_gym import tasks
-from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
+from atroposlib.tasks import reasoning_gym as tasks
+from atroposlib.tasks.reasoning_gym import ReasoningGymEnvConfig
 from atroposlib.utils.score_pool import ScorePool
 from environments.reasoning_gym_environment.reasoning_gym_environment import (
     ReasoningGymEnv,
-    group_scores,
 )
-from tests.environments.offline import PROBED, make_env, read_groups, run_process
+from tests.environments.offline import (
+    PROBED,
+    group_scores_at_100,
+    make_env,
+    read_groups,
+    run_process,
+)
 from tests.fakes import ScriptedEngine
 
 pytestmark = pytest.mark.slow
@@ -141,7 +146,7 @@ def test_settings_win_over_the_complexity() -> None:
 def test_long_completions_lose_only_where_all_are_correct(
     scores: list[float], lengths: list[int], expected: list[float]
 ) -> None:
-    assert group_scores(scores, lengths, max_token_length=100) == pytest.approx(expected)
+    assert group_scores_at_100(ReasoningGymEnv, scores, lengths) == pytest.approx(expected)
 
 
 async def test_process_writes_groups_whose_scores_belong_to_their_texts(

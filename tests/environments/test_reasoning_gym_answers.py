@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.tasks.reasoning_gym import tasks
-from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
-from atroposlib.tasks.reasoning_gym.tasks import extract_answer, is_safe_answer
+from atroposlib.tasks import reasoning_gym as tasks
+from atroposlib.tasks.reasoning_gym import ReasoningGymEnvConfig, extract_answer, is_safe_answer
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.tasks.reasoning_gym.curriculum import Curriculum
+from environments.reasoning_gym_environment.reasoning_gym_environment import Curriculum
 
 
 def after(*accuracies: float) -> float:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.envs.dataset_items import hub_rows
 from atroposlib.errors import ConfigError
-from atroposlib.tasks.hub_items import hub_rows
 from atroposlib.utils.local_records import read_splits
 
 

@@ -31,14 +31,11 @@ __all__ = [
     "LEVELS",
     "UNSOLVED",
     "WIN",
-    "WRONG_CELL",
     "Board",
     "Cell",
     "Crossword",
     "CrosswordGame",
     "CrosswordsEnv",
-    "CrosswordsEnvConfig",
-    "Direction",
     "Entry",
     "Level",
     "Outcome",
@@ -95,7 +92,6 @@ class Entry:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Where the letters lie, in order."""
         return tuple(self.start.along(self.direction, i) for i in range(len(self.word)))
 
 
@@ -110,7 +106,6 @@ class Board:
 
     @property
     def letters(self) -> dict[Cell, str]:
-        """The letter of every cell that has one."""
         return {
             cell: letter
             for entry in self.entries
@@ -120,11 +115,6 @@ class Board:
 
 def make_board(clues: Mapping[str, str], level: Level, *, seed: int) -> Board:
     """Return the board of a seed, the same for the same words.
-
-    Args:
-        clues: word to clue.
-        level: size of the board.
-        seed: of the choice of words and places.
 
     Raises:
         ConfigError: the words do not cross often enough.
@@ -250,7 +240,6 @@ class CrosswordGame:
 
     @property
     def is_won(self) -> bool:
-        """Whether every letter was found."""
         return len(self.solved) == len(self.letters)
 
     def fill_in(self, text: str) -> Outcome:
@@ -293,7 +282,6 @@ class CrosswordGame:
         return "\n".join(rows)
 
     def unsolved(self) -> list[Entry]:
-        """Return the entries with a hidden letter."""
         return [e for e in self.board.entries if not self.solved.issuperset(e.cells)]
 
     def _problem(self, name: str, word: str) -> str | None:
@@ -368,13 +356,7 @@ def board_of(difficulty: Difficulty, words_path: str | None, seed: int) -> Board
 
 
 class Crossword(Game):
-    """One crossword as a conversation.
-
-    Args:
-        game: the rules and the state.
-        max_turns: turns there are.
-        thinking_active: ask for thinking before each turn.
-    """
+    """One crossword as a conversation."""
 
     def __init__(self, game: CrosswordGame, *, max_turns: int, thinking_active: bool) -> None:
         self.game = game
@@ -383,13 +365,11 @@ class Crossword(Game):
         self.thinking_active = thinking_active
 
     def opening(self) -> list[ChatMessage]:
-        """Tell the rules, the clues and the empty board."""
         rules = RULES.format(example=self.game.board.entries[0].name)
         thinking = [{"role": "system", "content": THINK_FIRST}] if self.thinking_active else []
         return [*thinking, {"role": "user", "content": f"{rules}\n\n{self._state(self.max_turns)}"}]
 
     async def reply(self, turn: Turn) -> Reply:
-        """Write the words that stand outside of the thinking."""
         outcome = self.game.fill_in(turn.answer)
         self.is_won = self.game.is_won
         if self.is_won:
@@ -429,11 +409,9 @@ class CrosswordsEnv(GameEnv):
     }
 
     async def setup(self) -> None:
-        """Read the words, and see that they make a board."""
         await asyncio.to_thread(self._board, {"seed": self.config.seed})
 
     def start_conversation(self, item: dict[str, int]) -> Crossword:
-        """Begin the board of a seed."""
         return Crossword(
             CrosswordGame(self._board(item)),
             max_turns=self.config.max_turns,
@@ -441,7 +419,6 @@ class CrosswordsEnv(GameEnv):
         )
 
     def check_gold_answer(self, item: dict[str, int]) -> str:
-        """Return the turn that solves the board; asked by `check`."""
         return "\n".join(f"{e.name}: {e.word.upper()}" for e in self._board(item).entries)
 
     def _board(self, item: dict[str, int]) -> Board:

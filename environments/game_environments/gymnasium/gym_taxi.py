@@ -25,19 +25,7 @@ from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import THINK_FIRST, Game, GameEnv, GameEnvConfig, load_gymnasium
 
-__all__ = [
-    "ACTIONS",
-    "DROP_OFF",
-    "PICK_UP",
-    "PLACES",
-    "GymTaxiEnv",
-    "GymTaxiEnvConfig",
-    "TaxiRide",
-    "TaxiWorld",
-    "Traffic",
-    "read_action",
-    "taxi_world",
-]
+__all__ = ["DROP_OFF", "PICK_UP", "PLACES", "GymTaxiEnv", "TaxiRide", "read_action", "taxi_world"]
 
 ACTIONS = ("south", "north", "east", "west", "pick up", "drop off")
 """By their number."""
@@ -60,7 +48,6 @@ class Traffic(NamedTuple):
 
     @property
     def is_aboard(self) -> bool:
-        """Whether the passenger is in the taxi."""
         return self.passenger == IN_TAXI
 
 
@@ -85,20 +72,16 @@ class TaxiWorld:
         self.places = [(int(row), int(column)) for row, column in env.locs]
 
     def start(self, seed: int) -> int:
-        """Return the first state of a game."""
         state, _ = self._env.reset(seed=seed)
         return int(state)
 
     def decode(self, state: int) -> Traffic:
-        """Return where taxi and passenger are."""
         return Traffic(*(int(part) for part in self._env.decode(state)))
 
     def legal(self, state: int) -> list[int]:
-        """Return the actions that change something."""
         return [number for number, may in enumerate(self._env.action_mask(state)) if may]
 
     def step(self, state: int, action: int) -> Step:
-        """Return what an action leads to."""
         [(_, after, _, is_done)] = self._env.P[state][action]
         return Step(int(after), bool(is_done))
 
@@ -190,11 +173,6 @@ class GymTaxiEnvConfig(GameEnvConfig):
 class TaxiRide(Game):
     """One game as a conversation.
 
-    Args:
-        world: the rules.
-        seed: of the first state.
-        thinking_active: ask for thinking before each action.
-
     Attributes:
         state: where everything is.
         was_picked_up: whether the passenger ever was in the taxi.
@@ -208,7 +186,6 @@ class TaxiRide(Game):
         self.unfinished_reward = NOT_PICKED_UP
 
     def opening(self) -> list[ChatMessage]:
-        """Tell the rules and show the first map."""
         thinking = [{"role": "system", "content": THINK_FIRST}] if self.thinking_active else []
         return [*thinking, {"role": "user", "content": f"{RULES}\n\n{self._shown()}"}]
 
@@ -244,16 +221,13 @@ class GymTaxiEnv(GameEnv):
     default_settings: ClassVar[dict[str, Any]] = {"group_size": 32, "max_token_length": 8192}
 
     async def setup(self) -> None:
-        """Import gymnasium and build the town, which takes a while."""
         self.world = await asyncio.to_thread(taxi_world)
 
     def start_conversation(self, item: dict[str, int]) -> TaxiRide:
-        """Begin the ride of a seed."""
         thinking_active = self.config.thinking_active
         return TaxiRide(self.world, seed=item["seed"], thinking_active=thinking_active)
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
-        """Add the shares of delivered and of picked-up passengers."""
         metrics = super().metrics_of(rollouts, area)
         if rollouts:
             rides = [cast(TaxiRide, rollout.conversation) for rollout in rollouts]
@@ -264,7 +238,6 @@ class GymTaxiEnv(GameEnv):
         return metrics
 
     def check_gold_answer(self, item: dict[str, int]) -> list[str]:
-        """Return a shortest way; asked by `check`."""
         return [str(action) for action in self.world.shortest_way(self.world.start(item["seed"]))]
 
 

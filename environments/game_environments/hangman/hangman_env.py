@@ -123,17 +123,14 @@ class HangmanGame:
 
     @property
     def is_won(self) -> bool:
-        """Whether every letter is revealed."""
         return self.num_hidden == 0
 
     @property
     def is_over(self) -> bool:
-        """Whether the game is won or lost."""
         return self.is_won or self.lives == 0
 
     @property
     def num_hidden(self) -> int:
-        """Positions not yet revealed."""
         if self.word in self.guesses:
             return 0
         return sum(letter not in self.guesses for letter in self.word)
@@ -225,13 +222,7 @@ class HangmanEnvConfig(GameEnvConfig):
 
 
 class Hangman(Game):
-    """One game as a conversation.
-
-    Args:
-        game: the rules and the state.
-        clue: shown at the start; empty for none.
-        thinking_active: ask for thinking before each guess.
-    """
+    """One game as a conversation."""
 
     def __init__(self, game: HangmanGame, *, clue: str, thinking_active: bool) -> None:
         self.game = game
@@ -240,7 +231,6 @@ class Hangman(Game):
         self.thinking_active = thinking_active
 
     def opening(self) -> list[ChatMessage]:
-        """Tell the rules and show the hidden word."""
         num_letters = len(self.game.word)
         rules = RULES.format(
             num_letters=num_letters,
@@ -251,7 +241,6 @@ class Hangman(Game):
         return [*thinking, {"role": "user", "content": f"{rules}\n\n{self._state()}"}]
 
     async def reply(self, turn: Turn) -> Reply:
-        """Take the guess outside of the thinking."""
         outcome = self.game.guess(only_tagged(turn.answer, "guess"))
         self.is_won = self.game.is_won
         self.unfinished_reward = self.game.forfeit
@@ -278,12 +267,10 @@ class HangmanOnlineEnv(GameEnv):
     }
 
     async def setup(self) -> None:
-        """Read the words."""
         self.words = await asyncio.to_thread(words_at, self.config.words_path)
         self.level = LEVELS[self.config.difficulty]
 
     def start_conversation(self, item: dict[str, int]) -> Hangman:
-        """Begin the game of a seed."""
         word = self._word(item)
         return Hangman(
             HangmanGame(word, lives=self.level.lives),
@@ -292,7 +279,6 @@ class HangmanOnlineEnv(GameEnv):
         )
 
     def check_gold_answer(self, item: dict[str, int]) -> list[str]:
-        """Return a game without a wrong guess; asked by `check`."""
         word = self._word(item)
         return [f"<guess>{letter}</guess>" for letter in dict.fromkeys(word)]
 

@@ -25,12 +25,7 @@ from atroposlib.tasks.blackjack import RULES, Action, Table, describe
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import Game, GameEnv, GameEnvConfig, load_gymnasium
 
-__all__ = [
-    "BlackjackEnvNoThinking",
-    "BlackjackEnvNoThinkingConfig",
-    "BlackjackGame",
-    "read_action",
-]
+__all__ = ["BlackjackEnvNoThinking", "BlackjackEnvNoThinkingConfig", "BlackjackGame", "read_action"]
 
 CARD = EnvironmentCard(
     task="play blackjack, one word per decision",
@@ -65,11 +60,7 @@ class BlackjackEnvNoThinkingConfig(GameEnvConfig):
 
 
 class BlackjackGame(Game):
-    """One game as a conversation.
-
-    Args:
-        table: the cards.
-    """
+    """One game as a conversation."""
 
     unfinished_reward = INVALID
 
@@ -77,14 +68,12 @@ class BlackjackGame(Game):
         self.table = table
 
     def opening(self) -> list[ChatMessage]:
-        """Tell the rules and the first hand."""
         return [
             {"role": "system", "content": f"{RULES}\n{ONE_WORD}"},
             {"role": "user", "content": describe(self.table.hand)},
         ]
 
     async def reply(self, turn: Turn) -> Reply:
-        """Play the action."""
         action = read_action(turn.answer)
         if action is None:
             return Reply(reward=INVALID, is_done=True)
@@ -109,11 +98,9 @@ class BlackjackEnvNoThinking(GameEnv):
     }
 
     async def setup(self) -> None:
-        """Import gymnasium, which takes a while."""
         await asyncio.to_thread(load_gymnasium)
 
     def start_conversation(self, item: dict[str, int]) -> BlackjackGame:
-        """Deal the cards of a seed."""
         return BlackjackGame(Table(self.config.env_name, seed=item["seed"]))
 
     def limits(self) -> Limits:
@@ -121,7 +108,6 @@ class BlackjackEnvNoThinking(GameEnv):
         return replace(super().limits(), max_turns=self.config.max_episode_turns)
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
-        """Return the figures of games, under `blackjack_no_thinking_<area>/`."""
         if not rollouts:
             return {}
         rewards = [sum(rollout.rewards) for rollout in rollouts]
@@ -137,7 +123,6 @@ class BlackjackEnvNoThinking(GameEnv):
         return {f"{self.name}_{area}/{name}": figure for name, figure in figures.items()}
 
     def check_gold_answer(self, item: dict[str, int]) -> list[str] | None:
-        """Return the actions that win this very game, if any do; asked by `check`."""
         for num_hits in range(self.config.max_episode_turns):
             table = Table(self.config.env_name, seed=item["seed"])
             actions: list[Action] = [*cast(list[Action], ["hit"] * num_hits), "stick"]

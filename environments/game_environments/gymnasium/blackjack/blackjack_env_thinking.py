@@ -86,7 +86,6 @@ class BlackjackEnv(BaseEnv):
 
     @classmethod
     def config_init(cls) -> tuple[BlackjackEnvConfig, APIServerConfig]:
-        """Return the published settings of this environment."""
         return deep_hermes_settings(
             BlackjackEnvConfig,
             max_num_workers=128,
@@ -96,11 +95,9 @@ class BlackjackEnv(BaseEnv):
         )
 
     async def setup(self) -> None:
-        """Import gymnasium, which takes a while."""
         await asyncio.to_thread(load_gymnasium)
 
     async def get_next_item(self) -> tuple[int, int]:
-        """Return the next training game."""
         seed = self.iter % NUM_TRAINING_SEEDS
         self.iter += 1
         return seed, 0
@@ -108,7 +105,6 @@ class BlackjackEnv(BaseEnv):
     async def collect_trajectories(
         self, item: tuple[int, int]
     ) -> tuple[list[ScoredDataGroup], list[Any]]:
-        """Play one game; every decision becomes a group."""
         game = PlayedGame(self.config, seed=item[0])
         groups: list[ScoredDataGroup] = []
         while game.goes_on:
@@ -123,7 +119,6 @@ class BlackjackEnv(BaseEnv):
         return groups, []
 
     async def _sample(self, table: Table, prompt: Prompt) -> Replies:
-        """Wait for G replies to a hand."""
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             answers = await complete(
                 managed,
@@ -180,7 +175,6 @@ class BlackjackEnv(BaseEnv):
         )
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Play the evaluation games, one reply per decision."""
         started_at = time.time()
         seeds = evaluation_seeds(self.config.eval_episodes)
         games = await all_results(self._play_for_evaluation(seed) for seed in seeds)
@@ -219,7 +213,6 @@ class BlackjackEnv(BaseEnv):
         return game.record()
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the figures of the games since the last log."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         games, self.games_since_log = self.games_since_log, []
         # The base class puts `wandb_prepend` and a line before every name.
@@ -229,11 +222,9 @@ class BlackjackEnv(BaseEnv):
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position."""
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: tuple[int, int]) -> str:
-        """Return the best decision on the first hand; asked by `check`."""
         table = Table(self.config.env_name, seed=item[0])
         action = best_action(table.hand, table.rules)
         thinking = "The dealer's card decides.\n</think>\n" if self.config.thinking_active else ""

@@ -32,37 +32,91 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
+
+from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
 from atroposlib.errors import ConfigError, MissingExtraError
-from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
-from atroposlib.tasks.reasoning_gym.curriculum import START
 from atroposlib.utils.text import near_name
 
 __all__ = [
-    "DEFAULT_SYSTEM_PROMPT",
-    "NOT_VALID",
+    "START_COMPLEXITY",
+    "ReasoningGymEnvConfig",
     "TaskItem",
-    "as_key",
-    "buildable_tasks",
-    "can_be_copied",
-    "complexity_params",
-    "concludes_anything",
     "eval_items",
     "extract_answer",
-    "highest_score",
     "is_safe_answer",
-    "make_dataset",
-    "partial_credit",
     "prompt_messages",
-    "repeats_a_premise",
     "score_completion",
-    "scoring_dataset",
     "task_names",
     "train_item",
     "train_task_and_complexity",
-    "trivial_answers",
 ]
+
+START_COMPLEXITY = 0.3
+"""Complexity of a task's first item under `curriculum`."""
+
+
+class ReasoningGymEnvConfig(SingleTurnEnvConfig):
+    """Which tasks to draw, how hard they are, and what is kept of the rollouts."""
+
+    task_names: list[str] = Field(
+        default_factory=list,
+        description="Tasks of the reasoning-gym package; empty means all that can be built.",
+    )
+    task_params: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Generator parameters by task; they win over those of the complexity.",
+    )
+    system_prompt: str | None = Field(
+        None, description="System message; None is the default prompt, an empty text sends none."
+    )
+    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of rollouts; 1 samples from all.")
+    eval_temperature: float = Field(0.1, ge=0, description="Sampling temperature of evaluations.")
+    eval_budget_factor: float = Field(
+        2.0, gt=0, description="Evaluation tokens, as a multiple of max_token_length."
+    )
+    seed: int = Field(42, ge=0, description="Seed of the training items.")
+    eval_seed: int = Field(123, ge=0, description="Seed of the evaluation items.")
+    num_eval_samples_per_task: int = Field(5, ge=1, description="Evaluation items per task.")
+    max_eval_tasks: int = Field(
+        20, ge=1, description="Tasks evaluated; more than that are drawn by eval_seed."
+    )
+    complexity_mode: Literal["curriculum", "random"] | None = Field(
+        None,
+        description="How hard training items are: the package's defaults (None), drawn evenly "
+        "(random), or following the accuracy of each task (curriculum).",
+    )
+    curriculum_target_accuracy: float = Field(
+        0.7, ge=0, le=1, description="Accuracy at which the curriculum holds the complexity."
+    )
+    mask_too_long_completions: bool = Field(
+        True, description="Keep truncated completions from moving the policy."
+    )
+    dump_rollouts: bool = Field(False, description="Save rollouts above the score threshold.")
+    dump_failed_rollouts: bool = Field(False, description="Save groups in which all scores are 0.")
+    rollout_save_score_threshold: float = Field(
+        0.7, ge=0, le=1, description="Score above which dump_rollouts saves a rollout."
+    )
+    dump_dir: str = Field("data_dumps", description="Folder of saved rollouts.")
+    debug_logging: bool = Field(False, description="Log every scored group.")
+    suppress_base_env_logs: bool = Field(
+        True, description="Show only warnings of the base environment class."
+    )
+
+    def validate_config(self) -> None:
+        """Refuse settings that contradict each other.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+        missing = sorted(set(self.task_params) - set(self.task_names)) if self.task_names else []
+        if missing:
+            raise ConfigError(
+                f"task_params names {', '.join(missing)}, which task_names does not list"
+            )
+
 
 EVALUATED_BY_PYTHON = frozenset(["binary_matrix", "n_queens", "spiral_matrix", "string_insertion"])
 EVALUATED_BY_SYMPY = frozenset(
@@ -235,10 +289,6 @@ def scoring_dataset(task: str, params_key: str) -> Any:
 def buildable_tasks(wanted: tuple[str, ...], params_key: str) -> tuple[str, ...]:
     """Return the tasks asked for, sorted.
 
-    Args:
-        wanted: names; none means every task that can be built with its parameters.
-        params_key: `as_key` of the parameters by task.
-
     Raises:
         ConfigError: a name is unknown, or a task asked for refuses its parameters.
     """
@@ -347,11 +397,6 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 def highest_score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
     """Return the maximum score of an answer, regardless of the package's scorer.
 
-    Args:
-        task: name in the package.
-        answer: from `extract_answer`.
-        entry: what the package made, with the gold answer and its metadata.
-
     The package counts numbers by their digits, so that 0e0 and 1_19 escape it, compares no number
     of puzzle24 with those given, takes the common beginning of two probabilities for their
     likeness, NaN for no distance at all and for sorted, and any text for no solution.
@@ -391,10 +436,6 @@ def partial_credit(
 def trivial_answers(task: str, entry: Mapping[str, Any]) -> list[str]:
     """Return answers that can be written without solving anything; empty where none pays.
 
-    Args:
-        task: name in the package.
-        entry: what the package made.
-
     They are the question's own words or board, and a board that is filled with one value.
     """
     write = TRIVIAL.get(task)
@@ -427,13 +468,7 @@ NOT_VALID = 0.05
 
 
 def repeats_a_premise(answer: str, entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
-    """Return whether a conclusion says no more than one premise does, or than any two joined.
-
-    Args:
-        answer: a proposition.
-        entry: of propositional_logic.
-        score: of the package, which accepts any conclusion that follows.
-    """
+    """Return whether a conclusion says no more than one premise does, or than any two joined."""
     if answer == entry["metadata"]["example_answer"]:
         return False
     alone = [
@@ -608,7 +643,6 @@ class TaskItem:
 
     @property
     def question(self) -> str:
-        """The text shown to the policy."""
         return str(self.entry["question"])
 
 
@@ -642,7 +676,7 @@ def train_task_and_complexity(
     task = rng.choice(task_names(config))
     if config.complexity_mode == "random":
         return task, rng.random()
-    return task, START if config.complexity_mode == "curriculum" else None
+    return task, START_COMPLEXITY if config.complexity_mode == "curriculum" else None
 
 
 def train_item(
@@ -734,7 +768,6 @@ def _score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
 
 
 def _asks_something(task: str, params: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry has an answer that must be found."""
     if task == "propositional_logic":
         dataset = scoring_dataset(task, as_key(params))
         return not concludes_anything(entry, partial(_score, dataset))

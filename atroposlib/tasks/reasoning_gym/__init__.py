@@ -1,1 +1,0 @@
-"""Items, prompts, scores and curriculum of the procedural tasks of the package reasoning-gym."""
