@@ -27,11 +27,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
-from atroposlib.api.client import LeasedBatch, TrainerClient
+from atroposlib.api.client import LeasedBatch, RetryRule, TrainerClient, says_unregistered
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.text import without_secrets
 from example_trainer.checkpointing import (
@@ -44,11 +44,9 @@ from example_trainer.config import TrainingConfig
 __all__ = [
     "JOURNAL_DIRECTORY",
     "SMALLEST_LIMIT_BYTES",
-    "BatchClient",
     "BatchJournal",
     "BatchMark",
     "DurableFeed",
-    "GroupFeed",
     "TrajectoryFeed",
     "check_atropos_api",
     "checkpoint_bytes",
@@ -63,42 +61,25 @@ logger = logging.getLogger(__name__)
 _LONG_POLL_S = 20.0
 _SHORTEST_POLL_S = 0.05
 _LONGEST_POLL_S = 1.0
-_LONGEST_RETRY_S = 10.0
 _SECONDS_BETWEEN_NOTES = 30.0
 _LET_GO = (404, 409)
 _ENVIRONMENT_CHECKPOINT_STEPS = 3
 """Steps between checkpoints of the environments, which are small, where ours go by minutes."""
 
-Result = TypeVar("Result")
 
+def open_client(url: str, *, patience_s: float | None = None) -> TrainerClient:
+    """Return a client that shows the token in `ATROPOS_API_TOKEN`, if there is one.
 
-class BatchClient(Protocol):
-    """What the feed needs of `TrainerClient`."""
-
-    def register(self, **registration: Any) -> int:
-        """Register the trainer and return its uuid."""
-
-    def batch(self, *, lease_s: float, wait_s: float) -> LeasedBatch | None:
-        """Take the next batch, waiting so long for one; None when there is none yet."""
-
-    def ack(self, batch_id: str | None, *, steps_done: int | None = None) -> None:
-        """Acknowledge a leased batch, of a trainer that has done so many steps."""
-
-    def status(self) -> dict[str, Any]:
-        """Return the step of the service, `current_step`, and what it tells besides."""
-
-    def set_policy_version(self, version: int) -> bool:
-        """Report which weights the engine serves; False when the service does not ask for it."""
-
-    def wait_until_up(
-        self, timeout_s: float, on_wait: Callable[[float], None] | None = None
-    ) -> None:
-        """Wait until the service answers."""
-
-
-def open_client(url: str) -> TrainerClient:
-    """Return a client that shows the token in `ATROPOS_API_TOKEN`, if there is one."""
-    return TrainerClient(url, token=os.environ.get("ATROPOS_API_TOKEN"))
+    Args:
+        url: Address of the service.
+        patience_s: Seconds that each request waits for an unreachable service; None: a few retries.
+    """
+    retry = (
+        None
+        if patience_s is None
+        else RetryRule(attempts=None, max_delay_s=5.0, deadline_s=patience_s)
+    )
+    return TrainerClient(url, retry=retry, token=os.environ.get("ATROPOS_API_TOKEN"))
 
 
 def registration_of(config: TrainingConfig, *, starting_step: int = 0) -> dict[str, Any]:
@@ -119,21 +100,15 @@ def registration_of(config: TrainingConfig, *, starting_step: int = 0) -> dict[s
 
 
 class TrajectoryFeed:
-    """Delivers one batch of groups per optimiser step, waiting as long as it takes.
+    """Delivers one batch of groups per optimizer step, waiting as long as it takes.
 
-    An unreachable service is waited for up to `config.service_timeout_s` seconds per outage; a
-    service that was restarted empty is registered with again.
-
-    Args:
-        client: Connection to the service.
-        config: Settings.
-        sleep: Waits that many seconds.
-        clock: Monotonic seconds.
+    A service that was restarted empty is registered with again. How long an unreachable service is
+    waited for is the client's rule (`open_client`).
     """
 
     def __init__(
         self,
-        client: BatchClient,
+        client: TrainerClient,
         config: TrainingConfig,
         *,
         sleep: Callable[[float], None] = time.sleep,
@@ -144,7 +119,6 @@ class TrajectoryFeed:
         self._sleep = sleep
         self._clock = clock
         self._policy_version: int | None = None
-        self._is_policy_told = True
         self._is_registered = False
 
     def connect(self) -> None:
@@ -179,29 +153,13 @@ class TrajectoryFeed:
         self._is_registered = True
 
     def report_policy(self, version: int) -> None:
-        """Tell the service which weights the engine serves now; one that is away is told later.
-
-        Args:
-            version: Optimiser steps behind those weights.
+        """Tell the service that the engine serves the weights of `version` optimizer steps.
 
         Raises:
-            TrajectoryApiError: the service refused.
+            TrajectoryApiError: the service refused, or stayed away.
         """
         self._policy_version = version
-        self._is_policy_told = False
-        self._tell_policy()
-
-    def _tell_policy(self) -> None:
-        if self._is_policy_told or self._policy_version is None:
-            return
-        try:
-            self._client.set_policy_version(self._policy_version)
-        except TrajectoryApiError as error:
-            if not _is_outage(error):
-                raise
-            logger.warning("the service does not know the policy version yet: %s", error)
-        else:
-            self._is_policy_told = True
+        self._client.set_policy_version(version)
 
     def next_batch(self, step: int) -> LeasedBatch:
         """Wait for the next batch and lease it.
@@ -213,12 +171,11 @@ class TrajectoryFeed:
             step: Optimiser steps done, told to a service that has forgotten this run.
 
         Raises:
-            TrajectoryApiError: the service refused, or stayed away for `service_timeout_s`.
+            TrajectoryApiError: the service refused, or stayed away.
         """
         poll_s = _SHORTEST_POLL_S
         next_note_s = self._clock() + _SECONDS_BETWEEN_NOTES
         while True:
-            self._tell_policy()
             asked_at = self._clock()
             batch = self._take(step)
             if batch is not None and batch.groups:
@@ -241,10 +198,10 @@ class TrajectoryFeed:
             steps_done: Optimizer steps done; a service that has counted as many counts no other.
 
         Raises:
-            TrajectoryApiError: the service stayed away for `service_timeout_s`.
+            TrajectoryApiError: the service stayed away.
         """
         try:
-            self._outlasting(lambda: self._client.ack(batch_id, steps_done=steps_done))
+            self._client.ack(batch_id, steps_done=steps_done)
         except TrajectoryApiError as error:
             if error.status not in _LET_GO:
                 raise
@@ -252,10 +209,7 @@ class TrajectoryFeed:
 
     def _why_no_batch(self, step: int) -> str:
         """Say what to look at; older services count refused batches as steps."""
-        try:
-            service_step = int(self._client.status()["current_step"])
-        except TrajectoryApiError:
-            service_step = step
+        service_step = int(self._client.status()["current_step"])
         if service_step <= step:
             return "are environments running?"
         return (
@@ -265,51 +219,15 @@ class TrajectoryFeed:
 
     def _take(self, step: int) -> LeasedBatch | None:
         try:
-            return self._outlasting(
-                lambda: self._client.batch(lease_s=self._config.lease_s, wait_s=_LONG_POLL_S)
-            )
+            return self._client.batch(lease_s=self._config.lease_s, wait_s=_LONG_POLL_S)
         except TrajectoryApiError as error:
-            if not _is_unregistered(error):
+            if not says_unregistered(error):
                 raise
             logger.warning("the service does not know this run; registering again")
             self.register(step)
-            self._is_policy_told = False
+            if self._policy_version is not None:
+                self._client.set_policy_version(self._policy_version)
             return None
-
-    def _outlasting(self, request: Callable[[], Result]) -> Result:
-        retry_s = _SHORTEST_POLL_S
-        gone_since: float | None = None
-        while True:
-            try:
-                return request()
-            except TrajectoryApiError as error:
-                if _is_unregistered(error) or not _is_outage(error):
-                    raise
-                now = self._clock()
-                if gone_since is None:
-                    gone_since = now
-                    logger.warning(
-                        "the service at %s is away, trying again: %s",
-                        without_secrets(self._config.atropos_url),
-                        error,
-                    )
-                if now - gone_since >= self._config.service_timeout_s:
-                    raise TrajectoryApiError(
-                        f"the service at {without_secrets(self._config.atropos_url)} stayed away "
-                        f"for {self._config.service_timeout_s:g} s: {error}",
-                        status=error.status,
-                    ) from error
-                self._sleep(error.retry_after_s or retry_s)
-                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
-
-
-def _is_unregistered(error: TrajectoryApiError) -> bool:
-    # The service answers 200 with status "error"; the client passes its sentence on.
-    return "not registered" in str(error).lower()
-
-
-def _is_outage(error: TrajectoryApiError) -> bool:
-    return error.status is None or error.status in (429, 502, 503, 504)
 
 
 def check_atropos_api(url: str, timeout: float = 30) -> bool:
@@ -361,9 +279,7 @@ class _Record(msgspec.Struct, frozen=True):
 def checkpoint_bytes(model: Any, *, trained_only: bool) -> int:
     """Return about how much a resumable checkpoint takes: weights, and two moments of each trained.
 
-    Args:
-        model: Whose parameters are saved.
-        trained_only: Whether adapters are saved without the model they belong to.
+    `trained_only`: adapters are saved without the model they belong to.
     """
     trained = total = 0
     for parameter in model.parameters():
@@ -384,12 +300,7 @@ def _read_run_id(marker: Path) -> str:
 
 
 class BatchJournal:
-    """Reads and writes the records of one run.
-
-    Args:
-        directory: Where the records are.
-        run_id: Records of other runs that used the same directory are passed over.
-    """
+    """Reads and writes the records of one run; passes over those of others in its directory."""
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self.directory = directory
@@ -408,10 +319,6 @@ class BatchJournal:
     @classmethod
     def open(cls, save_path: str | Path, *, resume: bool) -> BatchJournal:
         """Continue the run whose journal is there, or start a new run and drop what was there.
-
-        Args:
-            save_path: Parent of the journal, where the checkpoints are.
-            resume: Whether to continue.
 
         Raises:
             ConfigError: there is no run to continue, or nothing says which one it is.
@@ -436,7 +343,6 @@ class BatchJournal:
         return cls(directory, run_id)
 
     def path_of(self, step: int) -> Path:
-        """Return where the batch of an optimiser step is kept."""
         return self.directory / f"step_{step}.batch"
 
     def write(self, step: int, batch: LeasedBatch) -> None:
@@ -542,7 +448,7 @@ class DurableFeed:
         self._feed.acknowledge(self._batch_id, steps_done=steps_done)
 
     def next_batch(self, step: int) -> LeasedBatch:
-        """Return the batch of the optimiser step that follows `step` finished ones.
+        """Wait for the batch of the optimiser step that follows `step` finished ones.
 
         It is in the journal when this returns.
         """
@@ -598,30 +504,4 @@ class DurableFeed:
         return self._journal.size_bytes >= self._journal_limit_bytes
 
     def saved(self, step: int) -> None:
-        """Take note that a checkpoint of `step` is on disk."""
         self._journal.forget_through(step)
-
-
-class GroupFeed(Protocol):
-    """Where batches come from."""
-
-    def next_batch(self, step: int) -> LeasedBatch:
-        """Wait for the batch of the optimiser step that follows `step` finished ones."""
-
-    def refuse(self, step: int, batch_id: str | None) -> None:
-        """Reject a batch that cannot be trained; it does not count as a step."""
-
-    def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
-        """Acknowledge a batch that was trained as the last of `steps_done` steps."""
-
-    def report_policy(self, version: int) -> None:
-        """Take note that the engine serves the weights of so many optimiser steps."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint made after training the latest batch has to hold, as JSON."""
-
-    def wants_checkpoint(self) -> bool:
-        """Say whether what is kept for lack of a checkpoint has grown too large."""
-
-    def saved(self, step: int) -> None:
-        """Take note that a checkpoint of so many optimiser steps is on disk."""

@@ -29,21 +29,6 @@ from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.loss import PADDED_TEACHER_ID, PADDED_TEACHER_LOGPROB, BatchTotals
 from example_trainer.rows import Row, RowRules, rows_from_group, unknown_fields
 
-__all__ = [
-    "PAD_MULTIPLE",
-    "Batch",
-    "BatchSummary",
-    "Microbatch",
-    "balanced_bins",
-    "build_batch",
-    "make_microbatch",
-    "make_packed_microbatch",
-    "padded_length",
-    "plan_microbatches",
-    "shift_row",
-    "split_batch",
-]
-
 PAD_MULTIPLE = 64
 _PAD_TOKEN = 0  # never attended to and never trained on, so any valid id will do
 
@@ -92,7 +77,6 @@ class Microbatch:
         return replace(self, ref_logprobs_BT=reference_BT)
 
     def to(self, device: str) -> Microbatch:
-        """Return the same micro-batch on another device."""
         moved = {
             name: value.to(device)
             for name, value in vars(self).items()
@@ -127,12 +111,9 @@ def _without_first(values: Sequence[Any] | None) -> Sequence[Any] | None:
 def make_microbatch(
     rows: Sequence[Row], *, columns: int | None = None, pad_multiple: int = PAD_MULTIPLE
 ) -> Microbatch:
-    """Shift and pad rows into one micro-batch.
+    """Shift and pad at least one row into a micro-batch of `columns` T.
 
-    Args:
-        rows: Unshifted rows, at least one.
-        columns: T; None takes the smallest multiple that holds the longest row.
-        pad_multiple: What T is a multiple of, when `columns` is None.
+    Without `columns` it is the smallest multiple that holds the longest row.
     """
     longest = max(len(row.tokens) for row in rows)
     width = columns or padded_length(longest, multiple=pad_multiple)
@@ -141,11 +122,7 @@ def make_microbatch(
 
 
 def make_packed_microbatch(rows: Sequence[Row]) -> Microbatch:
-    """Shift rows and put them one after another into the one row of a micro-batch.
-
-    Args:
-        rows: Unshifted rows, at least one.
-    """
+    """Shift at least one row and put all one after another into the one row of a micro-batch."""
     shifted = [shift_row(row) for row in rows]
     lengths = [len(row.tokens) for row in shifted]
     if not any(lengths):
@@ -482,13 +459,6 @@ def split_batch(batch: Batch, world_size: int) -> list[Batch]:
     Ranks whose weights are sharded wait for one another in every forward pass, so a rank with
     fewer micro-batches gets ones without a trained token. Counts and summary stay those of the
     whole batch: the shares' losses and gradients add up to its own.
-
-    Args:
-        batch: Of one optimiser step.
-        world_size: Number of ranks.
-
-    Returns:
-        One share per rank.
     """
     if world_size == 1:
         return [batch]

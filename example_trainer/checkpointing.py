@@ -155,20 +155,11 @@ def save_training_state(
     states_by_rank: Sequence[Mapping[str, Any]] | None = None,
     step_metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Write all but the model, without pickling.
+    """Write all but the model to the folder `trainer` of a checkpoint, without pickling.
 
     Optimizer, the random generators of Python, numpy and torch, the step and its metrics, what the
     feed wants to know again. The learning rate needs no state of its own: it is a function of the
-    step.
-
-    Args:
-        directory: Of the checkpoint; the state goes into its folder `trainer`.
-        optimizer: Whose state is written.
-        step: Optimizer steps done.
-        feed_state: See `save_checkpoint`, as for the others.
-        optimizer_state: Of the whole model.
-        states_by_rank: Random states.
-        step_metrics: Of the last step.
+    step. The arguments are those of `save_checkpoint`.
     """
     import numpy as np
     import torch
@@ -305,11 +296,9 @@ def load_step_metrics(directory: Path) -> dict[str, float]:
 
 
 def find_latest_checkpoint(*places: str | Path, run_id: str | None = None) -> Path | None:
-    """Return the resumable `step_<n>` directory with the largest n, or None.
+    """Return the resumable `step_<n>` directory with the largest n in these places, or None.
 
-    Args:
-        places: Directories that hold checkpoints.
-        run_id: Passes over those that name another run; None takes every one.
+    With a `run_id` those that name another run are passed over.
     """
     steps: dict[int, Path] = {}
     for place in places:
@@ -320,12 +309,7 @@ def find_latest_checkpoint(*places: str | Path, run_id: str | None = None) -> Pa
 def find_intact_checkpoint(*places: str | Path, run_id: str | None = None) -> Path | None:
     """Return the newest resumable checkpoint that is whole; log what is wrong with newer ones.
 
-    Args:
-        places: Directories that hold checkpoints.
-        run_id: Passes over those that name another run; None takes every one.
-
-    Returns:
-        None when there is no resumable checkpoint at all.
+    The arguments are those of `find_latest_checkpoint`.
 
     Raises:
         ConfigError: there are some, and each is damaged; the message names the newest.

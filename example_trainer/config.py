@@ -15,18 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from atroposlib.errors import ConfigError
 from atroposlib.utils.model_paths import missing_folder
 from atroposlib.utils.text import near_name
-from example_trainer.loss_choice import (
-    DEFAULT_CLIP,
-    DEFAULT_DUAL_CLIP,
-    AdvantageStd,
-    AlgorithmName,
-    Anchor,
-    CorrectionName,
-    KlEstimator,
-    LossChoice,
-    Reduction,
-    choose_loss,
-)
+from example_trainer.loss_choice import GrpoFields, KlEstimator
 
 __all__ = [
     "BUILT_MODES",
@@ -41,137 +30,6 @@ __all__ = [
     "require_reference",
     "unloadable",
 ]
-
-
-class GrpoFields(BaseModel):
-    """Advantages and the policy loss."""
-
-    algorithm: AlgorithmName = Field(
-        default="dapo",
-        description="Policy loss; it brings the settings below that stand at auto or none.",
-    )
-    policy_coef: float = Field(
-        default=1.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Weight of the policy loss; 0: no reward is used, what is learned comes from "
-        "a teacher or from demonstrations alone.",
-    )
-    clip_eps: float = Field(
-        default=DEFAULT_CLIP, gt=0, le=1, description="Lower clip: ratios below 1 - this."
-    )
-    clip_eps_high: float | None = Field(
-        default=None,
-        gt=0,
-        description="Upper clip: ratios above 1 + this; none: 0.28 for dapo and cispo, else the "
-        "same as clip_eps.",
-    )
-    dual_clip: float = Field(
-        default=DEFAULT_DUAL_CLIP,
-        gt=1,
-        allow_inf_nan=False,
-        description="Bound of the ratio at negative advantages (dual_clip).",
-    )
-    ratio_anchor: Literal["auto", Anchor] = Field(
-        default="auto",
-        description="Denominator of the ratio: the trainer's own logprobs before the step, or the "
-        "inference engine's (then no importance correction). auto: inference for dppo, ipo and "
-        "importance_sampling, else trainer.",
-    )
-    importance_correction: Literal["auto", "none", CorrectionName] = Field(
-        default="auto",
-        description="Weight exp(trainer - inference logprob) against the sampler's mismatch: "
-        "truncated or masked (IcePop) per token, truncated or masked per sequence, or raw with "
-        "sequences masked by their geometric mean. auto: token_truncate (token_mask with a floor) "
-        "under the trainer anchor, none under the inference anchor.",
-    )
-    importance_cap: float | None = Field(
-        default=None,
-        gt=0,
-        description="Upper bound of that weight; none: 2 for truncation, 5 for token_mask, 3 for "
-        "sequence_mask, 1.01 for geometric_mask.",
-    )
-    importance_floor: float | None = Field(
-        default=None,
-        ge=0,
-        description="Lower bound of a mask; none: 0.5 for token_mask, 0 for sequence_mask, 0.99 "
-        "for geometric_mask.",
-    )
-    loss_reduction: Literal["auto", Reduction] = Field(
-        default="auto",
-        description="Mean over all trained tokens of the batch, mean of sequence means, sum over "
-        "sequences x loss_horizon, mean of sequence sums, or plain sum. auto: the algorithm's.",
-    )
-    loss_horizon: int | None = Field(
-        default=None, ge=1, description="Tokens dr_grpo divides each sequence by; none: seq_len."
-    )
-    advantage_std: Literal["auto", AdvantageStd] = Field(
-        default="auto",
-        description="Deviation a group's centred scores are divided by. auto: none for dr_grpo, "
-        "dppo, ipo and importance_sampling, else population.",
-    )
-    advantage_eps: float = Field(
-        default=1e-8, ge=0, allow_inf_nan=False, description="Added to that deviation."
-    )
-    overlong_max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="DAPO's overlong shaping: completions of this many trained tokens or more "
-        "lose 1 of their score, before advantages; none: off.",
-    )
-    overlong_buffer_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="The penalty grows linearly over the last so many tokens before that.",
-    )
-    truncated_completions: Literal["train", "mask"] = Field(
-        default="train",
-        description="What to do with a trajectory that seq_len cuts or whose last completion the "
-        "engine cut (finish_reasons of the group, else a completion of "
-        "generation_params.max_tokens tokens): train on it, or mask it (overlong filtering).",
-    )
-    logprobs_mode: Literal["auto", "raw", "processed"] = Field(
-        default="auto",
-        description="Whether the engine's logprobs are after temperature scaling (processed) or "
-        "before (raw). The trainer's logits are divided by the temperature in either case; raw "
-        "logprobs are moved by what that changes. auto: processed for an engine launched here, "
-        "else what the engine says, else raw.",
-    )
-    unsupported_fields: Literal["refuse", "ignore"] = Field(
-        default="refuse",
-        description="What to do with a group field or override the loss cannot honour.",
-    )
-    on_bad_group: Literal["skip", "stop"] = Field(
-        default="skip",
-        description="What to do with a group that is malformed or refused: skip leaves it out of "
-        "its batch, counts it (train/bad_groups) and goes on; stop ends the run with the reason.",
-    )
-    allow_tokenized_from_text: bool = Field(
-        default=False,
-        description="Train the policy loss on groups whose tokens were made from the text of a "
-        "server without token ids; they have no logprobs and may not be what the model sampled.",
-    )
-
-    @property
-    def loss_choice(self) -> LossChoice:
-        """The policy loss with nothing left to auto.
-
-        Raises:
-            ConfigError: two settings contradict each other.
-        """
-        return choose_loss(
-            self.algorithm,
-            anchor=self.ratio_anchor,
-            reduction=self.loss_reduction,
-            advantage_std=self.advantage_std,
-            clip_low=self.clip_eps,
-            clip_high=self.clip_eps_high,
-            correction=self.importance_correction,
-            cap=self.importance_cap,
-            floor=self.importance_floor,
-            dual_clip=self.dual_clip,
-            horizon=self.loss_horizon,
-        )
 
 
 class ExtraLossFields(BaseModel):
@@ -362,9 +220,7 @@ class TrainingFields(BaseModel):
         default=2048, ge=2, description="Longest trained sequence in tokens; cut there."
     )
     gradient_accumulation_steps: int = Field(
-        default=32,
-        ge=1,
-        description="Times batch_size: the sequences of an optimiser step.",
+        default=32, ge=1, description="Times batch_size: the sequences of an optimiser step."
     )
     pad_multiple: int = Field(
         default=64,
@@ -656,12 +512,9 @@ class TrainingConfig(
 
 
 def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigError:
-    """Return the error of a model that cannot be loaded, in one line.
+    """Return the error of a model, or a `part` of it, that cannot be loaded, in one line.
 
-    Args:
-        name: of the model.
-        error: What loading it raised; libraries write paragraphs, the first line says most.
-        part: What cannot be loaded.
+    Libraries write paragraphs; the first line says most.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     reason = lines[0].rstrip(" .:").removesuffix(" from one of")
@@ -674,11 +527,7 @@ def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigErr
 def require_model_folder(name: str) -> None:
     """Reject a path without a folder before slow imports start.
 
-    Args:
-        name: of a model; names on the hub are checked when the model is loaded.
-
-    Raises:
-        ConfigError: the folder does not exist.
+    Names on the hub are checked when the model is loaded.
     """
     reason = missing_folder(name)
     if reason is not None:

@@ -7,24 +7,13 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
 from atroposlib.errors import ConfigError, InferenceError
 from atroposlib.utils.text import hide_secrets_of_requests, inert_block, without_secrets
 from example_trainer.config import TrainingConfig
-
-__all__ = [
-    "Control",
-    "EngineConnection",
-    "EngineControl",
-    "EngineFleet",
-    "NoInPlaceUpdatesError",
-    "SglangControl",
-    "control_of",
-    "engine_addresses",
-]
 
 _MAX_QUOTED_CHARS = 500
 
@@ -49,16 +38,10 @@ class EngineConnection:
         return without_secrets(self.base_url)
 
     def close(self) -> None:
-        """Close the connection; the engine runs on."""
         self._http.close()
 
     def send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Return the engine's answer, whatever its status.
-
-        Args:
-            method: Of the request.
-            path: From the first slash.
-            **options: Of `httpx.Client.request`, e.g. `json` and `params`.
+        """Return the engine's answer, whatever its status; options as for `httpx.Client.request`.
 
         Raises:
             InferenceError: There is none.
@@ -90,20 +73,8 @@ class NoInPlaceUpdatesError(ConfigError):
     """The engine cannot reload its weights while it runs."""
 
 
-class EngineControl:
-    """Speaks to the development routes of one vLLM server; fulfils `engine_fleet.Control`.
-
-    Args:
-        base_url: Address without `/v1`.
-        timeout_s: Seconds one request may take; a large model reloads for minutes.
-    """
-
-    def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
-        self._engine = EngineConnection(base_url, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Close the connection; the engine runs on."""
-        self._engine.close()
+class EngineControl(EngineConnection):
+    """Updates the weights of one vLLM server by its development routes."""
 
     def require_in_place_updates(self) -> None:
         """Check that the engine can reload its weights while it runs.
@@ -112,10 +83,10 @@ class EngineControl:
             NoInPlaceUpdatesError: it does not offer that; names what to do.
         """
         # Without a method the route refuses with 400 and changes nothing; 404 means no route.
-        status = self._engine.send("POST", "/collective_rpc", json={}).status_code
+        status = self.send("POST", "/collective_rpc", json={}).status_code
         if status != 400:
             raise NoInPlaceUpdatesError(
-                f"the engine at {self._engine.shown_url} offers no in-place weight updates (POST "
+                f"the engine at {self.shown_url} offers no in-place weight updates (POST "
                 f"/collective_rpc answered {status}); start vLLM with VLLM_SERVER_DEV_MODE=1 in "
                 "its environment, or stop it and let the trainer launch its own "
                 "(--weight-bridge-mode auto, or none to restart it for each update)"
@@ -143,7 +114,7 @@ class EngineControl:
         return told is not False
 
     def _settings(self) -> dict[str, Any]:
-        answer = self._engine.send("GET", "/server_info", params={"config_format": "json"})
+        answer = self.send("GET", "/server_info", params={"config_format": "json"})
         try:
             return dict(answer.json()["vllm_config"]) if answer.status_code == 200 else {}
         except (KeyError, TypeError, ValueError):
@@ -167,7 +138,7 @@ class EngineControl:
         if pause_mode == "none":
             self._reload(directory)
             return
-        self._engine.post("/pause", params={"mode": pause_mode})
+        self.post("/pause", params={"mode": pause_mode})
         try:
             self._reload(directory)
         finally:
@@ -175,52 +146,34 @@ class EngineControl:
 
     def _reload(self, directory: Path) -> None:
         request = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
-        self._engine.post("/collective_rpc", json=request)
-        reset = self._engine.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        self.post("/collective_rpc", json=request)
+        reset = self.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if reset.content and reset.json().get("success") is False:
             raise InferenceError(
-                f"the engine at {self._engine.shown_url} kept its prefix cache after the weights "
+                f"the engine at {self.shown_url} kept its prefix cache after the weights "
                 "changed; use --sync-pause-mode wait"
             )
 
     def _resume(self) -> None:
         try:
-            self._engine.post("/resume")
+            self.post("/resume")
         except InferenceError:
-            logger.exception(
-                "the engine may still be paused: POST %s/resume", self._engine.shown_url
-            )
+            logger.exception("the engine may still be paused: POST %s/resume", self.shown_url)
             raise
 
 
 _PAUSE_MODES = {"keep": "retract", "abort": "abort", "none": "in_place"}
 
 
-class SglangControl:
-    """Speaks to one SGLang server; fulfils `engine_fleet.Control`.
-
-    Args:
-        base_url: Address without `/v1`.
-        timeout_s: Seconds one request may take; a large model reloads for minutes.
-    """
-
-    def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
-        self._engine = EngineConnection(base_url, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Close the connection; the engine runs on."""
-        self._engine.close()
+class SglangControl(EngineConnection):
+    """Updates the weights of one SGLang server."""
 
     def require_in_place_updates(self) -> None:
-        """Check that an SGLang answers there.
-
-        Raises:
-            ConfigError: something else does.
-        """
-        status = self._engine.send("GET", "/model_info").status_code
+        """Raise `ConfigError` unless an SGLang answers there."""
+        status = self.send("GET", "/model_info").status_code
         if status != 200:
             raise ConfigError(
-                f"the engine at {self._engine.shown_url} is not SGLang (GET /model_info answered "
+                f"the engine at {self.shown_url} is not SGLang (GET /model_info answered "
                 f"{status}); for a vLLM use --engine vllm"
             )
 
@@ -233,30 +186,23 @@ class SglangControl:
         return False
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
-        """Load the weights in `directory` into the running engine.
+        """Load the weights in `directory` into the running engine; see `EngineControl`.
 
-        Args:
-            directory: A Hugging Face model directory the engine's host can read.
-            pause_mode: What happens to running requests. `keep`: taken back to the queue, their
-                caches computed again; `none`: frozen for the moment of the update, caches kept;
-                `abort`: ended; `wait`: waited for.
-            version: Optimiser steps behind the weights; the engine names it in its answers.
-
-        Raises:
-            InferenceError: a request failed; the engine is told to continue in any case.
+        `pause_mode` `keep`: requests go back to the queue, their caches are computed again; `none`:
+        they are frozen for the moment of the update and keep their caches.
         """
         mode = _PAUSE_MODES.get(pause_mode)
         if mode is None:
             self._update(directory, version, drops_caches=True)
             return
-        self._engine.post("/pause_generation", json={"mode": mode})
+        self.post("/pause_generation", json={"mode": mode})
         try:
             self._update(directory, version, drops_caches=mode != "in_place")
         finally:
-            self._engine.post("/continue_generation", json={})
+            self.post("/continue_generation", json={})
 
     def _update(self, directory: Path, version: int, *, drops_caches: bool) -> None:
-        answer = self._engine.post(
+        answer = self.post(
             "/update_weights_from_disk",
             json={
                 "model_path": str(directory.resolve()),
@@ -266,62 +212,35 @@ class SglangControl:
         )
         if answer.json().get("success") is False:
             raise InferenceError(
-                f"the engine at {self._engine.shown_url} did not take the weights: "
+                f"the engine at {self.shown_url} did not take the weights: "
                 f"{str(answer.json().get('message'))[:500]}"
             )
-
-
-class Control(Protocol):
-    """What an in-place update needs of an engine."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-    def require_in_place_updates(self) -> None:
-        """Raise where the engine cannot reload its weights."""
-
-    def returns_processed_logprobs(self) -> bool:
-        """Say whether logprobs come after temperature and top-p."""
-
-    def keeps_stale_output_layer(self) -> bool:
-        """Say whether a reload would miss a tied output layer."""
-
-    def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
-        """Load the weights in a directory."""
 
 
 class EngineFleet:
     """Has the methods of one control; all engines take the same weights, at the same time."""
 
-    def __init__(self, controls: Sequence[Control]) -> None:
+    def __init__(self, controls: Sequence[EngineControl | SglangControl]) -> None:
         self._controls = controls
 
     def close(self) -> None:
-        """Close the connections."""
         for control in self._controls:
             control.close()
 
     def require_in_place_updates(self) -> None:
-        """Raise where one of the engines cannot reload its weights."""
         for control in self._controls:
             control.require_in_place_updates()
 
     def returns_processed_logprobs(self) -> bool:
-        """Say whether the logprobs of all come after temperature and top-p."""
         return all(control.returns_processed_logprobs() for control in self._controls)
 
     def keeps_stale_output_layer(self) -> bool:
-        """Say whether one of them would miss a tied output layer."""
         return any(control.keeps_stale_output_layer() for control in self._controls)
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
-        """Load the weights in every engine; returns when the last one has them.
+        """Load the weights in every engine; one that fails lets the others finish."""
 
-        Raises:
-            InferenceError: one of them failed; the others are let finish.
-        """
-
-        def reload(control: Control) -> None:
+        def reload(control: EngineControl | SglangControl) -> None:
             control.reload_weights(directory, pause_mode=pause_mode, version=version)
 
         with ThreadPoolExecutor(len(self._controls)) as pool:
@@ -336,7 +255,7 @@ def engine_addresses(config: TrainingConfig) -> list[str]:
     return [f"http://{config.vllm_connect_host}:{config.vllm_port}"]
 
 
-def control_of(config: TrainingConfig) -> Control:
+def control_of(config: TrainingConfig) -> EngineControl | SglangControl | EngineFleet:
     """Return what updates the engines the config names."""
     kind = SglangControl if config.engine == "sglang" else EngineControl
     controls = [kind(address) for address in engine_addresses(config)]

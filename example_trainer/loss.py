@@ -31,15 +31,7 @@ import torch
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.config import TrainingConfig
-from example_trainer.logprobs import (
-    LOG_RATIO_LIMIT,
-    log_ratio_BT,
-    token_logprobs_BT,
-    topk_logprobs_BTK,
-)
 from example_trainer.loss_choice import (
-    ALGORITHMS,
-    CORRECTIONS,
     AlgorithmName,
     Anchor,
     CorrectionName,
@@ -48,51 +40,13 @@ from example_trainer.loss_choice import (
     refuse_double_count,
 )
 
-__all__ = [
-    "ALGORITHMS",
-    "CORRECTIONS",
-    "CORRECTION_CLASSES",
-    "PADDED_TEACHER_ID",
-    "PADDED_TEACHER_LOGPROB",
-    "POLICY_LOSSES",
-    "BatchTotals",
-    "Cispo",
-    "Correction",
-    "Dapo",
-    "Distillation",
-    "Dppo",
-    "DrGrpo",
-    "DualClip",
-    "GeometricMask",
-    "Grpo",
-    "Gspo",
-    "ImportanceSampling",
-    "Ipo",
-    "KlPenalty",
-    "LossInputs",
-    "LossTerms",
-    "Mismatch",
-    "PolicyInputs",
-    "PolicyLoss",
-    "PolicyTerms",
-    "SequenceMask",
-    "SequenceTruncation",
-    "SupervisedLoss",
-    "TeacherTokens",
-    "TokenMask",
-    "TokenTruncation",
-    "TrainingLoss",
-    "Weights",
-    "clipped_surrogate_BT",
-    "kl_BT",
-    "log_ratio_BT",
-    "make_loss",
-    "masked_reduce",
-    "sequence_means_BT",
-    "sequence_sums_BT",
-    "token_logprobs_BT",
-    "topk_logprobs_BTK",
-]
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios are clamped to +-this before exp: e^20 is beyond any cap and still finite."""
+
+
+def log_ratio_BT(new_BT: torch.Tensor, old_BT: torch.Tensor) -> torch.Tensor:
+    """Return `new - old`, clamped so that its exponential stays finite."""
+    return (new_BT - old_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 class BatchTotals(NamedTuple):
@@ -205,8 +159,7 @@ class PolicyTerms(NamedTuple):
 class PolicyLoss(Protocol):
     """One algorithm: the loss of every token of a micro-batch."""
 
-    def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
-        """Compute the per-token losses."""
+    def __call__(self, inputs: PolicyInputs) -> PolicyTerms: ...
 
 
 class Weights(NamedTuple):
@@ -243,8 +196,7 @@ class Mismatch:
 class Correction(Protocol):
     """A weight against the difference between sampler and trainer."""
 
-    def __call__(self, mismatch: Mismatch) -> Weights:
-        """Turn the mismatch into weights."""
+    def __call__(self, mismatch: Mismatch) -> Weights: ...
 
 
 def clipped_surrogate_BT(
@@ -271,6 +223,15 @@ def bound_by_clip_BT(
     return above_BT | below_BT
 
 
+def _clipped_terms(
+    ratio_BT: torch.Tensor, inputs: PolicyInputs, clip_low: float, clip_high: float
+) -> PolicyTerms:
+    bounds = {"clip_low": clip_low, "clip_high": clip_high}
+    loss_BT = clipped_surrogate_BT(ratio_BT, inputs.advantages_BT, **bounds)
+    bound_BT = bound_by_clip_BT(ratio_BT.detach(), inputs.advantages_BT, **bounds)
+    return PolicyTerms(loss_BT, ratio_BT.detach(), bound_BT)
+
+
 @dataclass(frozen=True)
 class Grpo:
     """Group relative policy optimisation.
@@ -287,12 +248,7 @@ class Grpo:
     clip_high: float = 0.2
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
-        """Compute the per-token losses."""
-        ratio_BT = inputs.ratio_BT
-        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        loss_BT = clipped_surrogate_BT(ratio_BT, inputs.advantages_BT, **bounds)
-        bound_BT = bound_by_clip_BT(ratio_BT.detach(), inputs.advantages_BT, **bounds)
-        return PolicyTerms(loss_BT, ratio_BT.detach(), bound_BT)
+        return _clipped_terms(inputs.ratio_BT, inputs, self.clip_low, self.clip_high)
 
 
 @dataclass(frozen=True)
@@ -337,7 +293,6 @@ class DualClip(Grpo):
     dual_clip: float = 3.0
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
-        """Compute the per-token losses."""
         terms = super().__call__(inputs)
         is_negative_BT = inputs.advantages_BT < 0
         ceiling_BT = -inputs.advantages_BT * self.dual_clip
@@ -364,7 +319,6 @@ class Cispo:
     clip_high: float = 0.28
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
-        """Compute the per-token losses."""
         ratio_BT = inputs.ratio_BT.detach()
         low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
         loss_BT = -ratio_BT.clamp(low, high) * inputs.advantages_BT * inputs.logprobs_BT
@@ -388,15 +342,11 @@ class Gspo:
     clip_high: float = 0.2
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
-        """Compute the per-token losses."""
         difference_BT = (inputs.logprobs_BT - inputs.anchor_BT).detach()
         mean_BT = sequence_means_BT(difference_BT, inputs.mask_BT, inputs.sequence_ids_BT)
         log_ratio_BT = mean_BT + inputs.logprobs_BT - inputs.logprobs_BT.detach()
         ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        loss_BT = clipped_surrogate_BT(ratio_BT, inputs.advantages_BT, **bounds)
-        bound_BT = bound_by_clip_BT(ratio_BT.detach(), inputs.advantages_BT, **bounds)
-        return PolicyTerms(loss_BT, ratio_BT.detach(), bound_BT)
+        return _clipped_terms(ratio_BT, inputs, self.clip_low, self.clip_high)
 
 
 @dataclass(frozen=True)
@@ -416,7 +366,6 @@ class Dppo:
     pull: float = 1e-3
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
-        """Compute the per-token losses."""
         log_BT = log_ratio_BT(inputs.logprobs_BT, inputs.anchor_BT)
         dropped_BT = self.drops_BT(
             (inputs.logprobs_BT.exp() - inputs.anchor_BT.exp()).detach(), inputs.advantages_BT
@@ -425,7 +374,6 @@ class Dppo:
         return PolicyTerms(policy_BT + self.pull * log_BT**2, log_BT.exp().detach(), dropped_BT)
 
     def drops_BT(self, shift_BT: torch.Tensor, advantages_BT: torch.Tensor) -> torch.Tensor:
-        """Return where the probability moved too far in the direction A asks for."""
         up_BT = (shift_BT > self.max_shift) & (advantages_BT > 0)
         return up_BT | ((shift_BT < -self.max_shift) & (advantages_BT <= 0))
 
@@ -443,7 +391,6 @@ class Ipo(Dppo):
     max_shift: float = 0.1
 
     def drops_BT(self, shift_BT: torch.Tensor, advantages_BT: torch.Tensor) -> torch.Tensor:
-        """Return where the probability moved too far in either direction."""
         return shift_BT.abs() > self.max_shift
 
 
@@ -458,12 +405,9 @@ class ImportanceSampling:
     """
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
-        """Compute the per-token losses."""
         ratio_BT = inputs.ratio_BT
         return PolicyTerms(
-            -inputs.advantages_BT * ratio_BT,
-            ratio_BT.detach(),
-            torch.zeros_like(inputs.mask_BT),
+            -inputs.advantages_BT * ratio_BT, ratio_BT.detach(), torch.zeros_like(inputs.mask_BT)
         )
 
 
@@ -481,7 +425,6 @@ class TokenTruncation:
     cap: float = 2.0
 
     def __call__(self, mismatch: Mismatch) -> Weights:
-        """Turn the mismatch into weights."""
         weight_BT = _bounded_exp(mismatch.log_weight_BT)
         return Weights(weight_BT.clamp(max=self.cap), weight_BT > self.cap)
 
@@ -501,7 +444,6 @@ class TokenMask:
     floor: float = 0.5
 
     def __call__(self, mismatch: Mismatch) -> Weights:
-        """Turn the mismatch into weights."""
         weight_BT = _bounded_exp(mismatch.log_weight_BT)
         cut_BT = (weight_BT < self.floor) | (weight_BT > self.cap)
         return Weights(torch.where(cut_BT, 0.0, weight_BT), cut_BT)
@@ -521,7 +463,6 @@ class SequenceTruncation:
     cap: float = 2.0
 
     def __call__(self, mismatch: Mismatch) -> Weights:
-        """Turn the mismatch into weights."""
         weight_BT = _bounded_exp(mismatch.sequence_sums_BT)
         return Weights(weight_BT.clamp(max=self.cap), weight_BT > self.cap)
 
@@ -541,7 +482,6 @@ class SequenceMask:
     floor: float = 0.0
 
     def __call__(self, mismatch: Mismatch) -> Weights:
-        """Turn the mismatch into weights."""
         weight_BT = _bounded_exp(mismatch.sequence_sums_BT)
         cut_BT = (weight_BT < self.floor) | (weight_BT > self.cap)
         return Weights(torch.where(cut_BT, 0.0, weight_BT), cut_BT)
@@ -562,7 +502,6 @@ class GeometricMask:
     floor: float = 0.99
 
     def __call__(self, mismatch: Mismatch) -> Weights:
-        """Turn the mismatch into weights."""
         mean_BT = _bounded_exp(mismatch.sequence_means_BT)
         cut_BT = (mean_BT < self.floor) | (mean_BT > self.cap)
         return Weights(torch.where(cut_BT, 0.0, _bounded_exp(mismatch.log_weight_BT)), cut_BT)
@@ -679,7 +618,6 @@ class TeacherTokens(NamedTuple):
 
     @property
     def valid_BTK(self) -> torch.Tensor:
-        """(B, T, K) bool, what is not padding."""
         return self.ids_BTK != PADDED_TEACHER_ID
 
 
@@ -735,7 +673,6 @@ class Distillation:
         return torch.where(valid_BTK, terms_BTK, 0.0).sum(dim=-1)
 
     def _teacher_BTK(self, teacher: TeacherTokens) -> torch.Tensor:
-        """Return (B, T, K) log p."""
         dtype = teacher.student_logprobs_BTK.dtype
         scaled_BTK = teacher.teacher_logprobs_BTK.to(dtype) / self.temperature
         return _normalised(scaled_BTK, teacher.valid_BTK)

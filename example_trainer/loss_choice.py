@@ -1,4 +1,4 @@
-"""Names of the policy losses and corrections, their defaults, and how the settings choose one.
+"""The settings of advantages and policy losses: names, defaults, and the loss they choose.
 
 Importing this module does not import torch: the command line reads it. The classes are in
 `example_trainer.loss`, in `POLICY_LOSSES` and `CORRECTION_CLASSES` under the same names.
@@ -9,37 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import BaseModel, Field
+
 from atroposlib.errors import ConfigError
 
-__all__ = [
-    "ALGORITHMS",
-    "CORRECTIONS",
-    "DEFAULT_CLIP",
-    "DEFAULT_DUAL_CLIP",
-    "AdvantageStd",
-    "Algorithm",
-    "AlgorithmName",
-    "Anchor",
-    "CorrectionChoice",
-    "CorrectionName",
-    "CorrectionRow",
-    "KlEstimator",
-    "LossChoice",
-    "Reduction",
-    "choose_loss",
-    "refuse_double_count",
-]
-
 AlgorithmName = Literal[
-    "dapo",
-    "grpo",
-    "dr_grpo",
-    "dual_clip",
-    "gspo",
-    "cispo",
-    "dppo",
-    "ipo",
-    "importance_sampling",
+    "dapo", "grpo", "dr_grpo", "dual_clip", "gspo", "cispo", "dppo", "ipo", "importance_sampling"
 ]
 Anchor = Literal["trainer", "inference"]
 Reduction = Literal["token_mean", "sequence_mean", "dr_grpo", "sequence_sum", "sum"]
@@ -82,16 +57,10 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
     "gspo": Algorithm("arXiv:2507.18071", reduction="sequence_mean"),
     "cispo": Algorithm("arXiv:2506.13585", clip_high=0.28),
     "dppo": Algorithm(
-        "prime-rl, default loss",
-        advantage_std="none",
-        anchors=("inference",),
-        takes_clip=False,
+        "prime-rl, default loss", advantage_std="none", anchors=("inference",), takes_clip=False
     ),
     "ipo": Algorithm(
-        "prime-rl, ipo loss",
-        advantage_std="none",
-        anchors=("inference",),
-        takes_clip=False,
+        "prime-rl, ipo loss", advantage_std="none", anchors=("inference",), takes_clip=False
     ),
     "importance_sampling": Algorithm(
         "Tinker, importance_sampling",
@@ -137,79 +106,7 @@ class LossChoice:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The registry row."""
         return ALGORITHMS[self.name]
-
-
-def choose_loss(
-    name: AlgorithmName = "dapo",
-    *,
-    anchor: Literal["auto", Anchor] = "auto",
-    reduction: Literal["auto", Reduction] = "auto",
-    advantage_std: Literal["auto", AdvantageStd] = "auto",
-    clip_low: float = DEFAULT_CLIP,
-    clip_high: float | None = None,
-    correction: Literal["auto", "none", CorrectionName] = "auto",
-    cap: float | None = None,
-    floor: float | None = None,
-    dual_clip: float = DEFAULT_DUAL_CLIP,
-    horizon: int | None = None,
-) -> LossChoice:
-    """Fill in what the algorithm brings.
-
-    Args:
-        name: The algorithm.
-        anchor: Denominator of the ratio; auto: the algorithm's own.
-        reduction: Denominator of the loss; auto: the algorithm's own.
-        advantage_std: Deviation that divides a group's scores; auto: the algorithm's own.
-        clip_low: Ratios below 1 - this are clipped.
-        clip_high: Ratios above 1 + this are clipped; None: the algorithm's own.
-        correction: Weight against the sampler's mismatch; auto: truncated per token under the
-            trainer anchor (masked when a floor is given), none under the inference anchor.
-        cap: Upper bound of the correction; None: the correction's own.
-        floor: Lower bound of the correction; None: the correction's own.
-        dual_clip: Bound of `dual_clip`, the algorithm.
-        horizon: Tokens that `dr_grpo`, the reduction, divides by; None: not given.
-
-    Raises:
-        ConfigError: two settings contradict each other, or one has nothing to act on.
-    """
-    row = ALGORITHMS[name]
-    real_anchor = row.anchors[0] if anchor == "auto" else anchor
-    if real_anchor not in row.anchors:
-        raise ConfigError(
-            f"ratio_anchor={real_anchor}: {name} is defined on the ratio to the "
-            f"{row.anchors[0]} logprobs; leave ratio_anchor at auto"
-        )
-    refuse_double_count(
-        real_anchor, is_corrected=correction not in ("auto", "none") or cap is not None
-    )
-    real_reduction = row.reduction if reduction == "auto" else reduction
-    if not row.takes_clip and (clip_low != DEFAULT_CLIP or clip_high is not None):
-        raise ConfigError(f"clip_eps and clip_eps_high: {name} has no clip; leave them out")
-    _refuse_idle(name, real_reduction, dual_clip=dual_clip, horizon=horizon)
-    if clip_high is None:
-        clip_high = clip_low if row.clip_high is None else row.clip_high
-    return LossChoice(
-        name=name,
-        anchor=real_anchor,
-        reduction=real_reduction,
-        advantage_std=row.advantage_std if advantage_std == "auto" else advantage_std,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        correction=_choose_correction(correction, real_anchor, cap=cap, floor=floor),
-    )
-
-
-def _refuse_idle(
-    name: AlgorithmName, reduction: Reduction, *, dual_clip: float, horizon: int | None
-) -> None:
-    if name != "dual_clip" and dual_clip != DEFAULT_DUAL_CLIP:
-        raise ConfigError(f"dual_clip={dual_clip}: needs algorithm=dual_clip, this is {name}")
-    if horizon is not None and reduction != "dr_grpo":
-        raise ConfigError(
-            f"loss_horizon={horizon}: needs loss_reduction=dr_grpo, this is {reduction}"
-        )
 
 
 def refuse_double_count(anchor: Anchor, *, is_corrected: bool) -> None:
@@ -226,30 +123,175 @@ def refuse_double_count(anchor: Anchor, *, is_corrected: bool) -> None:
         )
 
 
-def _choose_correction(
-    name: Literal["auto", "none", CorrectionName],
-    anchor: Anchor,
-    *,
-    cap: float | None,
-    floor: float | None,
-) -> CorrectionChoice | None:
-    if name == "none" or (name == "auto" and anchor == "inference"):
-        if cap is not None or floor is not None:
+class GrpoFields(BaseModel):
+    """Advantages and the policy loss."""
+
+    algorithm: AlgorithmName = Field(
+        default="dapo",
+        description="Policy loss; it brings the settings below that stand at auto or none.",
+    )
+    policy_coef: float = Field(
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the policy loss; 0: no reward is used, what is learned comes from "
+        "a teacher or from demonstrations alone.",
+    )
+    clip_eps: float = Field(
+        default=DEFAULT_CLIP, gt=0, le=1, description="Lower clip: ratios below 1 - this."
+    )
+    clip_eps_high: float | None = Field(
+        default=None,
+        gt=0,
+        description="Upper clip: ratios above 1 + this; none: 0.28 for dapo and cispo, else the "
+        "same as clip_eps.",
+    )
+    dual_clip: float = Field(
+        default=DEFAULT_DUAL_CLIP,
+        gt=1,
+        allow_inf_nan=False,
+        description="Bound of the ratio at negative advantages (dual_clip).",
+    )
+    ratio_anchor: Literal["auto", Anchor] = Field(
+        default="auto",
+        description="Denominator of the ratio: the trainer's own logprobs before the step, or the "
+        "inference engine's (then no importance correction). auto: inference for dppo, ipo and "
+        "importance_sampling, else trainer.",
+    )
+    importance_correction: Literal["auto", "none", CorrectionName] = Field(
+        default="auto",
+        description="Weight exp(trainer - inference logprob) against the sampler's mismatch: "
+        "truncated or masked (IcePop) per token, truncated or masked per sequence, or raw with "
+        "sequences masked by their geometric mean. auto: token_truncate (token_mask with a floor) "
+        "under the trainer anchor, none under the inference anchor.",
+    )
+    importance_cap: float | None = Field(
+        default=None,
+        gt=0,
+        description="Upper bound of that weight; none: 2 for truncation, 5 for token_mask, 3 for "
+        "sequence_mask, 1.01 for geometric_mask.",
+    )
+    importance_floor: float | None = Field(
+        default=None,
+        ge=0,
+        description="Lower bound of a mask; none: 0.5 for token_mask, 0 for sequence_mask, 0.99 "
+        "for geometric_mask.",
+    )
+    loss_reduction: Literal["auto", Reduction] = Field(
+        default="auto",
+        description="Mean over all trained tokens of the batch, mean of sequence means, sum over "
+        "sequences x loss_horizon, mean of sequence sums, or plain sum. auto: the algorithm's.",
+    )
+    loss_horizon: int | None = Field(
+        default=None, ge=1, description="Tokens dr_grpo divides each sequence by; none: seq_len."
+    )
+    advantage_std: Literal["auto", AdvantageStd] = Field(
+        default="auto",
+        description="Deviation a group's centred scores are divided by. auto: none for dr_grpo, "
+        "dppo, ipo and importance_sampling, else population.",
+    )
+    advantage_eps: float = Field(
+        default=1e-8, ge=0, allow_inf_nan=False, description="Added to that deviation."
+    )
+    overlong_max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="DAPO's overlong shaping: completions of this many trained tokens or more "
+        "lose 1 of their score, before advantages; none: off.",
+    )
+    overlong_buffer_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="The penalty grows linearly over the last so many tokens before that.",
+    )
+    truncated_completions: Literal["train", "mask"] = Field(
+        default="train",
+        description="What to do with a trajectory that seq_len cuts or whose last completion the "
+        "engine cut (finish_reasons of the group, else a completion of "
+        "generation_params.max_tokens tokens): train on it, or mask it (overlong filtering).",
+    )
+    logprobs_mode: Literal["auto", "raw", "processed"] = Field(
+        default="auto",
+        description="Whether the engine's logprobs are after temperature scaling (processed) or "
+        "before (raw). The trainer's logits are divided by the temperature in either case; raw "
+        "logprobs are moved by what that changes. auto: processed for an engine launched here, "
+        "else what the engine says, else raw.",
+    )
+    unsupported_fields: Literal["refuse", "ignore"] = Field(
+        default="refuse",
+        description="What to do with a group field or override the loss cannot honour.",
+    )
+    on_bad_group: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="What to do with a group that is malformed or refused: skip leaves it out of "
+        "its batch, counts it (train/bad_groups) and goes on; stop ends the run with the reason.",
+    )
+    allow_tokenized_from_text: bool = Field(
+        default=False,
+        description="Train the policy loss on groups whose tokens were made from the text of a "
+        "server without token ids; they have no logprobs and may not be what the model sampled.",
+    )
+
+    @property
+    def loss_choice(self) -> LossChoice:
+        """The policy loss with nothing left to auto.
+
+        Raises:
+            ConfigError: two settings contradict each other, or one has nothing to act on.
+        """
+        row, name = ALGORITHMS[self.algorithm], self.algorithm
+        anchor = row.anchors[0] if self.ratio_anchor == "auto" else self.ratio_anchor
+        if anchor not in row.anchors:
             raise ConfigError(
-                "importance_cap and importance_floor bound a correction and there is none; "
-                "leave them out, or set importance_correction"
+                f"ratio_anchor={anchor}: {name} is defined on the ratio to the "
+                f"{row.anchors[0]} logprobs; leave ratio_anchor at auto"
             )
-        return None
-    if name == "auto":
-        name = "token_truncate" if floor is None else "token_mask"
-    row = CORRECTIONS[name]
-    if row.floor is None and floor is not None:
-        raise ConfigError(
-            f"importance_floor={floor}: {name} has no lower bound; use token_mask, "
-            "sequence_mask or geometric_mask"
+        is_corrected = self.importance_correction not in ("auto", "none")
+        refuse_double_count(anchor, is_corrected=is_corrected or self.importance_cap is not None)
+        reduction = row.reduction if self.loss_reduction == "auto" else self.loss_reduction
+        clip_high = self.clip_eps_high
+        if not row.takes_clip and (self.clip_eps != DEFAULT_CLIP or clip_high is not None):
+            raise ConfigError(f"clip_eps and clip_eps_high: {name} has no clip; leave them out")
+        if name != "dual_clip" and self.dual_clip != DEFAULT_DUAL_CLIP:
+            raise ConfigError(
+                f"dual_clip={self.dual_clip}: needs algorithm=dual_clip, this is {name}"
+            )
+        if self.loss_horizon is not None and reduction != "dr_grpo":
+            raise ConfigError(
+                f"loss_horizon={self.loss_horizon}: needs loss_reduction=dr_grpo, "
+                f"this is {reduction}"
+            )
+        if clip_high is None:
+            clip_high = self.clip_eps if row.clip_high is None else row.clip_high
+        return LossChoice(
+            name=name,
+            anchor=anchor,
+            reduction=reduction,
+            advantage_std=row.advantage_std if self.advantage_std == "auto" else self.advantage_std,
+            clip_low=self.clip_eps,
+            clip_high=clip_high,
+            correction=self._correction(anchor),
         )
-    cap = row.cap if cap is None else cap
-    floor = row.floor if floor is None else floor
-    if floor is not None and floor >= cap:
-        raise ConfigError(f"importance_floor={floor} must be below importance_cap={cap}")
-    return CorrectionChoice(name, cap, floor)
+
+    def _correction(self, anchor: Anchor) -> CorrectionChoice | None:
+        name, cap, floor = self.importance_correction, self.importance_cap, self.importance_floor
+        if name == "none" or (name == "auto" and anchor == "inference"):
+            if cap is not None or floor is not None:
+                raise ConfigError(
+                    "importance_cap and importance_floor bound a correction and there is none; "
+                    "leave them out, or set importance_correction"
+                )
+            return None
+        if name == "auto":
+            name = "token_truncate" if floor is None else "token_mask"
+        row = CORRECTIONS[name]
+        if row.floor is None and floor is not None:
+            raise ConfigError(
+                f"importance_floor={floor}: {name} has no lower bound; use token_mask, "
+                "sequence_mask or geometric_mask"
+            )
+        cap = row.cap if cap is None else cap
+        floor = row.floor if floor is None else floor
+        if floor is not None and floor >= cap:
+            raise ConfigError(f"importance_floor={floor} must be below importance_cap={cap}")
+        return CorrectionChoice(name, cap, floor)

@@ -20,8 +20,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["MemoryPlan", "ModelSizes", "StepSetup", "advice", "plan_memory"]
-
 GIB = 2**30
 STATE_BYTES = {"adamw": 2.0, "adamw_8bit": 2.0, "adafactor": 0.0}
 """Bytes of optimiser state per trained parameter; `adamw` counts in sizes of the parameter."""
@@ -76,7 +74,6 @@ class MemoryPlan(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
         return sum(self)
 
     def describe(self, available_bytes: float) -> str:
@@ -112,13 +109,7 @@ def plan_memory(model: ModelSizes, setup: StepSetup) -> MemoryPlan:
 
 
 def advice(model: ModelSizes, setup: StepSetup, available_bytes: float) -> list[str]:
-    """Return what would make a step fit, the cheapest first; empty when it does.
-
-    Args:
-        model: Sizes of the model.
-        setup: Present settings.
-        available_bytes: Memory of the device that the trainer may have.
-    """
+    """Return what would make a step fit, the cheapest first; empty when it does."""
     plan = plan_memory(model, setup)
     if plan.total <= available_bytes:
         return []

@@ -37,13 +37,12 @@ from rich.text import Text
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import MASKED_LOGPROB
-from atroposlib.utils.line_stream import can_show, diverted
+from atroposlib.utils.line_stream import diverted
 from atroposlib.utils.run_log import RunLog
 from atroposlib.utils.text import inert_block, inert_line
 from example_trainer.batch import BatchSummary, Microbatch
 from example_trainer.config import TrainingConfig
-from example_trainer.logprobs import log_ratio_BT
-from example_trainer.loss import BatchTotals, LossTerms
+from example_trainer.loss import BatchTotals, LossTerms, log_ratio_BT
 from example_trainer.reporting.page import short_number
 from example_trainer.reporting.writing import (
     REPORT_NAME,
@@ -57,37 +56,12 @@ from example_trainer.scoring import TokenScores
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
 
-__all__ = [
-    "LiveDisplay",
-    "RunState",
-    "RunView",
-    "StepStats",
-    "StepTimes",
-    "batch_metrics",
-    "can_show",
-    "claim_metrics_file",
-    "length_through",
-    "metrics_path_of",
-    "open_run_log",
-    "part_counts",
-    "step_line",
-    "sum_stats",
-    "time_shares",
-    "with_wandb_names",
-    "write_run_report",
-]
-
 
 def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> bool:
     """Make a metrics file ready for a run that goes on after `steps_done` steps.
 
     The run's own file loses the lines of later steps, which are trained and logged again, and a
     last line that was half written. A file of another run is kept under another name.
-
-    Args:
-        path: Of the file; it need not be there.
-        run_id: Which run it is, as in its journal.
-        steps_done: Steps whose lines stay.
 
     Returns:
         Whether the run's own file lacks the line of step `steps_done`: the run was killed between
@@ -106,12 +80,7 @@ def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> bool:
 
 
 def length_through(lines: Iterable[bytes], steps_done: int) -> int:
-    """Return how many bytes of a metrics file hold whole lines of steps up to `steps_done`.
-
-    Args:
-        lines: of the file, each with its end.
-        steps_done: steps that stand.
-    """
+    """Return how many bytes of a metrics file hold whole lines of steps up to `steps_done`."""
     length = 0
     for line in lines:
         step = _step_of(line)
@@ -308,14 +277,7 @@ class StepStats:
         *,
         has_raw_logprobs: bool = False,
     ) -> None:
-        """Add one micro-batch; reduces all to plain numbers.
-
-        Args:
-            microbatch: With logprobs at the sampling temperatures.
-            scores: Of the trainer.
-            terms: Of the loss.
-            has_raw_logprobs: Whether the engine's were before temperature scaling.
-        """
+        """Add one micro-batch, its logprobs at the sampling temperatures; keeps plain numbers."""
         trainer_logprobs_BT = scores.logprobs_BT.detach()
         self.loss += float(terms.loss.detach())
         mask_BT = terms.mask_BT
@@ -347,7 +309,6 @@ class StepStats:
             self._count("other_mode_abs", other.abs())
 
     def add_up(self, other: StepStats) -> None:
-        """Add what was found in another part of the batch."""
         self.loss += other.loss
         self._largest_difference = max(self._largest_difference, other._largest_difference)
         for name, value in other._sums.items():
@@ -566,12 +527,6 @@ class LiveDisplay:
     """The view of one run, from `with` to its end; a thread of rich's draws it.
 
     Log handlers that write to the terminal are diverted to lines above the view, and put back.
-
-    Args:
-        name: of what is trained.
-        total_steps: of the whole run.
-        stream: the terminal.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -589,11 +544,9 @@ class LiveDisplay:
         self._ending = contextlib.ExitStack()
 
     def show_activity(self, text: str) -> None:
-        """Say what the trainer does now."""
         self._state.activity = text
 
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a finished step."""
         self._state.step = step
         self._state.history.append(dict(metrics))
 

@@ -73,12 +73,7 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
         from peft import LoraConfig
     except ImportError as error:
         raise MissingExtraError("peft", extra="trainer") from error
-    num_layers = model.config.get_text_config().num_hidden_layers
-    outside = [i for i in config.lora_layer_indices or () if not 0 <= i < num_layers]
-    if outside:
-        raise ConfigError(
-            f"lora_layer_indices {outside} do not exist: the model has layers 0-{num_layers - 1}"
-        )
+    _require_layers(model, config.lora_layer_indices or (), "lora_layer_indices")
     if source is not None and is_adapter(source):
         model.load_adapter(source, is_trainable=True)
     else:
@@ -102,12 +97,17 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
                 parameter.data = parameter.data.float()
 
 
-def _require_plain_output_layer(model: Any) -> None:
-    """Refuse adapters on the output layer, whose weights alone the loss would read.
+def _require_layers(model: Any, indices: Collection[int], setting: str) -> None:
+    num_layers = model.config.get_text_config().num_hidden_layers
+    outside = sorted(index for index in indices if not 0 <= index < num_layers)
+    if outside:
+        raise ConfigError(
+            f"{setting} {outside} do not exist: the model has layers 0-{num_layers - 1}"
+        )
 
-    Raises:
-        ConfigError: it has one.
-    """
+
+def _require_plain_output_layer(model: Any) -> None:
+    """Refuse adapters on the output layer, whose weights alone the loss would read."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
@@ -191,10 +191,6 @@ def load_model_and_tokenizer(
 def load_frozen_model(name: str, config: TrainingConfig) -> Any:
     """Load a model that is asked and never trained; bfloat16 on CUDA, float32 on a CPU.
 
-    Args:
-        name: Hub name or directory.
-        config: Settings; `device` and `packing` apply.
-
     Raises:
         ConfigError: it cannot be loaded.
     """
@@ -252,13 +248,7 @@ def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
     Raises:
         ConfigError: an index is out of range, or no parameter lies in a block.
     """
-    text_config = model.config.get_text_config()
-    num_layers = text_config.num_hidden_layers
-    outside = sorted(index for index in layer_indices if not 0 <= index < num_layers)
-    if outside:
-        raise ConfigError(
-            f"train_layer_indices {outside} do not exist: the model has layers 0-{num_layers - 1}"
-        )
+    _require_layers(model, layer_indices, "train_layer_indices")
     found = False
     for name, parameter in model.named_parameters():
         block = _BLOCK.search(name)
@@ -324,10 +314,7 @@ def flash_attention_obstacle(
 ) -> str | None:
     """Return why flash attention cannot be used, None where it can.
 
-    Args:
-        capability: CUDA compute capability of the device; None if it is not a GPU.
-        is_installed: Whether there is a package flash_attn.
-        is_taken: Whether transformers takes the one there is.
+    `capability`: of CUDA, None if it is not a GPU; `is_taken`: transformers takes the package.
     """
     if capability is None:
         return "flash-attn needs a GPU"
@@ -369,18 +356,12 @@ def use_packed_attention(model: Any) -> None:
 
 
 def create_optimizer(model: Any, config: TrainingConfig) -> Any:
-    """Return an optimiser over the trainable parameters of a model.
-
-    Raises:
-        RuntimeError: nothing is trainable.
-    """
+    """Return an optimizer over the trainable parameters; see `create_optimizer_for_params`."""
     return create_optimizer_for_params(model.parameters(), config)
 
 
 def create_optimizer_for_params(params: Iterable[Any], config: TrainingConfig) -> Any:
-    """Return an optimiser over those of the parameters that require gradients.
-
-    `choose_optimizer` says which one.
+    """Return the optimizer of `choose_optimizer` over those parameters that require gradients.
 
     Raises:
         RuntimeError: nothing is trainable.
@@ -427,7 +408,6 @@ class OptimizerChoice(NamedTuple):
     """Why it is not the one that was asked for, or what it loses; empty: nothing."""
 
     def describe(self) -> str:
-        """Return a few words for the log."""
         kind = {"adamw": "AdamW", "adamw_8bit": "8-bit AdamW", "adafactor": "Adafactor"}[self.name]
         kind += ", fused" if self.is_fused else ""
         kind += ", stochastic rounding" if self.is_stochastic else ""
@@ -439,13 +419,8 @@ def choose_optimizer(
 ) -> OptimizerChoice:
     """Return the optimizer that `config.optimizer` means on this device.
 
-    `adamw_8bit` needs bitsandbytes, a GPU and whole weights; elsewhere AdamW takes its place.
-    AdamW is fused on CUDA.
-
-    Args:
-        config: Settings.
-        trains_bfloat16: Whether trained weights are bfloat16.
-        has_bitsandbytes: Whether that package is there; None: looked up.
+    `adamw_8bit` needs bitsandbytes (looked up if None), a GPU and whole weights; elsewhere AdamW
+    takes its place. AdamW is fused on CUDA, and rounds stochastically where it trains bfloat16.
     """
     on_gpu = config.device.startswith("cuda")
     if has_bitsandbytes is None:

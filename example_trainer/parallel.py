@@ -18,19 +18,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
-
-__all__ = [
-    "ONE_PROCESS",
-    "GatheredModel",
-    "Parallel",
-    "gather_optimizer_state",
-    "gather_weights",
-    "load_optimizer_state",
-    "open_parallel",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +66,6 @@ class Parallel:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other process."""
         return self.world_size == 1
 
     @property
@@ -88,8 +78,6 @@ class Parallel:
         if self.is_alone:
             assert shares is not None
             return shares[0]
-        import torch.distributed as dist
-
         own: list[Any] = [None]
         dist.scatter_object_list(
             own, None if shares is None else list(shares), src=0, group=self._control
@@ -101,8 +89,6 @@ class Parallel:
         """Return rank 0's value on every rank."""
         if self.is_alone:
             return value
-        import torch.distributed as dist
-
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
@@ -111,8 +97,6 @@ class Parallel:
         """Return the values of all ranks, by rank."""
         if self.is_alone:
             return [value]
-        import torch.distributed as dist
-
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control)
         return values
@@ -145,9 +129,6 @@ class Parallel:
         """Add the ranks' gradients up, where the model itself does not."""
         if self.is_alone or self.is_sharded:
             return
-        import torch
-        import torch.distributed as dist
-
         pending = []
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -159,8 +140,6 @@ class Parallel:
 
     def clip_gradients(self, model: Any, *, max_norm: float) -> float:
         """Clip the gradient of the whole model; returns its norm before that."""
-        import torch
-
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         if self.is_sharded:
             norm = norm.full_tensor()  # a DTensor: the sum of the ranks' shares is still to be made
@@ -199,9 +178,6 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
         raise ConfigError(
             f"trainer_rank={config.trainer_rank} must be below world_size={config.world_size}"
         )
-    import torch
-    import torch.distributed as dist
-
     on_gpu = config.device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(config.device)
@@ -223,11 +199,9 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
 
 
 class GatheredModel:
-    """A model whose weights are sharded, with the whole of them beside it: it saves like any.
+    """A model whose weights are sharded, with all of them on the CPU: it saves like any.
 
-    Args:
-        model: The transformers model; asked for everything but its weights.
-        weights: Whole tensors on the CPU, by name.
+    `weights` are whole tensors by name; the model is asked for everything else.
     """
 
     def __init__(self, model: Any, weights: Mapping[str, torch.Tensor]) -> None:
@@ -238,11 +212,9 @@ class GatheredModel:
         return getattr(self._model, name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights."""
         return dict(self._weights)
 
     def save_pretrained(self, directory: Path, **options: Any) -> None:
-        """Save the whole weights, or those in `state_dict`."""
         self._model.save_pretrained(directory, **{"state_dict": self.state_dict(), **options})
 
 

@@ -24,7 +24,6 @@ from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.batch import Batch, Microbatch, padded_length
 from example_trainer.config import TrainingConfig
-from example_trainer.logprobs import auto_chunk_tokens, linear_logprobs
 from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.model import (
     attention_note,
@@ -34,21 +33,12 @@ from example_trainer.model import (
     without_adapters,
 )
 from example_trainer.parallel import ONE_PROCESS, Parallel
-from example_trainer.scoring import PolicyScorer, packing_arguments
-
-__all__ = [
-    "Capabilities",
-    "Policy",
-    "Reference",
-    "log_step_plan",
-    "open_reference",
-    "prepare_policy",
-    "probe",
-    "setup_line",
-    "shape_lines",
-    "sizes_of",
-    "step_setup",
-]
+from example_trainer.scoring import (
+    PolicyScorer,
+    auto_chunk_tokens,
+    linear_logprobs,
+    packing_arguments,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -176,13 +166,9 @@ class Policy(NamedTuple):
 
 
 def prepare_policy(model: Any, config: TrainingConfig, parallel: Parallel = ONE_PROCESS) -> Policy:
-    """Try the model, wrap it, and leave this rank its part; the optimiser is made afterwards.
+    """Try the model, wrap it, and leave this rank its part; the optimizer is made afterwards.
 
-    Args:
-        model: A transformers causal language model, whole, on `config.device`; changed in place
-            where its weights are sharded.
-        config: Settings.
-        parallel: The ranks that train it.
+    The model, whole and on `config.device`, is changed in place where its weights are sharded.
 
     Raises:
         ConfigError: packing is insisted on and the model cannot.
@@ -237,13 +223,7 @@ def log_step_plan(
 ) -> None:
     """Log the shapes of this rank's first batch and the memory of the largest possible step.
 
-    Args:
-        batch: This rank's share.
-        model: The trained model, sharded or whole.
-        optimizer: Says by its kind how much state it keeps.
-        config: Settings.
-        packs: Whether sequences share a row.
-        reference_bytes: Memory that a reference model holds, not available to the step.
+    `reference_bytes` are held by a reference model and not available to the step.
     """
     sizes = sizes_of(model)
     setup = step_setup(config, sizes, optimizer=optimizer, packs=packs)
@@ -367,11 +347,7 @@ def open_reference(
 ) -> Reference | None:
     """Return what scores the reference; None where nothing does.
 
-    Args:
-        config: Settings.
-        model: The trained model.
-        policy: Made ready from it.
-        parallel: The ranks that train it; a reference model is shared among them likewise.
+    A reference model is shared among the ranks as the trained one is.
 
     Raises:
         ConfigError: the reference model cannot be loaded, has fewer tokens than the trained one, or

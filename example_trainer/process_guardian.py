@@ -91,10 +91,7 @@ def _start(argv: list[str], prctl: Callable[[int, int], object] | None) -> subpr
 
     # preexec_fn is safe here: this process has one thread.
     return subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=die_with_guardian,
+        argv, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_guardian
     )
 
 

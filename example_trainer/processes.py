@@ -21,15 +21,6 @@ from pathlib import Path
 
 from atroposlib.errors import AtroposError
 
-__all__ = [
-    "ManagedProcess",
-    "ProcessFailedError",
-    "find_cause",
-    "find_free_port",
-    "find_free_ports",
-    "wait_until_ready",
-]
-
 _GUARDIAN = Path(__file__).with_name("process_guardian.py")
 _START_TIMEOUT_S = 10.0
 _TAIL_BYTES = 64 * 1024
@@ -82,10 +73,12 @@ class ManagedProcess:
             wait_until_ready(server, lambda: is_answering(8080), timeout_s=10)
         ```
 
-    Attributes:
+    Args:
         name: What messages call it.
         command: Program and arguments.
-        log_path: Where its output goes; an existing log is appended to.
+        log_path: Where stdout and stderr go; its folder is made, an existing log is appended to.
+        env: The whole environment of the command, by default that of this process.
+        cwd: Working directory, by default that of this process.
     """
 
     def __init__(
@@ -97,15 +90,6 @@ class ManagedProcess:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:
-        """Describe the process without starting it.
-
-        Args:
-            name: What messages call it.
-            command: Program and arguments.
-            log_path: Where stdout and stderr go; its folder is made when missing.
-            env: The whole environment of the command, by default that of this process.
-            cwd: Working directory, by default that of this process.
-        """
         self.name = name
         self.command = list(command)
         self.log_path = log_path
@@ -193,11 +177,7 @@ class ManagedProcess:
     def stop(self, *, grace_s: float = 10.0) -> int | None:
         """End it with all its descendants and wait until they are gone; harmless when it ended.
 
-        Args:
-            grace_s: Seconds between SIGTERM and SIGKILL.
-
-        Returns:
-            The exit code, None when it was never started.
+        SIGKILL follows SIGTERM after `grace_s` seconds. Returns the exit code, None if unstarted.
         """
         if self._guardian is not None:
             self.request_stop(grace_s=grace_s)
@@ -309,7 +289,7 @@ def wait_until_ready(
     poll_s: float = 0.25,
     on_wait: Callable[[float], None] | None = None,
 ) -> float:
-    """Wait until a started process answers as it should.
+    """Wait until a started process answers as it should; returns the seconds that took.
 
     Args:
         process: What is waited for.
@@ -318,9 +298,6 @@ def wait_until_ready(
         poll_s: Seconds between two questions.
         on_wait: Called with the seconds waited so far, before each pause. What it raises ends
             the wait.
-
-    Returns:
-        Seconds waited.
 
     Raises:
         ProcessFailedError: The process ended, or was not ready in time.

@@ -26,29 +26,6 @@ from atroposlib.scored_data import (
 )
 from example_trainer.loss import PADDED_TEACHER_ID
 
-__all__ = [
-    "Row",
-    "RowRules",
-    "check_numbers",
-    "check_switches",
-    "check_teacher_ids",
-    "check_tokens",
-    "drop_unfilled",
-    "float_rows",
-    "group_advantages",
-    "is_cut_by_engine",
-    "is_demonstration",
-    "is_silenced",
-    "overlong_penalty",
-    "refuse_unsampled",
-    "refuse_unsupported",
-    "rows_from_group",
-    "samples_from_a_part",
-    "teacher_row",
-    "temperature_of",
-    "unknown_fields",
-]
-
 _OPTIONAL = tuple(field.name for field in GROUP_FIELDS if not field.required)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -56,8 +33,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 def drop_unfilled(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the group with None for each optional field that holds nothing at all.
 
-    An empty list, or a list of nothing but nulls and empty lists, is how some environments say that
-    they did not fill a field.
+    Some environments send an empty list, or nulls and empty lists, for what they did not fill.
     """
     return {
         name: None if name in _OPTIONAL and _is_unfilled(value) else value
@@ -75,13 +51,6 @@ def check_tokens(group: Mapping[str, Any], *, vocabulary: int | None) -> None:
     """Check that ids are ids, and that a mask is `IGNORE_INDEX` or the token where it is trained.
 
     A mask of zeros and ones would otherwise train the model to say the tokens 0 and 1.
-
-    Args:
-        group: Lines up.
-        vocabulary: Ids the model has; None: unknown.
-
-    Raises:
-        GroupError: names the first entry that is neither.
     """
     for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
         _check_ids(f"tokens[{i}]", tokens, vocabulary)
@@ -106,11 +75,7 @@ def _check_ids(path: str, tokens: Sequence[int], vocabulary: int | None) -> None
 
 
 def check_switches(group: Mapping[str, Any]) -> None:
-    """Check the shapes of `overrides`, `group_overrides`, `generation_params`, `finish_reasons`.
-
-    Raises:
-        GroupError: names the path.
-    """
+    """Check the shapes of `overrides`, `group_overrides`, `generation_params`, `finish_reasons`."""
     for name in ("generation_params", "group_overrides"):
         _check_mapping(name, group.get(name))
     reasons = group.get("finish_reasons")
@@ -144,11 +109,7 @@ def _check_mapping(path: str, value: Any) -> None:
 
 
 def check_numbers(path: str, values: Sequence[Any]) -> None:
-    """Check that all values of one row are numbers that a float of 32 bits holds, too.
-
-    Raises:
-        GroupError: names the first that is not.
-    """
+    """Check that all values of one row are numbers that a float of 32 bits holds, too."""
     # Faster than the loop that names the value.
     try:
         if not len(values) or (
@@ -171,11 +132,7 @@ def _check_number(path: str, value: Any) -> None:
 
 
 def check_teacher_ids(path: str, ids: Sequence[int], *, vocabulary: int | None) -> None:
-    """Check that the choices at one position are token ids or padding.
-
-    Raises:
-        GroupError: one is below the padding id, or beyond the model's vocabulary.
-    """
+    """Check that the choices at one position are ids the model has, or padding."""
     if len(ids) and vocabulary is not None and max(ids) >= vocabulary:
         raise GroupError(
             f"{path}: id {max(ids)}, the model's vocabulary has {vocabulary} entries; teacher and "
@@ -200,11 +157,7 @@ _REMEDY = "leave it out in the environment, or train without it: --unsupported-f
 def refuse_unsupported(
     group: Mapping[str, Any], *, uses_reference: bool, uses_teacher: bool
 ) -> None:
-    """Refuse what the settings give the loss no use for.
-
-    Raises:
-        GroupError: names the field or the override.
-    """
+    """Refuse what the settings give the loss no use for."""
     unused = {"images": "this trainer is text only"}
     if not uses_teacher:
         reason = "distillation is off; set --distill-coef"
@@ -228,14 +181,10 @@ def refuse_unsampled(
 ) -> None:
     """Refuse tokens that no model sampled where a policy gradient would take them for its own.
 
-    Args:
-        group: Lines up.
-        are_sft: [G] whether a trajectory is a demonstration.
-        uses_rewards: Whether the policy loss takes part.
-        allow: Whether it takes tokens that were made from text all the same.
+    `are_sft` [G] are the demonstrations; `uses_rewards` says whether the policy loss takes part.
 
     Raises:
-        ConfigError: it is so in every group of that environment, so none is passed over.
+        ConfigError: every group of that environment is like that, so none is passed over.
     """
     if any(map(has_placeholder_tokens, group["tokens"])):
         raise ConfigError(
@@ -311,11 +260,7 @@ def samples_from_a_part(group: Mapping[str, Any]) -> bool:
 
 
 def float_rows(group: Mapping[str, Any], field: str) -> Sequence[Sequence[float]] | None:
-    """Return an optional [G][L] field, None when it was never filled.
-
-    Raises:
-        GroupError: its lengths are not those of the tokens, or a number is not finite.
-    """
+    """Return an optional [G][L] field of finite numbers, None when it was never filled."""
     rows: Sequence[Sequence[float]] | None = group.get(field) or None
     if rows is not None:
         _check_lengths(field, rows, group["tokens"])
@@ -327,13 +272,7 @@ def float_rows(group: Mapping[str, Any], field: str) -> Sequence[Sequence[float]
 def teacher_row(
     group: Mapping[str, Any], i: int, *, vocabulary: int | None
 ) -> tuple[Sequence[Sequence[int]] | None, Sequence[Sequence[float]] | None]:
-    """Return [L][K] ids and logprobs of the teacher for trajectory i, None without a teacher.
-
-    `vocabulary`: ids the model has; None: unknown.
-
-    Raises:
-        GroupError: one array is missing, the two do not line up, or an entry has the wrong type.
-    """
+    """Return [L][K] ids and logprobs of the teacher for trajectory i, None without a teacher."""
     ids, logprobs = group.get("distill_token_ids"), group.get("distill_logprobs")
     if not ids and not logprobs:
         return None, None
@@ -381,10 +320,7 @@ def _check_lengths(field: str, rows: Sequence[Any], tokens: Sequence[Sequence[in
 
 
 def group_advantages(
-    scores: Sequence[float],
-    *,
-    std: Literal["sample", "population", "none"],
-    eps: float,
+    scores: Sequence[float], *, std: Literal["sample", "population", "none"], eps: float
 ) -> list[float]:
     """Centre the scores of one group and divide them by their deviation.
 
@@ -607,7 +543,7 @@ def _score_advantages(
         scores = [
             score
             + overlong_penalty(
-                _num_trained(group, i),
+                sum(label != IGNORE_INDEX for label in group["masks"][i]),
                 max_tokens=rules.overlong_max_tokens,
                 buffer_tokens=rules.overlong_buffer_tokens,
             )
@@ -619,7 +555,3 @@ def _score_advantages(
         for i, advantage in zip(sampled, advantages, strict=True):
             result[i] = advantage
     return result
-
-
-def _num_trained(group: Mapping[str, Any], i: int) -> int:
-    return sum(label != IGNORE_INDEX for label in group["masks"][i])

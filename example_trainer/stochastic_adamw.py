@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["AdamW", "round_stochastically"]
-
 _CHUNK = 2**24
 """Elements updated at a time, so that float32 copies of a large embedding never exist whole."""
 _LOW_BITS = 16
@@ -24,11 +22,9 @@ _LOW_BITS = 16
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return float32 values rounded to bfloat16, up or down at random; exact values stay.
+    """Return contiguous float32 values rounded to bfloat16, up or down at random; exact ones stay.
 
-    Args:
-        values: Float32, contiguous.
-        generator: On the device of the values.
+    The generator is on the device of the values.
     """
     bits = values.view(torch.int32)
     noise = torch.randint(
@@ -43,14 +39,8 @@ class AdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no types here
     """torch's AdamW, with stochastic rounding where weights and states are bfloat16.
 
     Takes and saves the same state, so that either continues the other's checkpoints. The random
-    numbers follow from the step alone: a resumed run repeats them, and ranks that hold the same
-    weights draw the same.
-
-    Args:
-        params: Parameters, sharded or whole.
-        lr: Learning rate.
-        weight_decay: Decoupled weight decay.
-        seed: Chooses the random numbers.
+    numbers follow from `seed` and the step alone: a resumed run repeats them, and ranks that hold
+    the same weights draw the same. Parameters are sharded or whole.
     """
 
     def __init__(
@@ -61,7 +51,6 @@ class AdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no types here
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -18,7 +18,6 @@ from example_trainer.api import (
     SMALLEST_LIMIT_BYTES,
     BatchJournal,
     DurableFeed,
-    GroupFeed,
     TrajectoryFeed,
     checkpoint_bytes,
     open_client,
@@ -32,6 +31,7 @@ from example_trainer.checkpointing import (
 )
 from example_trainer.config import TrainingConfig, require_reference
 from example_trainer.metrics import (
+    LiveDisplay,
     metrics_path_of,
     open_run_log,
     with_wandb_names,
@@ -40,7 +40,7 @@ from example_trainer.metrics import (
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import Policy, Reference, open_reference, prepare_policy, setup_line
-from example_trainer.training import StepView, Trainer
+from example_trainer.training import Trainer
 from example_trainer.weight_sync import WeightSync, make_weight_sync
 
 __all__ = ["train", "train_legacy", "train_lora", "train_lora_restart", "train_shared_vllm"]
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 _EARLIER_MODE_NAMES = {"none": "legacy"}
 
 
-def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
+def train(config: TrainingConfig, *, view: LiveDisplay | None = None) -> Path:
     """Run one training from a config; returns the directory of the final model.
 
     Waits for the service and for the engine. Whatever it started has ended when it returns or
@@ -68,7 +68,8 @@ def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(open_parallel(config))
         weight_sync = make_weight_sync(config)
-        stack.callback(weight_sync.close)
+        if weight_sync is not None:
+            stack.callback(weight_sync.close)
         if not parallel.is_main:
             return _follow(config, parallel, weight_sync)
         return _lead(config, parallel, weight_sync, stack, view)
@@ -77,17 +78,20 @@ def train(config: TrainingConfig, *, view: StepView | None = None) -> Path:
 def _lead(
     config: TrainingConfig,
     parallel: Parallel,
-    weight_sync: WeightSync,
+    weight_sync: WeightSync | None,
     stack: contextlib.ExitStack,
-    view: StepView | None,
+    view: LiveDisplay | None,
 ) -> Path:
     """Train as rank 0, or alone: with the service, the engine, the checkpoints and the log."""
-    weight_sync.check_before_load()
+    if weight_sync is not None:
+        weight_sync.check_before_load()
     require_writable_folder(config.save_path, "--save-path")
     require_writable_file(metrics_path_of(config), "--metrics-path")
     journal = BatchJournal.open(config.save_path, resume=config.resume)
     config = with_wandb_names(config, journal.run_id)
-    client = stack.enter_context(open_client(config.atropos_url))
+    client = stack.enter_context(
+        open_client(config.atropos_url, patience_s=config.service_timeout_s)
+    )
     service = TrajectoryFeed(client, config)
     service.connect()  # before the model is loaded, which takes its time
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
@@ -105,7 +109,8 @@ def _lead(
     feed.settle(loaded.steps_done)
     # Sharded weights are gathered by all ranks together, so the others are told when.
     model = parallel.whole_model(loaded.model)
-    weight_sync.start(model, loaded.tokenizer, source=loaded.source, step=loaded.steps_done)
+    if weight_sync is not None:
+        weight_sync.start(model, loaded.tokenizer, source=loaded.source, step=loaded.steps_done)
     feed.report_policy(loaded.steps_done)
     processed = parallel.broadcast(_has_processed_logprobs(config, weight_sync))
     trainer = _make_trainer(
@@ -122,7 +127,9 @@ def _lead(
     final = trainer.run()
     if config.benchmark:
         run_log.log(
-            _benchmark_metrics(config, weight_sync.mode, time.perf_counter() - started),
+            _benchmark_metrics(
+                config, weight_sync.mode if weight_sync else "off", time.perf_counter() - started
+            ),
             step=config.training_steps,
         )
     return final
@@ -147,7 +154,7 @@ def _open_feed(
     return DurableFeed(service, journal, state, journal_limit_bytes=limit_bytes)
 
 
-def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync) -> Path:
+def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync | None) -> Path:
     loaded = _load(config, parallel, parallel.broadcast(None))
     parallel.whole_model(loaded.model)
     trainer = _make_trainer(
@@ -193,12 +200,12 @@ def _make_trainer(
     config: TrainingConfig,
     parallel: Parallel,
     loaded: _Loaded,
-    feed: GroupFeed | None,
-    weight_sync: WeightSync,
+    feed: DurableFeed | None,
+    weight_sync: WeightSync | None,
     run_log: RunLog,
     *,
     processed_logprobs: bool,
-    view: StepView | None = None,
+    view: LiveDisplay | None = None,
 ) -> Trainer:
     return Trainer(
         config,
@@ -254,8 +261,8 @@ def _checkpoint_to_continue(config: TrainingConfig, journal: BatchJournal) -> Pa
     return found
 
 
-def _has_processed_logprobs(config: TrainingConfig, weight_sync: WeightSync) -> bool:
-    if config.logprobs_mode == "auto":
+def _has_processed_logprobs(config: TrainingConfig, weight_sync: WeightSync | None) -> bool:
+    if config.logprobs_mode == "auto" and weight_sync is not None:
         return weight_sync.returns_processed_logprobs()
     return config.logprobs_mode == "processed"
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,14 +23,8 @@ from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.utils.run_log import RunLog
-from example_trainer.api import JOURNAL_DIRECTORY, GroupFeed
-from example_trainer.batch import (
-    Batch,
-    BatchSummary,
-    Microbatch,
-    build_batch,
-    split_batch,
-)
+from example_trainer.api import JOURNAL_DIRECTORY, DurableFeed
+from example_trainer.batch import Batch, BatchSummary, Microbatch, build_batch, split_batch
 from example_trainer.checkpointing import (
     drop_old_checkpoints,
     random_states,
@@ -38,9 +32,16 @@ from example_trainer.checkpointing import (
     save_checkpoint,
 )
 from example_trainer.config import TrainingConfig
-from example_trainer.logprobs import log_ratio_BT, token_logprobs_BT
-from example_trainer.loss import BatchTotals, Grpo, LossInputs, TrainingLoss, make_loss
+from example_trainer.loss import (
+    BatchTotals,
+    Grpo,
+    LossInputs,
+    TrainingLoss,
+    log_ratio_BT,
+    make_loss,
+)
 from example_trainer.metrics import (
+    LiveDisplay,
     StepStats,
     StepTimes,
     batch_metrics,
@@ -52,20 +53,17 @@ from example_trainer.model import autocast
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import Policy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules, is_cut_by_engine
-from example_trainer.scoring import TokenScores, at_sampling_temperature
+from example_trainer.scoring import TokenScores, at_sampling_temperature, token_logprobs_BT
 from example_trainer.weight_sync import WeightSync
 
 __all__ = [
     "ComputeUse",
-    "GroupFeed",
     "ModelShape",
     "PhaseClock",
     "Publisher",
     "StepNotes",
     "StepObserver",
-    "StepView",
     "Trainer",
-    "TrainingParts",
     "compute_grpo_loss",
     "group_metrics",
     "is_sync_due",
@@ -164,23 +162,6 @@ def _mean(values: torch.Tensor) -> float:
     return float(values.mean()) if values.numel() else 0.0
 
 
-class TrainingParts(NamedTuple):
-    """What a run trains and whom it deals with; the loop and the publisher share them."""
-
-    model: Any
-    """The trained model; each rank's part of it where weights are sharded."""
-    tokenizer: Any
-    """Saved beside the model."""
-    optimizer: Any
-    """Saved in checkpoints that can be resumed from."""
-    feed: GroupFeed | None
-    """Source of batches; None on ranks other than 0."""
-    weight_sync: WeightSync
-    """How the engine gets new weights; only rank 0 calls it."""
-    parallel: Parallel
-    """The ranks that train together."""
-
-
 def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> bool:
     """Say whether weights are published after the optimiser step number `step` (from 1).
 
@@ -198,41 +179,41 @@ def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> 
 class Publisher:
     """Saves and publishes what is due; every rank calls it, rank 0 writes and speaks.
 
-    Args:
-        config: Settings.
-        parts: What is saved, and who is told.
-        clock: Monotonic seconds, for checkpoints that go by minutes.
+    The arguments are those of `Trainer`; `clock` is for checkpoints that go by minutes.
     """
 
     def __init__(
         self,
         config: TrainingConfig,
-        parts: TrainingParts,
         *,
+        model: Any,
+        tokenizer: Any,
+        optimizer: Any,
+        feed: DurableFeed | None,
+        weight_sync: WeightSync | None,
+        parallel: Parallel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._model = parts.model
-        self._tokenizer = parts.tokenizer
-        self._optimizer = parts.optimizer
-        self._feed = parts.feed
-        self._weight_sync = parts.weight_sync
-        self._parallel = parts.parallel
+        self._model = model
+        self._tokenizer = tokenizer
+        self._optimizer = optimizer
+        self._feed = feed
+        self._weight_sync = weight_sync
+        self._parallel = parallel
         self._step_metrics: Mapping[str, float] = {}
         self._clock = clock
         self._saved_at = clock()
 
     def before_step(self, step: int) -> None:
         """Let the engine make room for the optimiser step number `step`."""
-        if self._parallel.is_main:
+        if self._weight_sync is not None and self._parallel.is_main:
             self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and publish what is due after a step; the final model is `finish`'s business.
 
-        Args:
-            step: Optimiser steps done.
-            metrics: Of the step as far as they are known, kept with a checkpoint.
+        `metrics` are those of the step known so far, kept with a checkpoint.
         """
         self._step_metrics = metrics
         publishes = self._is_sync_due(step) and step < self._config.training_steps
@@ -277,7 +258,8 @@ class Publisher:
         )
 
     def _is_sync_due(self, step: int) -> bool:
-        return is_sync_due(step, self._config, publishes_final=self._weight_sync.publishes_final)
+        publishes_final = self._weight_sync is not None and self._weight_sync.publishes_final
+        return is_sync_due(step, self._config, publishes_final=publishes_final)
 
     def _save(
         self,
@@ -320,9 +302,11 @@ class Publisher:
             )
 
     def _publish(self, model: Any, step: int, checkpoint: Path | None) -> None:
-        if self._feed is not None:
+        if self._feed is None:
+            return
+        if self._weight_sync is not None:
             self._weight_sync.publish(model, checkpoint=checkpoint, step=step)
-            self._feed.report_policy(step)
+        self._feed.report_policy(step)
 
 
 class PhaseClock:
@@ -344,12 +328,9 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Add the time of the block to a phase."""
         started = self._clock()
         yield
         if self._waits:
-            import torch
-
             torch.cuda.synchronize(self._device)
         self._seconds[phase] += self._clock() - started
 
@@ -363,18 +344,13 @@ class PhaseClock:
 def group_metrics(
     groups: Sequence[Mapping[str, Any]], *, step: int, seq_len: int
 ) -> dict[str, float]:
-    """Return staleness and truncation of a batch, as means over trajectories.
+    """Return staleness and truncation of a batch of [N] groups, as means over trajectories.
 
-    `train/staleness_mean` and `train/staleness_max` are optimiser steps between the weights that
-    sampled a group and those that are trained; left out where no group tells its
-    `policy_version`, or only one that this trainer has not reached.
+    `train/staleness_mean` and `train/staleness_max` are optimizer steps between the weights that
+    sampled a group and those that are trained, which are `step` steps old; left out where no group
+    has a `policy_version`, or only one that this trainer has not reached.
     `train/staleness_unknown_fraction` is the share of those trajectories.
     `train/truncation_rate` is the share that the engine's limit or `seq_len` cut.
-
-    Args:
-        groups: [N] as the service delivers them.
-        step: Optimiser steps done.
-        seq_len: Tokens of a trajectory that are trained.
     """
     sizes = [len(group["tokens"]) for group in groups]
     versions = [group.get("policy_version") for group in groups]
@@ -458,10 +434,6 @@ class ModelShape(NamedTuple):
         Two per parameter and token forward, twice that backward (Kaplan et al. 2020,
         arXiv:2001.08361); causal attention forward `2 L^2` times its width per layer. The output
         layer is counted for trained tokens only, since it sees no others.
-
-        Args:
-            lengths: Tokens of each sequence.
-            num_trained_tokens: Of all sequences.
         """
         counts = list(lengths)
         body = 6.0 * self.num_body_parameters * sum(counts)
@@ -497,30 +469,11 @@ class ComputeUse:
 def _name_of(device: str) -> str:
     if not device.startswith("cuda"):
         return ""
-    import torch
-
     return str(torch.cuda.get_device_name(device))
 
 
-class StepView(Protocol):
-    """What shows a run while it is in progress."""
-
-    def show_activity(self, text: str) -> None:
-        """Take note of what the trainer does now."""
-
-    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of a finished step."""
-
-
 class StepObserver:
-    """Collects what one step has to say, and tells a view of it.
-
-    Args:
-        config: Settings.
-        model: What is trained.
-        num_devices: That share a step.
-        view: Shows the run; None: not shown.
-    """
+    """Collects what one step has to say, and shows it where there is a view."""
 
     def __init__(
         self,
@@ -528,7 +481,7 @@ class StepObserver:
         model: Any,
         *,
         num_devices: int = 1,
-        view: StepView | None = None,
+        view: LiveDisplay | None = None,
     ) -> None:
         self._seq_len = config.seq_len
         self._phases = PhaseClock(config.device)
@@ -538,7 +491,6 @@ class StepObserver:
         self._lengths: list[int] = []
 
     def note(self, activity: str) -> None:
-        """Say what the trainer does from now on."""
         if self._view is not None:
             self._view.show_activity(activity)
 
@@ -552,15 +504,10 @@ class StepObserver:
         ]
 
     def measure(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Count the time of a block as `train/<phase>_time`."""
         return self._phases.measure(phase)
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the further metrics of a step and reset.
-
-        Args:
-            metrics: of the step, with `train/trained_tokens` and `train/compute_time`.
-        """
+        """Return the further metrics of a step whose own are given, and reset."""
         use = self._compute_use.metrics(
             self._lengths,
             num_trained_tokens=metrics["train/trained_tokens"],
@@ -569,7 +516,6 @@ class StepObserver:
         return {**self._group_metrics, **self._phases.take_metrics(), **use}
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step."""
         if self._view is not None:
             self._view.show_step(step, metrics)
 
@@ -702,6 +648,7 @@ class Trainer:
         optimizer: Over the model's trainable parameters.
         feed: Where batches come from; None on ranks other than 0.
         weight_sync: How the engine gets new weights; started on rank 0, which alone calls it.
+            None: there is no engine.
         run_log: Where metrics go.
         steps_done: Optimiser steps of the run that is continued.
         processed_logprobs: Whether the engine's logprobs are after temperature scaling.
@@ -719,15 +666,15 @@ class Trainer:
         model: Any,
         tokenizer: Any,
         optimizer: Any,
-        feed: GroupFeed | None,
-        weight_sync: WeightSync,
+        feed: DurableFeed | None,
+        weight_sync: WeightSync | None,
         run_log: RunLog,
         steps_done: int = 0,
         processed_logprobs: bool = False,
         policy: Policy | None = None,
         reference: Reference | None = None,
         parallel: Parallel = ONE_PROCESS,
-        view: StepView | None = None,
+        view: LiveDisplay | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
@@ -743,8 +690,15 @@ class Trainer:
         self._autocast = autocast(config)
         self._notes = StepNotes(has_raw_logprobs=not processed_logprobs)
         self._parallel = parallel
-        parts = TrainingParts(model, tokenizer, optimizer, feed, weight_sync, parallel)
-        self._publisher = Publisher(config, parts)
+        self._publisher = Publisher(
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            optimizer=optimizer,
+            feed=feed,
+            weight_sync=weight_sync,
+            parallel=parallel,
+        )
         policy = policy or prepare_policy(model, config)
         self._scorer, self._packs = policy.scorer, policy.packs
         self._is_planned = False
@@ -760,7 +714,7 @@ class Trainer:
     def run(self) -> Path:
         """Train until `training_steps` are done; returns the directory of the final model."""
         while self.steps_done < self.config.training_steps:
-            if self._parallel.is_main:
+            if self._weight_sync is not None and self._parallel.is_main:
                 self._weight_sync.check_alive()
             self._run_step()
         self._observer.note("saving the model")

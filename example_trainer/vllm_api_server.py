@@ -152,11 +152,7 @@ class CompanionState:
     _requests: itertools.count[int] = field(default_factory=itertools.count)
 
     def engine(self) -> Any:
-        """Return the engine.
-
-        Raises:
-            HTTPException: 503, it is not up.
-        """
+        """Return the engine; 503 while it is not up."""
         engine = self.find_engine()
         if engine is None:
             raise HTTPException(503, "the engine is not up")
@@ -234,10 +230,7 @@ def _read_prompt(prompt: Any) -> str | dict[str, list[int]]:
 def sampling_params(kind: Any, given: Mapping[str, Any], **fixed: Any) -> Any:
     """Make vLLM's sampling parameters; a wrong type must not reach the engine, which it would end.
 
-    Args:
-        kind: vLLM's `SamplingParams`.
-        given: Names and values of the request.
-        **fixed: Values the caller sets.
+    `fixed` are values the caller sets.
 
     Raises:
         RequestError: a name is unknown, or a value has the wrong type or is out of range.
@@ -258,12 +251,7 @@ def sampling_params(kind: Any, given: Mapping[str, Any], **fixed: Any) -> Any:
 
 
 def generate_answer(output: Any, request: GenerateRequest) -> dict[str, Any]:
-    """Return the answer to one request.
-
-    Args:
-        output: vLLM's finished `RequestOutput`.
-        request: What was asked.
-    """
+    """Return the answer to one request from vLLM's finished `RequestOutput`."""
     answer: dict[str, Any] = {
         "text": [choice.text for choice in output.outputs],
         "prompt": output.prompt,

@@ -1,6 +1,6 @@
 """How new weights reach the inference engine: one protocol, one class per strategy.
 
-`NoSync` leaves the engine alone, `RestartSync` and `LoraRestartSync` restart one of ours,
+`RestartSync` and `LoraRestartSync` restart one of ours,
 `InPlaceSync` and `LoraSwapSync` update a running one, and `AutoSync` chooses.
 """
 
@@ -35,25 +35,6 @@ from example_trainer.vllm_manager import (
     wait_for_orphaned_engine,
 )
 
-__all__ = [
-    "SHARED_MEMORY",
-    "AdapterFolders",
-    "AutoSync",
-    "InPlaceSync",
-    "LoraRestartSync",
-    "LoraSwapSync",
-    "NoSync",
-    "OwnedEngine",
-    "RestartSync",
-    "WeightSync",
-    "export_for_engine",
-    "make_weight_sync",
-    "require_built_mode",
-    "require_shared_memory_for",
-    "ties_output_to_input",
-    "transport_directory",
-]
-
 
 class OwnedEngine:
     """What the strategies that restart an engine share; each says itself what it is started on.
@@ -74,7 +55,6 @@ class OwnedEngine:
         self._server = VllmServer(config, updatable=False)
 
     def check_before_load(self) -> None:
-        """Fail when the port is taken."""
         wait_for_orphaned_engine(self._config)
         port, mode = self._config.vllm_port, self.mode
         if is_port_in_use(port, self._config.vllm_connect_host):
@@ -91,15 +71,12 @@ class OwnedEngine:
             self._server.stop()
 
     def check_alive(self) -> None:
-        """Raise when the engine has died."""
         self._server.check_alive()
 
     def returns_processed_logprobs(self) -> bool:
-        """Say what the engine was told at its launch."""
         return launches_with_processed_logprobs(self._config)
 
     def close(self) -> None:
-        """Stop the engine."""
         self._server.stop()
 
 
@@ -170,7 +147,6 @@ class LoraSwapSync:
         self._folders = AdapterFolders(config)
 
     def check_before_load(self) -> None:
-        """Fail when no engine is there, or one that takes no adapters."""
         if not check_vllm_health(self._config.vllm_port, self._config.vllm_connect_host):
             raise EngineSetupError(
                 f"no engine answers GET {self._engine.shown_url}/health with 200; "
@@ -194,14 +170,12 @@ class LoraSwapSync:
             )
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Load the adapters as they are."""
         self.publish(model, step=step, checkpoint=None)
 
     def before_step(self, *, sync_follows: bool) -> None:
         """Nothing to do: the engine keeps generating during the step."""
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Write the adapters and let the engine take them in place of those it has."""
         directory = self._folders.write(model, step)
         name, path = self._config.lora_name, str(directory.resolve())
         if self._route == _COMPANION_ROUTE:
@@ -221,12 +195,10 @@ class LoraSwapSync:
         """The engine is not ours; a dead one shows at the next swap."""
 
     def returns_processed_logprobs(self) -> bool:
-        """Ask the engine; False where it does not tell."""
         with contextlib.closing(EngineControl(self._engine.base_url)) as control:
             return control.returns_processed_logprobs()
 
     def close(self) -> None:
-        """Close the connection; the engine runs on with the adapters it has."""
         self._engine.close()
 
 
@@ -241,11 +213,9 @@ class LoraRestartSync(OwnedEngine):
         self._folders = AdapterFolders(config)
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Launch the engine on the model and the adapters as they are; wait until it is healthy."""
         self._launch(self._folders.write(model, step))
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Restart the engine on the present adapters."""
         directory = self._folders.write(model, step)
         self._server.stop()
         self._launch(directory)
@@ -300,17 +270,12 @@ def ties_output_to_input(model: Any) -> bool:
 
 
 def export_for_engine(model: Any, directory: Path, *, tokenizer: Any = None) -> Path:
-    """Write a model directory in which every layer has weights of its own.
+    """Write a model directory, with a tokenizer if given, in which every layer has its own weights.
 
     An output layer tied to the input embedding is written out as a layer, and the config says it
     is none: vLLM on a CPU keeps a packed copy of the output layer which a reload replaces only
     when the checkpoint has weights for it. An engine that runs the model tied passes over the
-    additional tensor.
-
-    Args:
-        model: The transformers model; not changed.
-        directory: Where to; what stood there is replaced at once.
-        tokenizer: Written too, for an engine that is to be started on the directory.
+    additional tensor. The model is not changed; the directory is replaced at once.
     """
     is_tied = ties_output_to_input(model)
 
@@ -365,10 +330,7 @@ class WeightSync(Protocol):
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         """Let the engine serve the weights the model has after `step`; returns once it does.
 
-        Args:
-            model: With these weights.
-            checkpoint: Directory that has them too, None where none was saved after this step.
-            step: Optimizer steps done.
+        `checkpoint` has them too; None where none was saved after this step.
         """
 
     def check_alive(self) -> None:
@@ -396,54 +358,25 @@ def require_built_mode(config: TrainingConfig) -> None:
         raise ConfigError("single_copy needs weight_bridge_mode=shared_vllm, not built yet")
 
 
-def make_weight_sync(config: TrainingConfig) -> WeightSync:
-    """Return the strategy `config.weight_bridge_mode` names.
+def make_weight_sync(config: TrainingConfig) -> WeightSync | None:
+    """Return the strategy `config.weight_bridge_mode` names, None for `off`.
+
+    In the mode `off` groups come from elsewhere and the weights go into checkpoints only.
 
     Raises:
         ConfigError: that mode is not built yet.
     """
     require_built_mode(config)
+    if config.weight_bridge_mode == "off":
+        return None
     strategies: dict[str, Callable[[TrainingConfig], WeightSync]] = {
         "auto": AutoSync,
         "in_place": InPlaceSync,
         "lora_only": LoraSwapSync,
         "lora_restart": LoraRestartSync,
         "none": RestartSync,
-        "off": NoSync,
     }
     return strategies[config.weight_bridge_mode](config)
-
-
-class NoSync:
-    """No engine: groups come from elsewhere, the weights go into checkpoints only."""
-
-    mode = "off"
-    publishes_final = False
-
-    def __init__(self, config: TrainingConfig) -> None:
-        self._config = config
-
-    def check_before_load(self) -> None:
-        """Nothing to check."""
-
-    def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Nothing to start."""
-
-    def before_step(self, *, sync_follows: bool) -> None:
-        """Nothing holds memory that could be freed."""
-
-    def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Without an engine to publish to."""
-
-    def check_alive(self) -> None:
-        """Nothing can die."""
-
-    def returns_processed_logprobs(self) -> bool:
-        """Say what the settings say."""
-        return self._config.logprobs_mode == "processed"
-
-    def close(self) -> None:
-        """Nothing to stop."""
 
 
 class RestartSync(OwnedEngine):
@@ -462,12 +395,10 @@ class RestartSync(OwnedEngine):
         self._tokenizer: Any = None
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Launch the engine on the source and wait until it is healthy."""
         self._tokenizer = tokenizer
         self._server.start(source)
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Restart the engine on the weights."""
         self._server.stop()
         self._server.start(str(checkpoint or self.write_weights(model, self._tokenizer)))
 
@@ -482,7 +413,6 @@ class RestartSync(OwnedEngine):
         return replace_directory(self._directory, write)
 
     def close(self) -> None:
-        """Stop the engine; remove the weights that were written for it alone."""
         super().close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -506,7 +436,6 @@ class InPlaceSync:
         self._is_external = False
 
     def check_before_load(self) -> None:
-        """Find out whose engine will be used, and whether it can do this."""
         wait_for_orphaned_engine(self._config)
         if self._config.engine_urls:
             self._require_named_engines()
@@ -560,7 +489,6 @@ class InPlaceSync:
         """Nothing to do: the engine keeps generating during the step."""
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Write the weights out and reload them in the running engine."""
         if self._config.sync_transport == "shared_memory":
             require_shared_memory_for(model)
         export_for_engine(model, self._directory)
@@ -569,15 +497,12 @@ class InPlaceSync:
         )
 
     def check_alive(self) -> None:
-        """Raise when an engine this trainer launched has died."""
         self._server.check_alive()
 
     def returns_processed_logprobs(self) -> bool:
-        """Ask the engine."""
         return self._control.returns_processed_logprobs()
 
     def close(self) -> None:
-        """Stop the engine if it is ours, an external one runs on; remove the directory."""
         self._server.stop()
         self._control.close()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -603,11 +528,9 @@ class AutoSync:
 
     @property
     def mode(self) -> str:
-        """The mode in use."""
         return self._sync.mode
 
     def check_before_load(self) -> None:
-        """Find out whose engine will be used and choose."""
         wait_for_orphaned_engine(self._config)
         config = self._config
         port, host = config.vllm_port, config.vllm_connect_host
@@ -628,7 +551,6 @@ class AutoSync:
         logger.info("weight bridge mode: %s (chosen by auto): %s", self.mode, reason)
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Start as the chosen mode does; restart an engine of ours that proves not updatable."""
         self._tokenizer = tokenizer
         try:
             self._sync.start(model, tokenizer, source=source, step=step)
@@ -639,11 +561,9 @@ class AutoSync:
             self._sync.start(model, tokenizer, source=source, step=step)
 
     def before_step(self, *, sync_follows: bool) -> None:
-        """Do what the chosen mode does."""
         self._sync.before_step(sync_follows=sync_follows)
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Publish as the chosen mode does; the first update in place may prove impossible."""
         try:
             self._sync.publish(model, checkpoint=checkpoint, step=step)
         except InferenceError as error:
@@ -656,15 +576,12 @@ class AutoSync:
         self._has_published = True
 
     def check_alive(self) -> None:
-        """Raise when an engine this trainer launched has died."""
         self._sync.check_alive()
 
     def returns_processed_logprobs(self) -> bool:
-        """Answer as the chosen mode does."""
         return self._sync.returns_processed_logprobs()
 
     def close(self) -> None:
-        """Stop the engine if it is ours, an external one runs on."""
         self._sync.close()
 
     def _fall_back(self, error: Exception) -> RestartSync:

@@ -49,14 +49,6 @@ from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.writing import write_report
 
-__all__ = [
-    "Demo",
-    "DemoResult",
-    "HeldOutResult",
-    "main",
-    "measure_held_out",
-]
-
 _ENVIRONMENT_PACKAGES = {"examples": ("reasoning_gym",)}
 _REAL_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 _PHASES_OF_TINY_MODEL = (
@@ -193,7 +185,6 @@ class HeldOutResult(NamedTuple):
 
     num_correct: int
     """Problems answered correctly."""
-
     num_problems: int
     """Problems asked."""
 
@@ -214,14 +205,8 @@ def measure_held_out(
     """Ask an OpenAI-compatible server every problem once, sampling at temperature 1.
 
     That is how rollouts are drawn: it measures the policy that is trained, its habits included.
-
-    Args:
-        base_url: Address that ends in `/v1`.
-        model_name: Name the server knows the model by.
-        problems: What is asked; at least one.
-        max_tokens: Longest completion.
-        on_tick: Called about twice a second with the number of answers so far; what it raises
-            ends the measurement.
+    `on_tick` is called about twice a second with the number of answers so far; what it raises ends
+    the measurement.
 
     Raises:
         InferenceError: A request failed; an answer that could not be had is not a wrong answer.
@@ -299,13 +284,7 @@ class DemoResult(NamedTuple):
 
 
 class Demo:
-    """The phases of one run; every process it starts has ended when `run` returns or raises.
-
-    Args:
-        settings: What it does.
-        paths: Where it writes.
-        progress: Where the phases are shown.
-    """
+    """The phases of one run; every process it starts has ended when `run` returns or raises."""
 
     def __init__(self, settings: DemoSettings, paths: DemoPaths, progress: RunProgress) -> None:
         self.settings = settings
@@ -321,7 +300,7 @@ class Demo:
             AtroposError: Something else failed for a known reason.
         """
         with self._supervisor:
-            problems = self._make_problems()
+            problems = held_out_problems(environment_settings(self.settings))
             student = self._make_student() if self._makes_model else None
             loop = self._build_loop()
             loop.start_servers()
@@ -336,12 +315,6 @@ class Demo:
             after = self._measure(loop, problems, "after")
         return self._report(before, after)
 
-    def _make_problems(self) -> list[Problem]:
-        return held_out_problems(self._env_settings())
-
-    def _env_settings(self) -> dict[str, object]:
-        return environment_settings(self.settings)
-
     @property
     def _model(self) -> str:
         given = self.settings.model or self.settings.warmed_up_model
@@ -354,7 +327,7 @@ class Demo:
     def _make_student(self) -> Student:
         self.progress.begin("make", "Making a small model from scratch", expected="a few seconds")
         student = make_student(
-            self._env_settings(),
+            environment_settings(self.settings),
             shape=self.settings.shape,
             seed=self.settings.seed,
             folder=self.paths.tiny_model,
@@ -401,7 +374,7 @@ class Demo:
 
         skill, habit = teach_student(
             student,
-            self._env_settings(),
+            environment_settings(self.settings),
             measured=problems[:_NUM_WARM_UP_PROBLEMS],
             settings=settings,
             seed=self.settings.seed,

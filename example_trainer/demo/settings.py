@@ -21,23 +21,6 @@ from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = [
-    "ENVIRONMENT_DOOR",
-    "REPOSITORY",
-    "DemoPaths",
-    "DemoSettings",
-    "TaskSettings",
-    "TinyModelShape",
-    "WarmUpSettings",
-    "build_model",
-    "demo_plan",
-    "environment_settings",
-    "require_clone",
-    "save_tiny_model",
-    "settings_for",
-    "train_tokenizer",
-]
-
 PAD_TOKEN = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
@@ -57,16 +40,12 @@ class TinyModelShape:
 
     hidden_size: int = 128
     """Width of the residual stream."""
-
     num_layers: int = 4
     """Number of transformer blocks."""
-
     num_heads: int = 4
     """Attention heads; the width of one head must be a multiple of 32 for vLLM on CPU."""
-
     max_length: int = 256
     """Longest sequence in tokens."""
-
     max_vocabulary: int = 768
     """Most tokens of its tokenizer; 259 of them are the bytes and the marks of a chat."""
 
@@ -79,13 +58,7 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Learn a tokenizer from conversations of the task and give it a ChatML template.
 
-    Args:
-        conversations: Prompts with their completions, as messages.
-        max_length: Longest sequence of the model, in tokens.
-        max_vocabulary: Most tokens.
-
-    Returns:
-        A fast tokenizer: any text round-trips, `<|im_end|>` ends a turn, `<|endoftext|>` pads.
+    Any text round-trips, `<|im_end|>` ends a turn, `<|endoftext|>` pads.
     """
     with require_extra("trainer"):
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -175,11 +148,7 @@ ENVIRONMENT_DOOR = (
 
 
 def require_clone() -> None:
-    """Make `environments` importable.
-
-    Raises:
-        ConfigError: The package was installed without the repository around it.
-    """
+    """Make `environments` importable; raises `ConfigError` outside of a clone."""
     if not (REPOSITORY / ENVIRONMENT_DOOR).is_file():
         raise ConfigError(
             f"the demo runs {ENVIRONMENT_DOOR} of the repository, and there is none under "
@@ -198,13 +167,10 @@ class TaskSettings:
 
     name: str = "chain_sum"
     """Name of the task in the reasoning-gym package."""
-
     num_terms: int = 3
     """Numbers in one sum; with one digit each, three make 4,000 different problems."""
-
     num_digits: int = 1
     """Digits of each number."""
-
     system_prompt: str | None = "Give the answer in <answer> tags."
     """What the model is told first; None leaves the environment's own prompt."""
 
@@ -230,28 +196,20 @@ class WarmUpSettings:
 
     skill_accuracy: float = 0.6
     """The first part ends once this share of held-out problems is answered correctly."""
-
     start_accuracy: tuple[float, float] = (0.33, 0.5)
     """The second part ends once the share answered correctly lies between these."""
-
     hasty_share: float = 0.4
     """Share of the solutions of the second part that answer at once."""
-
     limit_s: float = 240.0
     """Seconds after which each part ends in any case."""
-
     lr: float = 2e-3
     """Learning rate of the first part."""
-
     habit_lr: float = 1e-3
     """Learning rate of the second part; gentle enough to keep what the first has taught."""
-
     batch_size: int = 64
     """Conversations per step."""
-
     num_conversations: int = 20_000
     """Conversations drawn for it, held-out problems left out."""
-
     steps_per_check: int = 20
     """Steps between two measurements; the habit needs as many to settle."""
 
@@ -262,63 +220,45 @@ class DemoSettings:
 
     model: str | None = None
     """Hub name or folder of a model; None makes a tiny one and warms it up."""
-
     seed: int = 0
     """Seed of the weights, the problems, the sampling and the trainer."""
-
     steps: int = 60
     """Optimiser steps of the reinforcement learning."""
-
     groups_per_step: int = 16
     """Problems in one optimiser step."""
-
     group_size: int = 8
     """Completions sampled for each problem."""
-
     lr: float = 2e-4
     """Learning rate of the reinforcement learning."""
-
     max_tokens: int = 64
     """Longest prompt and completion together, in tokens."""
-
     num_held_out: int = 512
     """Problems accuracy is measured on; none of them is ever trained on."""
-
     task: TaskSettings | None = TaskSettings()
     """What is learned; None where `environment_sections` say it, of any environment."""
-
     warm_up: WarmUpSettings = WarmUpSettings()
     """How the tiny model gets its partial skill; unused with `model`."""
-
     warmed_up_model: Path | None = None
     """Folder of a tiny model to start from; None makes one and warms it up."""
-
     trainer_flags: tuple[str, ...] = ()
     """Further flags of the trainer, such as `--algorithm=gspo`; they come last and win."""
-
     environment_door: Path = ENVIRONMENT_DOOR
     """Script of the environment, relative to the repository."""
-
     environment_sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further settings of the environment, by section of its YAML file; they win."""
-
     shape: TinyModelShape = field(default_factory=TinyModelShape)
     """Sizes of the tiny model; unused with `model`."""
-
     stall_limit_s: float = 300.0
     """Seconds without a trainer step after which the run counts as stuck."""
-
     start_limit_s: float = 600.0
     """Seconds each part may take to answer for the first time."""
 
     @property
     def uses_tiny_model(self) -> bool:
-        """Whether the model is made here."""
         return self.model is None
 
     @property
     def sequences_per_step(self) -> int:
-        """Trajectories in one optimiser step."""
         return self.groups_per_step * self.group_size
 
     @property
@@ -328,7 +268,6 @@ class DemoSettings:
 
     @property
     def eval_seed(self) -> int:
-        """Seed of the held-out problems."""
         return 1_000_003 + self.seed
 
 
@@ -344,14 +283,8 @@ def settings_for(
 ) -> DemoSettings:
     """Return the settings of a profile with the given values in place of its own.
 
-    Args:
-        profile: `full` learns visibly; `quick` only passes once through every part.
-        model: A real model in place of the tiny one; changes the defaults that depend on size.
-        seed: See `DemoSettings`.
-        steps: None takes the profile's.
-        lr: None takes 2e-4 for the tiny model, 1e-6 for a given one.
-        max_tokens: None takes 64 for the tiny model, 1024 for a given one.
-        algorithm: policy loss of the trainer; None takes the trainer's default.
+    `full` learns visibly; `quick` only passes once through every part. A real `model` in place of
+    the tiny one changes the defaults that depend on size.
     """
     task = TaskSettings()
     settings = DemoSettings(model=model, seed=seed)
@@ -386,13 +319,7 @@ class DemoPaths(RunPaths):
 
     @property
     def tiny_model(self) -> Path:
-        """Folder of the model after its warm-up."""
         return self.output / "model"
-
-    @property
-    def environment_config(self) -> Path:
-        """YAML file the environment is started with."""
-        return self.output / "environment.yaml"
 
     @property
     def groups(self) -> Path:
@@ -406,14 +333,7 @@ class DemoPaths(RunPaths):
 
 
 def demo_plan(settings: DemoSettings, paths: DemoPaths, *, model: str, on_gpu: bool) -> RunPlan:
-    """Return the run of the demo, or of a benchmark with settings of its own.
-
-    Args:
-        settings: What the run does.
-        paths: Where it writes.
-        model: Folder or hub name of the model all processes use.
-        on_gpu: Whether engine and trainer run on a GPU.
-    """
+    """Return the run of the demo, or of a benchmark with settings of its own."""
     environment = EnvironmentPlan(
         script=settings.environment_door,
         folder=paths.output,

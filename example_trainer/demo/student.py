@@ -24,22 +24,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = [
-    "Example",
-    "Student",
-    "WarmUpResult",
-    "encode_conversation",
-    "encode_example",
-    "habitual_solution",
-    "make_student",
-    "prompt_text",
-    "sample_completions",
-    "student_of",
-    "supervised_steps",
-    "teach_student",
-    "warm_up",
-]
-
 _RAMP_STEPS = 30
 
 
@@ -48,7 +32,6 @@ class Example(NamedTuple):
 
     tokens: list[int]
     """[L] messages in the order they were said."""
-
     is_learned: list[bool]
     """[L] whether the token was written by the assistant; the ends of its turns were."""
 
@@ -56,14 +39,10 @@ class Example(NamedTuple):
 def encode_conversation(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]]
 ) -> Example:
-    """Turn a conversation into the tokens of a rollout of it.
+    """Turn a conversation that ends with the assistant into the tokens of a rollout of it.
 
     A prompt, a completion and what follows are encoded apart, as they are when the completion is
-    sampled.
-
-    Args:
-        tokenizer: Its template adds messages behind those before, as ChatML does.
-        messages: The last one is the assistant's.
+    sampled. The template adds messages behind those before, as ChatML does.
     """
     tokens: list[int] = []
     is_learned: list[bool] = []
@@ -96,18 +75,9 @@ def supervised_steps(
     pad_token: int,
     seed: int,
 ) -> Iterator[float]:
-    """Train `model` in place, one optimiser step for each value taken; never ends.
+    """Train `model` in place on the CPU, one optimizer step for each loss taken; never ends.
 
-    Args:
-        model: In float32 on the CPU.
-        examples: What is learned, at least `batch_size`.
-        lr: Learning rate, after a linear rise over the first steps.
-        batch_size: Examples per step.
-        pad_token: Fills up short examples.
-        seed: Order of the examples.
-
-    Yields:
-        The loss of the step.
+    The learning rate rises linearly over the first steps.
     """
     import torch
 
@@ -158,10 +128,8 @@ class WarmUpResult(NamedTuple):
 
     accuracy: float
     """Share of the measured problems answered correctly at the end."""
-
     steps: int
     """Optimiser steps taken."""
-
     seconds: float
     """How long it took."""
 
@@ -188,22 +156,11 @@ def warm_up(
     on_check: Callable[[int, float, float], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmUpResult:
-    """Train `model` in place until its accuracy is as it should be, or the time is over.
+    """Train `model` in place on the CPU until its accuracy is as it should be, or the time is over.
 
-    Args:
-        model: In float32 on the CPU.
-        tokenizer: Its tokenizer.
-        examples: What is learned.
-        measured: Problems that are only measured, none of them among `examples`.
-        is_enough: Whether to stop at this share of `measured` answered correctly.
-        lr: Learning rate, after a linear rise over the first steps.
-        batch_size: Examples per step.
-        limit_s: Seconds after which it ends in any case.
-        steps_per_check: Steps between two measurements.
-        seed: Order of the examples.
-        on_check: Called at each measurement with step, loss and accuracy; what it raises ends
-            the warm-up.
-        clock: Monotonic seconds.
+    Every `steps_per_check` steps the share of `measured` problems answered correctly goes to
+    `is_enough`, and with step and loss to `on_check`; what that raises ends the warm-up. None of
+    these problems is among the `examples`. The learning rate rises linearly over the first steps.
     """
     losses = supervised_steps(
         model,
@@ -277,14 +234,7 @@ class Student(NamedTuple):
 def make_student(
     env_settings: Mapping[str, Any], *, shape: TinyModelShape, seed: int, folder: Path
 ) -> Student:
-    """Make a tokenizer for the task and a model with random weights, and write both.
-
-    Args:
-        env_settings: Settings of the environment that poses the problems.
-        shape: Sizes of the model.
-        seed: Of its weights.
-        folder: Where it is written.
-    """
+    """Make a tokenizer for the environment's task and a model with random weights; write both."""
     conversations = [
         [*problem.messages, {"role": "assistant", "content": problem.worked_solution}]
         for problem in training_problems(env_settings, _NUM_TOKENIZER_PROBLEMS)
@@ -319,16 +269,7 @@ def teach_student(
 ) -> list[WarmUpResult]:
     """Teach the student in place, first a skill, then a bad habit, and write it again.
 
-    Args:
-        student: What is taught.
-        env_settings: Settings of the environment that poses the problems.
-        measured: Held-out problems, on whose accuracy each part ends.
-        settings: See `WarmUpSettings`.
-        seed: Of the order and of the habit.
-        on_check: See `warm_up.warm_up`.
-
-    Returns:
-        How the two parts ended.
+    `measured` are held-out problems, on whose accuracy each part ends; returns how both ended.
     """
     import torch
 

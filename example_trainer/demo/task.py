@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 from example_trainer.cli import require_extra
 
 if TYPE_CHECKING:
-    from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
-    from atroposlib.tasks.reasoning_gym.tasks import TaskItem
-
-__all__ = ["Problem", "held_out_problems", "training_problems", "worked_sum"]
+    from atroposlib.tasks.reasoning_gym import ReasoningGymEnvConfig, TaskItem
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Problem:
 
     def is_correct(self, completion: str) -> bool:
         """Say whether the environment gives a completion the full score."""
-        from atroposlib.tasks.reasoning_gym.tasks import score_completion
+        from atroposlib.tasks.reasoning_gym import score_completion
 
         return score_completion(completion, self.item) >= 1.0
 
@@ -72,7 +69,7 @@ def worked_sum(expression: str) -> str:
 def held_out_problems(env_settings: Mapping[str, Any]) -> list[Problem]:
     """Return the environment's evaluation set; it never trains on any of these questions."""
     config = _config(env_settings)
-    from atroposlib.tasks.reasoning_gym.tasks import eval_items
+    from atroposlib.tasks.reasoning_gym import eval_items
 
     with require_extra("examples"):
         return [_problem(item, config) for item in eval_items(config)]
@@ -81,19 +78,19 @@ def held_out_problems(env_settings: Mapping[str, Any]) -> list[Problem]:
 def training_problems(env_settings: Mapping[str, Any], count: int) -> list[Problem]:
     """Return the first `count` training problems the environment would draw."""
     config = _config(env_settings)
-    from atroposlib.tasks.reasoning_gym.tasks import train_item
+    from atroposlib.tasks.reasoning_gym import train_item
 
     with require_extra("examples"):
         return [_problem(train_item(config, index), config) for index in range(count)]
 
 
 def _config(env_settings: Mapping[str, Any]) -> ReasoningGymEnvConfig:
-    from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
+    from atroposlib.tasks.reasoning_gym import ReasoningGymEnvConfig
 
     return ReasoningGymEnvConfig(**env_settings)
 
 
 def _problem(item: TaskItem, config: ReasoningGymEnvConfig) -> Problem:
-    from atroposlib.tasks.reasoning_gym.tasks import prompt_messages
+    from atroposlib.tasks.reasoning_gym import prompt_messages
 
     return Problem(item, prompt_messages(item, config))

@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -59,16 +59,6 @@ from example_trainer.launch.stack import (
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.writing import write_report
-
-__all__ = [
-    "TrainResult",
-    "TrainRun",
-    "main",
-    "needs_untying",
-    "phases",
-    "read_options",
-    "write_options",
-]
 
 _PROGRAM = "atropos-train"
 _RUNS = Path("train_runs")
@@ -155,22 +145,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         _train(prepared)
 
 
-class _Prepared:
+class _Prepared(NamedTuple):
     """A run about which nothing was found wrong."""
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        paths: RunPaths,
-        plan: RunPlan,
-        model: ModelFacts,
-        notes: Sequence[str],
-    ) -> None:
-        self.options = options
-        self.paths = paths
-        self.plan = plan
-        self.model = model
-        self.notes = notes
+    paths: RunPaths
+    plan: RunPlan
+    model: ModelFacts
+    notes: list[str]
 
 
 def _prepare(
@@ -181,7 +162,6 @@ def _prepare(
     is_resumed = arguments.resume is not None
     if is_resumed:
         folder = _folder_to_resume(parser, arguments, environment_flags)
-
         options = read_options(folder)
         if arguments.steps is not None:
             options = replace(options, steps=arguments.steps)
@@ -214,13 +194,12 @@ def _prepare(
     require_gpu_memory(model, _trainer_config(plan), machine, place(options, machine))
     if not is_resumed:
         prepare_folder(paths.output, subfolders=[paths.logs])
-
     write_options(options, paths)
-    return _Prepared(options, paths, plan, model, notes)
+    return _Prepared(paths, plan, model, notes)
 
 
 def _train(prepared: _Prepared) -> None:
-    paths, plan = prepared.paths, prepared.plan
+    paths, plan, model, notes = prepared
 
     def how_to_continue() -> str:
         steps = report.count_steps(paths.trainer_metrics)
@@ -231,12 +210,12 @@ def _train(prepared: _Prepared) -> None:
         with RunProgress() as progress:
             progress.announce(
                 f"{_PROGRAM}: {plan.model} on {', '.join(e.name for e in plan.environments)}",
-                phases(plan, unties=needs_untying(plan, prepared.model)),
+                phases(plan, unties=needs_untying(plan, model)),
             )
             progress.note(f"everything goes to {shown_path(paths.output)}; logs to its folder logs")
-            for note in prepared.notes:
+            for note in notes:
                 progress.note(note)
-            result = TrainRun(plan, paths, progress, model=prepared.model).run()
+            result = TrainRun(plan, paths, progress, model=model).run()
     except KeyboardInterrupt:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         sys.exit(130)
@@ -246,21 +225,19 @@ def _train(prepared: _Prepared) -> None:
     except SystemExit:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         raise
-    _print_result(prepared, result)
+    _print_result(plan, paths, result)
 
 
-def _print_result(prepared: _Prepared, result: TrainResult) -> None:
-
-    paths, plan = prepared.paths, prepared.plan
+def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
     if result.points:
         print(f"\n{curve_text(result.points, metric=result.metric)}")
-    for name, before, after in _measured(result):
+    for name in [name for name in result.after if name in result.before]:
+        before, after = result.before[name], result.after[name]
         print(f"\n{name}, measured by its own evaluate")
-        for key in after:
-            if key in before:
-                shown = f"before {plain_number(before[key])}, after {plain_number(after[key])}"
-                change = plain_number(after[key] - before[key])
-                print(f"  {key}: {shown} ({change if change.startswith('-') else f'+{change}'})")
+        for key in [key for key in after if key in before]:
+            shown = f"before {plain_number(before[key])}, after {plain_number(after[key])}"
+            change = plain_number(after[key] - before[key])
+            print(f"  {key}: {shown} ({change if change.startswith('-') else f'+{change}'})")
     if result.ends is not None:
         first, last = result.ends
         print(
@@ -282,12 +259,6 @@ def _print_result(prepared: _Prepared, result: TrainResult) -> None:
     print(f"  {more}   # train on")
 
 
-def _measured(result: TrainResult) -> Iterator[tuple[str, Any, Any]]:
-    for name, after in result.after.items():
-        if name in result.before:
-            yield name, result.before[name], after
-
-
 def _parser() -> TrainerParser:
     parser = TrainerParser(
         prog=_PROGRAM,
@@ -304,8 +275,8 @@ def _parser() -> TrainerParser:
         allow_abbrev=False,
         often=_OFTEN_NEEDED,
     )
-    for name, arguments in _FLAGS:
-        parser.add_argument(name, **arguments)
+    _add_run_flags(parser)
+    _add_engine_flags(parser)
     trainer = parser.add_argument_group("flags of atropos-grpo, passed on to the trainer")
     for action in create_full_parser()._actions:
         if action.dest not in _OWN_FLAGS and action.dest not in _FIXED:
@@ -414,20 +385,13 @@ def _typed_trainer_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
         elif action.nargs == "+":
             flags += [flag, *map(str, value)]
         else:
-            flags.append(f"{flag}={_layers(value) if isinstance(value, list) else value}")
+            text = ",".join(map(str, value)) if isinstance(value, list) else value  # layers
+            flags.append(f"{flag}={text}")
     return tuple(flags)
 
 
-def _layers(indices: Sequence[int]) -> str:
-    return ",".join(map(str, indices))
-
-
 def _trainer_config(plan: RunPlan) -> TrainingConfig:
-    """Return the settings the trainer will have.
-
-    Raises:
-        pydantic.ValidationError: It would refuse them.
-    """
+    """Return the settings the trainer will have; raises what it would refuse them with."""
     [_, _, *words] = trainer_arguments(
         plan, RunPaths(Path()), engine_url="http://127.0.0.1:1", service_url="http://127.0.0.1:2"
     )
@@ -462,7 +426,6 @@ def _folder_to_resume(
 
 
 def _require_steps_to_do(options: TrainOptions, paths: RunPaths) -> None:
-
     done = count_steps(paths.trainer_metrics)
     if done >= options.steps and paths.final_model.is_dir():
         raise ConfigError(
@@ -570,122 +533,83 @@ def _shell_words(text: str) -> str:
     return text
 
 
-_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "files",
-        {
-            "nargs": "*",
-            "type": _environment_file,
-            "metavar": "FILE.py[=WEIGHT]",
-            "help": "environments; with several, their shares of each batch are as their weights "
-            "(default 1)",
-        },
-    ),
-    (
-        "--model",
-        {
-            "help": "hub name or folder of the model to train",
-        },
-    ),
-    (
-        "--steps",
-        {
-            "type": whole_number(1),
-            "help": "optimizer steps of the whole run (default: 200)",
-        },
-    ),
-    (
-        "--output",
-        {
-            "type": Path,
-            "help": f"folder to write to (default: {_RUNS}/<date>-<time>)",
-        },
-    ),
-    (
+        nargs="*",
+        type=_environment_file,
+        metavar="FILE.py[=WEIGHT]",
+        help="environments; with several, their shares of each batch are as their weights "
+        "(default 1)",
+    )
+    parser.add_argument("--model", help="hub name or folder of the model to train")
+    parser.add_argument(
+        "--steps", type=whole_number(1), help="optimizer steps of the whole run (default: 200)"
+    )
+    parser.add_argument(
+        "--output", type=Path, help=f"folder to write to (default: {_RUNS}/<date>-<time>)"
+    )
+    parser.add_argument(
         "--resume",
-        {
-            "nargs": "?",
-            "const": "",
-            "metavar": "FOLDER",
-            "help": f"go on with the run in this folder, or with the newest under {_RUNS}/; its "
-            "settings hold, --steps may be raised",
-        },
-    ),
-    (
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help=f"go on with the run in this folder, or with the newest under {_RUNS}/; its "
+        "settings hold, --steps may be raised",
+    )
+    parser.add_argument(
         "--lr",
-        {
-            "type": _positive,
-            "help": "learning rate (default: 1e-6, which is usual where all weights are trained; "
-            "2e-4 below 20 million parameters. atropos-grpo by itself takes 1e-5)",
-        },
-    ),
-    (
+        type=_positive,
+        help="learning rate (default: 1e-6, which is usual where all weights are trained; "
+        "2e-4 below 20 million parameters. atropos-grpo by itself takes 1e-5)",
+    )
+    parser.add_argument(
         "--groups-per-step",
-        {
-            "type": whole_number(1),
-            "help": "groups in one optimizer step (default: 16; 4 on a CPU, except for tiny "
-            "models)",
-        },
-    ),
-    (
+        type=whole_number(1),
+        help="groups in one optimizer step (default: 16; 4 on a CPU, except for tiny models)",
+    )
+    parser.add_argument(
         "--context-tokens",
-        {
-            "type": whole_number(16),
-            "help": "longest prompt and completion together, in tokens (default: the largest "
-            "env.max_token_length and 1024 more, at most what the model reads)",
-        },
-    ),
-    (
-        "--seed",
-        {
-            "type": whole_number(0),
-            "help": "seed of engine and trainer (default: 0)",
-        },
-    ),
-    (
-        "--device",
-        {
-            "choices": ["auto", "cpu", "cuda"],
-            "help": "where engine and trainer run; auto: on the GPU if there is one. One GPU is "
-            "shared, of several the trainer has the first and the engine the last; "
-            "CUDA_VISIBLE_DEVICES chooses among them (default: auto)",
-        },
-    ),
-    (
+        type=whole_number(16),
+        help="longest prompt and completion together, in tokens (default: the largest "
+        "env.max_token_length and 1024 more, at most what the model reads)",
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0), help="seed of engine and trainer (default: 0)"
+    )
+    parser.add_argument(
         "--no-evaluate",
-        {
-            "action": "store_true",
-            "help": "do not measure before and after training (default: the environments' "
-            "evaluate does)",
-        },
-    ),
-    (
+        action="store_true",
+        help="do not measure before and after training (default: the environments' evaluate does)",
+    )
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        help="where engine and trainer run; auto: on the GPU if there is one. One GPU is "
+        "shared, of several the trainer has the first and the engine the last; "
+        "CUDA_VISIBLE_DEVICES chooses among them (default: auto)",
+    )
+    parser.add_argument(
         "--engine-url",
-        {
-            "type": _address,
-            "metavar": "URL",
-            "help": "use the vLLM at this address, started with VLLM_SERVER_DEV_MODE=1 (default: "
-            "one is launched)",
-        },
-    ),
-    (
+        type=_address,
+        metavar="URL",
+        help="use the vLLM at this address, started with VLLM_SERVER_DEV_MODE=1 (default: "
+        "one is launched)",
+    )
+    parser.add_argument(
         "--engine-args",
-        {
-            "type": _shell_words,
-            "metavar": "'ARGS'",
-            "help": "further arguments for the launched vLLM, as one word (default: none)",
-        },
-    ),
-    (
+        type=_shell_words,
+        metavar="'ARGS'",
+        help="further arguments for the launched vLLM, as one word (default: none)",
+    )
+    parser.add_argument(
         "--gpu-memory-utilization",
-        {
-            "type": _fraction,
-            "help": "share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a GPU of "
-            "its own)",
-        },
-    ),
-)
-"""Flags of this command with the arguments of `add_argument`."""
+        type=_fraction,
+        help="share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a GPU of its own)",
+    )
 
 
 _GROUPS_PER_END = 16
@@ -764,14 +688,7 @@ def phases(plan: RunPlan, *, unties: bool) -> list[str]:
 
 
 class TrainRun:
-    """The phases of one run; every process it starts has ended when `run` returns or raises.
-
-    Args:
-        plan: What is run.
-        paths: Where it writes.
-        progress: Where the phases are shown.
-        model: Facts about the model.
-    """
+    """The phases of one run; every process it starts has ended when `run` returns or raises."""
 
     def __init__(
         self, plan: RunPlan, paths: RunPaths, progress: RunProgress, *, model: ModelFacts

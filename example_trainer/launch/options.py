@@ -22,23 +22,6 @@ from example_trainer.memory_plan import GIB, STATE_BYTES
 from example_trainer.model import choose_optimizer
 from example_trainer.reporting.writing import REPORT_NAME
 
-__all__ = [
-    "EnvironmentFile",
-    "EnvironmentPlan",
-    "Machine",
-    "Placement",
-    "RunPaths",
-    "RunPlan",
-    "TrainOptions",
-    "batch_sequences",
-    "batch_shares",
-    "make_plan",
-    "place",
-    "require_gpu_memory",
-    "shown_path",
-    "visible_gpus",
-]
-
 
 @dataclass(frozen=True)
 class EnvironmentPlan:
@@ -46,25 +29,18 @@ class EnvironmentPlan:
 
     script: Path
     """The environment's file, absolute or relative to `RunPlan.working_folder`."""
-
     folder: Path
     """Where its settings, groups, metrics and evaluations go."""
-
     name: str = "environment"
     """What tables call it; differs between the environments of a run."""
-
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Section `env` of its YAML file, over what every environment of a run gets."""
-
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further settings by section of the YAML file; they win over `settings`."""
-
     flags: tuple[str, ...] = ()
     """Flags for its command line, such as `--env.group_size=8`; they win over the YAML file."""
-
     num_servers: int = 1
     """Inference servers its own defaults name; each becomes the engine of the run."""
-
     is_evaluated: bool = False
     """Whether its `evaluate` measures something."""
 
@@ -99,64 +75,44 @@ class RunPlan:
 
     model: str
     """Hub name or folder of the model: the trainer's, and the name the engine serves it under."""
-
     environments: tuple[EnvironmentPlan, ...]
     """At least one; names differ."""
-
     steps: int
     """Optimizer steps of the whole run."""
-
     sequences_per_step: int
     """Trajectories in one optimizer step."""
-
     context_tokens: int
     """Longest prompt and completion together, in tokens."""
-
     work: str = ""
     """What one step consists of, for the progress lines: `16 problems x 8 tries`."""
-
     expected: str = "as long as the model needs"
     """How long training should take, in words."""
-
     seed: int = 0
     """Seed of the engine and of the trainer."""
-
     on_gpu: bool = False
     """Whether engine and trainer run on a GPU."""
-
     engine_model: Path | None = None
     """Folder the engine loads where that is not `model`."""
-
     engine_url: str | None = None
     """Address, without `/v1`, of an engine that runs already; None launches one."""
-
     engine_flags: tuple[str, ...] = ()
     """Further arguments of vLLM."""
-
     engine_variables: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of vLLM."""
-
     trainer_flags: tuple[str, ...] = ()
     """Further flags of `atropos-grpo`; they come last and win."""
-
     trainer_variables: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of the trainer."""
-
     variables: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of every process."""
-
     import_folder: Path | None = None
     """Put first on the module search path of every process."""
-
     working_folder: Path = field(default_factory=Path.cwd)
     """Working directory of the environments."""
-
     is_resumed: bool = False
     """Whether the trainer goes on from its checkpoints."""
-
     stall_limit_s: float = 1800.0
     """Seconds without a trainer step after which the run counts as stuck."""
-
     start_limit_s: float = 600.0
     """Seconds each process may take to answer for the first time."""
 
@@ -170,12 +126,10 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        """Folder with one log per process."""
         return self.output / "logs"
 
     @property
     def service_data(self) -> Path:
-        """Folder of the trajectory service's run."""
         return self.output / "service"
 
     @property
@@ -185,12 +139,10 @@ class RunPaths:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder where the trainer saves."""
         return self.output / "trainer"
 
     @property
     def final_model(self) -> Path:
-        """Folder of the trained model."""
         return self.checkpoints / "final_model"
 
     @property
@@ -223,13 +175,8 @@ def shown_path(path: Path) -> str:
 def batch_sequences(group_sizes: Sequence[int], groups: int) -> int:
     """Return a batch size that whole groups of every size add up to.
 
-    Args:
-        group_sizes: Trajectories per group of each environment.
-        groups: Groups wanted in one batch.
-
-    Returns:
-        About `groups` groups of mean size, rounded up to a multiple of every size's common multiple
-        and at least one group of each environment.
+    About `groups` groups of mean size, rounded up to a multiple of every size's common multiple
+    and at least one group of each environment.
     """
     common = math.lcm(*group_sizes)
     wanted = max(sum(group_sizes), round(groups * sum(group_sizes) / len(group_sizes)))
@@ -243,11 +190,6 @@ def batch_shares(
 
     Every share is a whole number of groups, less half a sequence, so that rounding never asks for
     one group more than there is room for; what is left goes to the first group that comes.
-
-    Args:
-        weights: Positive.
-        group_sizes: Trajectories per group, in the same order.
-        sequences: Trajectories in a batch.
     """
     total = sum(weights)
     shares = []
@@ -312,7 +254,6 @@ class TrainOptions:
     working_folder: str = "."
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON values from which `from_json` makes an equal object."""
         return asdict(self)
 
     @classmethod
@@ -408,18 +349,14 @@ def make_plan(
 ) -> Chosen:
     """Choose every setting that the command line leaves open.
 
-    Args:
-        options: The command line.
-        paths: Where the run writes.
-        model: Of `options.model`.
-        environments: Of `options.files`, in the same order.
-        machine: Where the run takes place.
-        is_resumed: Whether the run continues from checkpoints.
-
     Raises:
         ConfigError: the options do not fit the model.
     """
-    _require_readable(options, model)
+    if model.context_tokens and (options.context_tokens or 0) > model.context_tokens:
+        raise ConfigError(
+            f"--context-tokens {options.context_tokens}: {options.model} reads at most "
+            f"{model.context_tokens} tokens"
+        )
     notes: list[str] = []
     is_tiny = model.num_parameters < TINY_PARAMETERS
     on_gpu = bool(machine.gpus)
@@ -462,14 +399,6 @@ def make_plan(
     notes += [placement.describe()] if on_gpu else []
     notes += _speed_notes(model, plan, machine, is_tiny=is_tiny)
     return Chosen(plan, notes)
-
-
-def _require_readable(options: TrainOptions, model: ModelFacts) -> None:
-    if model.context_tokens and (options.context_tokens or 0) > model.context_tokens:
-        raise ConfigError(
-            f"--context-tokens {options.context_tokens}: {options.model} reads at most "
-            f"{model.context_tokens} tokens"
-        )
 
 
 def _template_notes(options: TrainOptions, model: ModelFacts) -> list[str]:
@@ -515,10 +444,7 @@ def place(options: TrainOptions, machine: Machine) -> Placement:
     with contextlib.suppress(TypeError, ValueError):  # vLLM rejects anything else
         share = float(_last_value(engine_args, ("--gpu-memory-utilization",)))  # type: ignore[arg-type]
     return Placement(
-        trainer=gpus[:1],
-        engine=gpus[-wanted:],
-        engine_share=share,
-        idle=gpus[1:-wanted],
+        trainer=gpus[:1], engine=gpus[-wanted:], engine_share=share, idle=gpus[1:-wanted]
     )
 
 
@@ -526,12 +452,6 @@ def require_gpu_memory(
     model: ModelFacts, config: TrainingConfig, machine: Machine, placement: Placement
 ) -> None:
     """Refuse a model whose weights, gradients and optimizer states alone exceed the memory.
-
-    Args:
-        model: What is trained.
-        config: Settings of the trainer.
-        machine: Where it runs.
-        placement: What of it the trainer has.
 
     Raises:
         ConfigError: Says what there is and what takes less.
@@ -561,9 +481,7 @@ def require_gpu_memory(
 def visible_gpus(variable: str, count: int) -> tuple[str, ...]:
     """Return the ids of the GPUs a process sees, as `CUDA_VISIBLE_DEVICES` names them.
 
-    Args:
-        variable: Its value here; empty where it is not set.
-        count: Number of GPUs seen; ids after an invalid one are not.
+    `variable` is its value here, `count` the GPUs seen; ids after an invalid one are not.
     """
     named = [each.strip() for each in variable.split(",") if each.strip()]
     return tuple(named[:count] if named else map(str, range(count)))

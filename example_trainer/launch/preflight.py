@@ -19,19 +19,6 @@ from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 from atroposlib.utils.writable import require_writable_folder, unwritable
 from example_trainer.config import require_model_folder, unloadable
 
-__all__ = [
-    "RUN_FILE",
-    "EnvironmentFacts",
-    "ModelFacts",
-    "describe_environment",
-    "prepare_folder",
-    "read_model",
-    "require_new_folder",
-    "require_packages",
-    "served_model",
-    "whole_number",
-]
-
 RUN_FILE = "run.json"
 """Command line of a run, in its folder."""
 _TRAINER_PACKAGES = ("torch", "safetensors", "matplotlib", "plotext", "psutil")
@@ -68,9 +55,7 @@ def require_packages(
 ) -> None:
     """Refuse to go on without the packages a run needs, all missing extras named at once.
 
-    Args:
-        extras: Packages needed beyond those of the trainer, by the extra that brings them.
-        launches_engine: Whether vLLM is started here.
+    `extras`: packages needed beyond those of the trainer, by the extra that brings them.
 
     Raises:
         MissingExtraError: Names the first missing package and every missing extra.
@@ -195,9 +180,7 @@ def prepare_folder(folder: Path, *, subfolders: Iterable[Path] = ()) -> None:
 def served_model(engine_url: str, model: str) -> None:
     """Check that an engine runs, serves the model and can take new weights.
 
-    Args:
-        engine_url: Its address, without `/v1`.
-        model: The name it is asked for.
+    `engine_url` is without `/v1`, `model` the name it is asked for.
 
     Raises:
         ConfigError: It does not, or does not answer.

@@ -31,37 +31,16 @@ from atroposlib.frontend.jsonl2html import generate_html
 from example_trainer.cli import require_extra
 from example_trainer.reporting.page import rolling_mean
 
-__all__ = [
-    "BATCH_REWARD",
-    "SHARE_RIGHT",
-    "RewardMetric",
-    "RewardPoint",
-    "RunProgress",
-    "count_steps",
-    "curve_text",
-    "find_rewards",
-    "groups_files",
-    "plain_number",
-    "read_evaluation",
-    "read_rewards",
-    "rolling_mean",
-    "write_curve",
-    "write_rollouts_page",
-]
-
 
 class RewardMetric(NamedTuple):
     """What an environment logs of the tries it has scored since the last step."""
 
     key: str
     """How the metric's name ends; the environment puts its own name before it."""
-
     label: str
     """What it is, for an axis."""
-
     summary: str
     """What it says, with `{:.0%}` or the like where the figure belongs."""
-
     limits: tuple[float, float] | None
     """Lowest and highest value it can have; None if it is unbounded."""
 
@@ -173,11 +152,7 @@ def write_curve(
     axes = figure.add_subplot()
     axes.plot(steps, rewards, color="#9db4c0", linewidth=1, label="one step")
     axes.plot(
-        steps,
-        rolling_mean(rewards, window),
-        color="#253237",
-        linewidth=2,
-        label=_smoothing(window),
+        steps, rolling_mean(rewards, window), color="#253237", linewidth=2, label=_smoothing(window)
     )
     axes.set(xlabel="trainer step", ylabel=metric.label, ylim=metric.limits)
     axes.grid(alpha=0.3)
@@ -228,15 +203,12 @@ def groups_files(groups_path: Path) -> list[Path]:
 def write_rollouts_page(
     files: Sequence[Sequence[Path]], page_path: Path, *, groups_per_end: int
 ) -> int:
-    """Write a page of the first and the last groups of a run.
+    """Write a page of the first and the last groups of a run; returns how many groups it has.
 
     Args:
-        files: For each environment its JSONL files of groups, oldest first.
+        files: For each environment its JSONL files of groups, oldest first; without any, no page.
         page_path: The HTML file; the chosen groups are written to JSONL of the same name.
         groups_per_end: Groups taken from the start, and again from the end, in all.
-
-    Returns:
-        Number of groups on the page; without any, no page is written.
     """
     each = max(1, groups_per_end // max(1, len(files)))
     first: list[str] = []
@@ -274,11 +246,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class RunProgress:
-    """Shows the phases of a run, one at a time.
-
-    Args:
-        console: Where it writes; a live bar is drawn only when it is a terminal.
-        clock: Monotonic seconds.
+    """Shows the phases of a run, one at a time; a live bar is drawn only on a terminal.
 
     Attributes:
         seconds_by_phase: How long each phase took, by its key, in their order.
@@ -308,29 +276,17 @@ class RunProgress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the run began."""
         return self._clock() - self._started
 
     def announce(self, introduction: str, titles: Sequence[str]) -> None:
-        """Show what is going to happen before the first phase begins.
-
-        Args:
-            introduction: One sentence.
-            titles: The phases in their order.
-        """
+        """Show what is going to happen before the first phase begins."""
         self.console.print(escape(introduction))
         for title in titles:
             self.console.print(f"   - {escape(title)}")
         self.console.print()
 
     def begin(self, phase: str, title: str, *, expected: str) -> None:
-        """Announce the next phase.
-
-        Args:
-            phase: Its key in `seconds_by_phase`.
-            title: What happens in it.
-            expected: How long that should take, in words.
-        """
+        """Announce the next phase: key in `seconds_by_phase`, title, and duration in words."""
         self.end()
         self._phase = phase
         self._phase_started = self._last_line = self._clock()
@@ -340,13 +296,7 @@ class RunProgress:
             self._task = self._bar.add_task("  ", total=None, state="")
 
     def update(self, done: float, total: float | None, state: str) -> None:
-        """Show how far the phase has come.
-
-        Args:
-            done: Units done.
-            total: Units in all, None when that is unknown.
-            state: A few words about where it stands.
-        """
+        """Show how far the phase has come: units done, of all where known, and where it stands."""
         if self._task is not None:
             self._bar.update(self._task, completed=done, total=total, state=escape(state))
         elif self._clock() - self._last_line >= _SECONDS_BETWEEN_LINES:
@@ -354,11 +304,9 @@ class RunProgress:
             self.console.print(f"   {escape(state)}{self._time_left(done, total)}")
 
     def note(self, text: str) -> None:
-        """Say one thing that stays on the screen."""
         self.console.print(f"   {escape(text)}")
 
     def end(self) -> None:
-        """Close the phase that is open, if any."""
         if self._phase is not None:
             self.seconds_by_phase[self._phase] = round(self._clock() - self._phase_started, 1)
             self._phase = None

@@ -35,23 +35,7 @@ from example_trainer.launch import report
 from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan
 from example_trainer.launch.report import RunProgress
 from example_trainer.processes import ManagedProcess, ProcessFailedError, wait_until_ready
-
-__all__ = [
-    "EngineWatch",
-    "Stack",
-    "StallWatch",
-    "Supervisor",
-    "TrainingLoop",
-    "build_stack",
-    "common_variables",
-    "ending_signals",
-    "engine_arguments",
-    "engine_variables",
-    "environment_sections",
-    "evaluation_process",
-    "trainer_arguments",
-    "write_yaml",
-]
+from example_trainer.reporting.page import rolling_mean
 
 _RUN_NAME = "run"
 _CPU_ENGINE_GIB = 1
@@ -75,11 +59,7 @@ def build_stack(
 ) -> Stack:
     """Describe the processes; writes the YAML file of each environment.
 
-    Args:
-        plan: What is run.
-        paths: Where it writes.
-        ports: Free ports for the engine and for the service.
-        inherited: Environment variables of this process.
+    `ports`: free ones for the engine and for the service; `inherited`: environment variables.
     """
     engine_port, service_port = ports
     engine_url = plan.engine_url or f"http://127.0.0.1:{engine_port}"
@@ -142,12 +122,7 @@ def evaluation_process(
 ) -> ManagedProcess:
     """Describe the `evaluate` command of an environment; writes its YAML file.
 
-    Args:
-        plan: What is run; its stack has been built.
-        environment: What is evaluated.
-        paths: Where the run writes.
-        when: `before` or `after`, for the names of its files.
-        inherited: Environment variables of this process.
+    The stack of the plan has been built; `when` is `before` or `after`.
     """
     folder = environment.evaluation(when)
     sections = yaml.safe_load(environment.config.read_text(encoding="utf-8"))
@@ -289,11 +264,7 @@ def environment_sections(
 
 
 def _process(
-    name: str,
-    arguments: Sequence[str],
-    paths: RunPaths,
-    variables: Mapping[str, str],
-    folder: Path,
+    name: str, arguments: Sequence[str], paths: RunPaths, variables: Mapping[str, str], folder: Path
 ) -> ManagedProcess:
     return ManagedProcess(
         name,
@@ -352,9 +323,7 @@ class Supervisor:
     def start(self, process: ManagedProcess, *, may_finish: bool = False) -> None:
         """Start a process and watch it from now on.
 
-        Args:
-            process: Not started before.
-            may_finish: Whether ending with code 0 is what it should do at some time.
+        `may_finish`: ending with code 0 is what it should do at some time.
         """
         # Known before it runs: an interruption during the start must not leave it behind.
         self._processes.append(process)
@@ -421,13 +390,10 @@ _TITLE = "VLLM::"
 
 
 class EngineWatch:
-    """The named processes of an engine that is ready.
+    """The processes that an engine, started and ready, has started by now and needs.
 
     vLLM's server can outlive its workers for minutes: while it waits for an answer that will not
     come, for instance in the middle of a weight update, it neither ends nor reports it.
-
-    Args:
-        engine: Started and ready; the processes it has started by now are those it needs.
     """
 
     def __init__(self, engine: ManagedProcess) -> None:
@@ -456,11 +422,9 @@ class EngineWatch:
 
 
 class StallWatch:
-    """Raises once the trainer has made no step for too long.
+    """Raises once the trainer has made no step for `limit_s` seconds.
 
-    Args:
-        limit_s: Seconds without a step; when an environment has ended, one minute is enough.
-        clock: Monotonic seconds.
+    When an environment has ended, one minute is enough.
     """
 
     def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -470,18 +434,11 @@ class StallWatch:
         self._since = clock()
 
     def check(
-        self,
-        num_steps: int,
-        *,
-        trainer: ManagedProcess,
-        environments: Sequence[ManagedProcess],
+        self, num_steps: int, *, trainer: ManagedProcess, environments: Sequence[ManagedProcess]
     ) -> None:
         """Raise `ProcessFailedError` when nothing has happened for too long.
 
-        Args:
-            num_steps: Steps the trainer has logged.
-            trainer: Named when it is stuck with all environments at work.
-            environments: The first that has ended while the trainer still waits is named.
+        An environment that has ended while the trainer still waits is named, else the trainer.
         """
         now = self._clock()
         if num_steps != self._num_steps:
@@ -500,15 +457,9 @@ _USAGE_ERROR = 2
 
 
 class TrainingLoop:
-    """The processes of one run; `supervisor` ends them.
+    """The processes of one run, none of them started yet; `supervisor` ends them.
 
-    Args:
-        stack: The processes; none has been started.
-        plan: What the stack was made from.
-        paths: Where the run writes.
-        progress: Where the phases are shown.
-        supervisor: Owns the processes.
-        reward: Metric of the first environment that is shown; None finds one.
+    `reward` is the metric of the first environment that is shown; None finds one.
     """
 
     def __init__(
@@ -536,11 +487,7 @@ class TrainingLoop:
         self._supervisor.start(self.stack.service)
 
     def wait_for_servers(self, *, reload_from: Path | None) -> None:
-        """Wait until both answer.
-
-        Args:
-            reload_from: Folder whose weights the engine then loads, because they have changed
-                since it was started.
+        """Wait until both answer; the engine then loads the changed weights in `reload_from`.
 
         Raises:
             ProcessFailedError: One of them ended or was not ready in time.
@@ -594,11 +541,7 @@ class TrainingLoop:
         self.check()
 
     def evaluate(self, environment: EnvironmentPlan, when: str) -> dict[str, float]:
-        """Run the `evaluate` command of an environment against the engine.
-
-        Args:
-            environment: One of the plan's.
-            when: `before` or `after` training.
+        """Run the `evaluate` command of an environment against the engine, `before` or `after`.
 
         Returns:
             The metrics it reports; empty where it measured nothing, or failed on its own account.
@@ -658,5 +601,5 @@ class TrainingLoop:
             )
         if not points:
             return f"step {steps} of {self._plan.steps}"
-        reward = report.rolling_mean([point.reward for point in points], 10)[-1]
+        reward = rolling_mean([point.reward for point in points], 10)[-1]
         return f"step {steps} of {self._plan.steps}, {shown.summary.format(reward)}"

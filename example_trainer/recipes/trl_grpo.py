@@ -25,8 +25,6 @@ from atroposlib.utils.command_parser import CommandParser
 from example_trainer.engine import EngineControl
 from example_trainer.rows import is_demonstration, is_silenced, refuse_unsampled, temperature_of
 
-__all__ = ["ServiceRollouts", "main", "publish_weights", "service_reward"]
-
 _UNUSED_FIELDS = ("advantages", "distill_token_ids", "distill_logprobs", "images")
 _PROMPT = "what the service delivers"
 
@@ -108,15 +106,9 @@ def rollouts_of(
     temperature: float,
     allow_tokenized_from_text: bool = False,
 ) -> list[dict[str, Any]]:
-    """Turn a group into what TRL wants of each completion.
+    """Turn a group into what TRL wants of each of `size` completions.
 
     A completion begins at the first trained token; `env_mask` is 0 where the environment wrote.
-
-    Args:
-        group: as the service delivers it.
-        size: TRL's `num_generations`.
-        temperature: TRL's.
-        allow_tokenized_from_text: take a group whose tokens were made from text.
 
     Raises:
         GroupError, ConfigError: as for `ServiceRollouts`.

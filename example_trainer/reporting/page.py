@@ -18,26 +18,6 @@ from typing import Any, NamedTuple
 
 from atroposlib.utils.text import inert_line, inert_markup
 
-__all__ = [
-    "NUM_COLOURS",
-    "STEP_SIGN",
-    "STYLE",
-    "Fact",
-    "HeldOut",
-    "RunRecords",
-    "Series",
-    "legend",
-    "line_chart",
-    "make_page",
-    "read_records",
-    "rolling_mean",
-    "round_ticks",
-    "series_of",
-    "short_number",
-    "stacked_chart",
-    "thin_out",
-]
-
 
 class Series(NamedTuple):
     """One line of a chart; x rises, both lists have the same length."""
@@ -72,13 +52,7 @@ def thin_out(series: Series, *, max_points: int) -> Series:
 
 
 def round_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
-    """Return round numbers, evenly spaced, from at or below `low` to at or above `high`.
-
-    Args:
-        low: smallest number to show.
-        high: largest; not below `low`.
-        most: how many intervals there are at most.
-    """
+    """Return round numbers, evenly spaced, that enclose both; at most `most` intervals."""
     if not high - low > max(abs(high) * 1e-9, 1e-300):
         half = max(abs(high) / 2, 1e-300) if high else 0.5
         low, high = low - half, high + half
@@ -126,9 +100,6 @@ def read_records(lines: Iterable[str]) -> RunRecords:
 
     Of two records of a step the later one counts. A file to which a second run was appended begins
     again at its first step, and what stood before is left out.
-
-    Args:
-        lines: of the file.
     """
     by_step: dict[int, Mapping[str, Any]] = {}
     num_unreadable = 0
@@ -151,13 +122,7 @@ def read_records(lines: Iterable[str]) -> RunRecords:
 
 
 def series_of(steps: Sequence[Mapping[str, Any]], key: str, name: str) -> Series | None:
-    """Return one metric over the steps that have a finite number for it; None without any.
-
-    Args:
-        steps: records with `step`.
-        key: of the metric.
-        name: of the line in a legend.
-    """
+    """Return a metric over the steps that have a finite number for it; None without any."""
     points = [
         (float(record["step"]), float(record[key]))
         for record in steps
@@ -223,13 +188,7 @@ class _Frame:
 
 
 def line_chart(title: str, series: Sequence[Series], *, smooths: bool = True) -> str:
-    """Draw lines; longer ones pale, with their rolling mean on top.
-
-    Args:
-        title: said to who cannot see the chart.
-        series: at least one, each with at least one point.
-        smooths: False draws them as they are.
-    """
+    """Draw at least one line; longer ones pale, with their rolling mean on top if `smooths`."""
     thinned = [thin_out(one, max_points=_MAX_POINTS) for one in series]
     frame = _Frame([x for one in thinned for x in one.xs], [y for one in thinned for y in one.ys])
     drawn = [
@@ -239,12 +198,7 @@ def line_chart(title: str, series: Sequence[Series], *, smooths: bool = True) ->
 
 
 def stacked_chart(title: str, series: Sequence[Series]) -> str:
-    """Draw shares on top of each other, the first at the bottom.
-
-    Args:
-        title: said to who cannot see the chart.
-        series: at least one, all over the same steps, none below 0.
-    """
+    """Draw shares, all over the same steps and none below 0, the first at the bottom."""
     thinned = [thin_out(one, max_points=_MAX_POINTS) for one in series]
     xs = thinned[0].xs
     floors = [[0.0] * len(xs)]
@@ -480,19 +434,10 @@ def make_page(
     held_out: Sequence[HeldOut] = (),
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the whole page.
+    """Return the whole page of a run: records in order, figures at the top, findings as sentences.
 
-    Args:
-        steps: records of the run, in order.
-        title: of the page.
-        facts: figures at the top.
-        findings: sentences on what should be looked at.
-        settings: of the run, without secrets.
-        changed: those that are not at their defaults.
-        accuracy: what the environment measured over the steps, if known.
-        reward_parts: named parts of the reward over the steps.
-        held_out: results on problems that were not trained on, shown first.
-        notes: sentences about the page itself.
+    `changed` are those settings that are not at their defaults, without secrets as all of them;
+    `notes` are sentences about the page itself. Held-out results are shown first.
     """
     parts = [
         f"<h1>{inert_markup(title)}</h1>",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,17 +24,6 @@ from example_trainer.reporting.page import (
     series_of,
     short_number,
 )
-
-__all__ = [
-    "REPORT_NAME",
-    "Limit",
-    "find",
-    "main",
-    "read_settings",
-    "settings_path",
-    "write_report",
-    "write_settings",
-]
 
 _findings_END_SHARE = 0.1
 _FEW_STEPS = 4
@@ -83,9 +72,7 @@ LIMITS = (
         "or easier, or groups larger",
     ),
     Limit(
-        "train/padding_fraction",
-        0.5,
-        "most of the computed tokens are padding: use --packing on",
+        "train/padding_fraction", 0.5, "most of the computed tokens are padding: use --packing on"
     ),
     Limit("alignment/missing_fraction", 0.0, "tokens came without the sampler's logprobs"),
 )
@@ -181,6 +168,7 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 REPORT_NAME = "report.html"
+_ACCURACY = "share of right answers"
 _ACCURACY_KEY = "percent_correct"
 _PART_KEY = "train/reward/"
 _MOST_PARTS = 6
@@ -201,14 +189,7 @@ def write_settings(
     *,
     run_id: str | None = None,
 ) -> None:
-    """Keep the settings of a run for its report; secrets in them are masked.
-
-    Args:
-        metrics_path: the metrics file of the run.
-        settings: all of them, as JSON values.
-        changed: those that are not at their defaults.
-        run_id: which run it is.
-    """
+    """Keep the settings of a run, and which are changed, for its report; secrets are masked."""
     path = settings_path(metrics_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {"settings": mask_secrets(settings), "changed": mask_secrets(changed), "run_id": run_id}
@@ -223,7 +204,7 @@ def write_report(
     held_out: Sequence[HeldOut] = (),
     needs_steps: bool = False,
 ) -> int:
-    """Write the report of the newest run in a metrics file.
+    """Write the report of the newest run in a metrics file; returns its number of steps.
 
     Args:
         metrics_path: JSON Lines of the trainer; its settings are read from the same folder.
@@ -231,9 +212,6 @@ def write_report(
         environment_path: JSON Lines of an environment, for its accuracy and parts of its reward.
         held_out: results on problems that were not trained on.
         needs_steps: refuse metrics without a step instead of writing a report of none.
-
-    Returns:
-        Number of steps in the report.
 
     Raises:
         ConfigError: a file cannot be read, or holds no step although there must be some.
@@ -338,38 +316,34 @@ def _dates(steps: Sequence[Mapping[str, Any]]) -> list[Fact]:
 
 
 def _accuracy(lines: Sequence[str]) -> Series | None:
-    """Find the environment's share of right answers; its name stands before the metric's."""
-    points: dict[float, float] = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
-            value = next(v for k, v in record.items() if k.endswith(_ACCURACY_KEY))
-            points[float(record["step"])] = float(value)
-        except (ValueError, TypeError, KeyError, AttributeError, StopIteration):
-            continue
-    if not points:
-        return None
-    steps = sorted(points)
-    return Series("share of right answers", steps, [points[step] for step in steps])
+    """Find the environment's share of right answers."""
+    found = _series(lines, lambda key: _ACCURACY if key.endswith(_ACCURACY_KEY) else None)
+    return found[0] if found else None
 
 
 def _reward_parts(lines: Sequence[str]) -> list[Series]:
-    """Find the named parts of the environment's reward; its name stands before the metric's."""
+    """Find the named parts of the environment's reward."""
+    parts = _series(lines, lambda key: key.rpartition(_PART_KEY)[2] if _PART_KEY in key else None)
+    return parts[:_MOST_PARTS]
+
+
+def _series(lines: Sequence[str], name_of: Callable[[str], str | None]) -> list[Series]:
+    """Find metrics of an environment, whose name stands before theirs; sorted by name."""
     points: dict[str, dict[float, float]] = {}
     for line in lines:
         try:
             record = json.loads(line)
-            step = float(record["step"])
-            found = {k.rpartition(_PART_KEY)[2]: v for k, v in record.items() if _PART_KEY in k}
+            step, entries = float(record["step"]), reversed(record.items())
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        for name, value in found.items():
-            if isinstance(value, int | float) and math.isfinite(value):
+        for key, value in entries:  # of several with one name the first counts
+            name = name_of(key)
+            if name is not None and isinstance(value, int | float) and math.isfinite(value):
                 points.setdefault(name, {})[step] = float(value)
     return [
         Series(name, sorted(values), [values[step] for step in sorted(values)])
         for name, values in sorted(points.items())
-    ][:_MOST_PARTS]
+    ]
 
 
 def _notes(records: RunRecords, settings: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,8 @@
-"""The trainer's end of the service: registration, patience, outages."""
+"""The trainer's client of the service: registration, waits for batches, outages."""
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from atroposlib.api.client import LeasedBatch
@@ -146,16 +147,6 @@ def test_feed_leases_for_the_time_the_settings_name(tmp_path):
     assert client.leases_s == [33.0]
 
 
-def test_feed_repeats_an_acknowledgement_until_the_service_is_back(tmp_path):
-    client = ScriptedClient(BATCH)
-    feed, _ = make_feed(client, tmp_path)
-    client.ack_errors = [AWAY, AWAY]
-
-    feed.acknowledge("7-1", steps_done=4)
-
-    assert client.acknowledged == [("7-1", 4)] * 3
-
-
 @pytest.mark.parametrize("status", [404, 409])
 def test_feed_goes_on_when_the_service_has_let_the_batch_go(tmp_path, caplog, status):
     client = ScriptedClient(BATCH)
@@ -207,19 +198,6 @@ def test_feed_reports_the_policy_once(tmp_path):
     assert client.policy_versions == [4]
 
 
-def test_feed_reports_the_policy_later_to_a_service_that_was_away(tmp_path, caplog):
-    client = ScriptedClient(BATCH)
-    feed, _ = make_feed(client, tmp_path)
-
-    client.policy_error = AWAY
-    feed.report_policy(4)
-    client.policy_error = None
-    feed.next_batch(4)
-
-    assert client.policy_versions == [4]
-    assert "does not know the policy version yet" in caplog.text
-
-
 def test_feed_reports_the_policy_again_to_a_service_that_forgot_the_run(tmp_path):
     client = ScriptedClient(UNREGISTERED, BATCH)
     feed, _ = make_feed(client, tmp_path)
@@ -248,28 +226,60 @@ def test_open_client_shows_the_token_of_the_environment_variable(monkeypatch):
     assert request.headers["Authorization"] == "Bearer s3cret"
 
 
-def test_feed_outlasts_an_outage(tmp_path, caplog):
-    feed, clock = make_feed(ScriptedClient(AWAY, AWAY, BATCH), tmp_path)
+def patient_client(answers, *, patience_s=60.0):
+    """Return a client whose answers come from a list, and its clock; the last repeats."""
+    clock = FakeClock()
+    client = open_client("http://127.0.0.1:1", patience_s=patience_s)
+    client._sleep, client._clock = clock.sleep, clock
 
-    assert feed.next_batch(0) == BATCH
-    assert [record.message for record in caplog.records if "is away" in record.message]
-    assert len(clock.pauses) == 2
+    def answer(*args, **kwargs):
+        given = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    client._attempt = answer
+    return client, clock
 
 
-def test_feed_gives_up_after_the_time_limit_and_says_why(tmp_path):
-    feed, clock = make_feed(ScriptedClient(AWAY), tmp_path, service_timeout_s=60.0)
-
-    with pytest.raises(TrajectoryApiError, match="stayed away for 60 s: connection refused"):
-        feed.next_batch(0)
-
-    assert 60.0 <= clock.now_s < 75.0
+STATUS_ANSWER = httpx.Response(200, json={"current_step": 4, "queue_size": 0})
 
 
-def test_feed_waits_as_long_as_a_busy_service_asks(tmp_path):
+def test_client_with_patience_outlasts_an_outage_and_says_so(caplog):
+    client, clock = patient_client([AWAY, AWAY, AWAY, AWAY, STATUS_ANSWER])
+
+    with caplog.at_level("INFO"):
+        assert client.status()["current_step"] == 4
+
+    assert len(clock.pauses) == 4
+    assert "connection refused" in caplog.text
+    assert "has answered; going on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda client: client.batch(lease_s=600.0, wait_s=20.0),
+        lambda client: client.ack("7-1", steps_done=1),
+        lambda client: client.set_policy_version(1),
+        lambda client: client.register(batch_size=1),
+        lambda client: client.status(),
+    ],
+)
+def test_client_gives_up_after_its_patience_whatever_it_asks(request_of):
+    client, clock = patient_client([AWAY])
+
+    with pytest.raises(TrajectoryApiError, match="connection refused"):
+        request_of(client)
+
+    assert 45.0 <= clock.now_s <= 60.0
+
+
+def test_client_waits_as_long_as_a_busy_service_asks():
     busy = TrajectoryApiError("busy", status=503, retry_after_s=7.0)
-    feed, clock = make_feed(ScriptedClient(busy, BATCH), tmp_path)
+    client, clock = patient_client([busy, STATUS_ANSWER])
 
-    feed.next_batch(0)
+    client.status()
 
     assert clock.pauses == [7.0]
 

@@ -21,7 +21,6 @@ from example_trainer.checkpointing import (
 )
 from example_trainer.model import create_optimizer
 from example_trainer.training import Trainer
-from example_trainer.weight_sync import NoSync
 from tests.trainer.kill_supervisor import seeded_groups
 from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama
 
@@ -97,7 +96,7 @@ def live(tmp_path, service, *, resume, checkpoint_interval=2, journal_limit_byte
         tokenizer=SavedTokenizer(),
         optimizer=optimizer,
         feed=feed,
-        weight_sync=NoSync(config),
+        weight_sync=None,
         run_log=RunLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
         steps_done=steps_done,
     )

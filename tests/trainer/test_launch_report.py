@@ -16,10 +16,10 @@ from example_trainer.launch.report import (
     curve_text,
     plain_number,
     read_rewards,
-    rolling_mean,
     write_curve,
     write_rollouts_page,
 )
+from example_trainer.reporting.page import rolling_mean
 
 POINTS = [RewardPoint(step, min(1.0, 0.3 + step / 100)) for step in range(1, 61)]
 

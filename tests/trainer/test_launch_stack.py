@@ -75,7 +75,7 @@ def test_trainer_arguments_are_understood_by_the_trainer(
 
 def test_environment_settings_every_key_is_a_field_of_the_environment(tmp_path: Path) -> None:
     from atroposlib.envs.server_handling.config import APIServerConfig
-    from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
+    from atroposlib.tasks.reasoning_gym import ReasoningGymEnvConfig
 
     settings = sections_of(settings_for("full"), tmp_path)
 

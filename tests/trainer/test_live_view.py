@@ -8,7 +8,8 @@ import sys
 
 from rich.console import Console
 
-from example_trainer.metrics import LiveDisplay, RunState, RunView, can_show, sparkline, time_shares
+from atroposlib.utils.line_stream import can_show
+from example_trainer.metrics import LiveDisplay, RunState, RunView, sparkline, time_shares
 
 STEP = {
     "train/reward_mean": 0.5,

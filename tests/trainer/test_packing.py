@@ -15,7 +15,7 @@ from example_trainer.batch import (
     make_packed_microbatch,
     plan_microbatches,
 )
-from example_trainer.loss import ALGORITHMS
+from example_trainer.loss_choice import ALGORITHMS
 from example_trainer.model import load_model_and_tokenizer, use_packed_attention
 from example_trainer.policy import prepare_policy, probe, setup_line
 from example_trainer.rows import RowRules, rows_from_group

@@ -9,7 +9,6 @@ from atroposlib.utils.run_log import RunLog
 from example_trainer.api import BatchJournal, DurableFeed, TrajectoryFeed, open_client
 from example_trainer.model import create_optimizer
 from example_trainer.training import Trainer
-from example_trainer.weight_sync import NoSync
 from tests.envs.conftest import CharTokenizers
 from tests.envs.small_environment import SERVERS, SmallEnv, small_config
 from tests.trainer.tiny import VOCAB, SavedTokenizer, tiny_config, tiny_llama
@@ -38,7 +37,7 @@ def train(config):
             tokenizer=SavedTokenizer(),
             optimizer=create_optimizer(model, config),
             feed=DurableFeed(service, BatchJournal.open(config.save_path, resume=False)),
-            weight_sync=NoSync(config),
+            weight_sync=None,
             run_log=RunLog(use_wandb=False, metrics_path=None),
         )
         trainer.run()

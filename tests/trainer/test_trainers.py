@@ -73,7 +73,7 @@ def run_config(tmp_path, service, name, **settings):
     )
 
 
-@pytest.mark.parametrize("mode", ["in_place", "none"])
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("none", marks=pytest.mark.long)])
 def test_train_owns_an_engine_updates_it_and_leaves_nothing_running(
     tmp_path, service, fake_vllm, mode
 ):

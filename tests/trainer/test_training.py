@@ -12,9 +12,9 @@ from atroposlib.errors import ConfigError, GroupError
 from atroposlib.utils.run_log import RunLog
 from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
-from example_trainer.loss import token_logprobs_BT
 from example_trainer.model import create_optimizer
 from example_trainer.rows import RowRules
+from example_trainer.scoring import token_logprobs_BT
 from example_trainer.training import Trainer
 from tests.trainer.tiny import SavedTokenizer, group, tiny_config, tiny_llama
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atroposlib.errors import GroupError
-from example_trainer.loss import ALGORITHMS
+from example_trainer.loss_choice import ALGORITHMS
 from tests.trainer.test_training import PREFERRED, REJECTED, make_trainer, probability
 from tests.trainer.tiny import VOCAB, group, tiny_llama
 

@@ -11,9 +11,7 @@ from pydantic import ValidationError
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
 from example_trainer.loss import (
-    ALGORITHMS,
     CORRECTION_CLASSES,
-    CORRECTIONS,
     POLICY_LOSSES,
     Cispo,
     Dapo,
@@ -28,7 +26,12 @@ from example_trainer.loss import (
     TrainingLoss,
     make_loss,
 )
-from example_trainer.loss_choice import AlgorithmName, CorrectionName, choose_loss
+from example_trainer.loss_choice import (
+    ALGORITHMS,
+    CORRECTIONS,
+    AlgorithmName,
+    CorrectionName,
+)
 
 README = Path(__file__).parents[3] / "example_trainer" / "README.md"
 
@@ -107,7 +110,7 @@ def test_settings_become_a_correction_with_its_own_bounds(changes, correction):
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "dppo", "ipo", "importance_sampling"])
 def test_algorithms_that_only_centre_scores_do_not_divide_them(algorithm):
-    assert choose_loss(algorithm).advantage_std == "none"
+    assert settings(algorithm=algorithm).loss_choice.advantage_std == "none"
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from example_trainer.loss import (
     SupervisedLoss,
     TeacherTokens,
     TrainingLoss,
-    topk_logprobs_BTK,
 )
 from example_trainer.rows import RowRules, rows_from_group
+from example_trainer.scoring import topk_logprobs_BTK
 from tests.trainer.losses.oracle import MASK, TOTALS, TRAINER, double, oracle_inputs, oracle_loss
 from tests.trainer.tiny import group
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from example_trainer.logprobs import auto_chunk_tokens, linear_logprobs
+from example_trainer.scoring import auto_chunk_tokens, linear_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -128,7 +128,7 @@ def test_chunks_are_smaller_for_larger_vocabularies():
 
 MEASURE = """
 import re, sys, torch
-from example_trainer.logprobs import linear_logprobs
+from example_trainer.scoring import linear_logprobs
 torch.set_num_threads(1)  # each thread would keep memory of its own
 hidden = torch.randn(2048, 32, requires_grad=True)
 weight = torch.randn(16384, 32, requires_grad=True)

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.loss import (
-    ALGORITHMS,
     CORRECTION_CLASSES,
-    CORRECTIONS,
     POLICY_LOSSES,
     BatchTotals,
     Distillation,
@@ -22,6 +20,7 @@ from example_trainer.loss import (
     TeacherTokens,
     TrainingLoss,
 )
+from example_trainer.loss_choice import ALGORITHMS, CORRECTIONS
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,6 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import MASKED_LOGPROB
 from example_trainer.batch import build_batch, make_microbatch
 from example_trainer.loss import (
-    ALGORITHMS,
     CORRECTION_CLASSES,
     POLICY_LOSSES,
     BatchTotals,
@@ -25,9 +24,10 @@ from example_trainer.loss import (
     TrainingLoss,
     clipped_surrogate_BT,
     masked_reduce,
-    token_logprobs_BT,
 )
+from example_trainer.loss_choice import ALGORITHMS
 from example_trainer.rows import RowRules, group_advantages, overlong_penalty, rows_from_group
+from example_trainer.scoring import token_logprobs_BT
 from tests.trainer.losses.oracle import (
     ADVANTAGES,
     LABELS,
