@@ -9,7 +9,6 @@ from typing import Any
 
 from atroposlib.cli import export_command as export_calls
 from atroposlib.cli.export_command import (
-    STEPS_PER_SEQUENCE,
     add_shared_flags,
     check_for_batch,
     consume_records,
@@ -18,6 +17,7 @@ from atroposlib.cli.export_command import (
     run_command,
 )
 from atroposlib.exporting.formats import DPO_FORMATS, DpoRecipe
+from atroposlib.exporting.output import with_score
 from atroposlib.exporting.selection import STRATEGIES, PairRule
 from atroposlib.utils.command_parser import CommandParser
 
@@ -43,18 +43,12 @@ def main() -> None:
         args.allow_negative_scores,
         args.minimum_score_diff_max_min,
     )
-
-    def register() -> None:
-        num_steps = STEPS_PER_SEQUENCE * args.num_seqs_to_save
-        api_url = args.api_url.rstrip("/")
-        asyncio.run(register_to_api(args.group_size, args.max_token_len, api_url, num_steps))
-
     run_command(
         parser,
         args,
         DPO_FORMATS,
         lambda form, decode, truncation: DpoRecipe(form, rule, decode, truncation, seed=args.seed),
-        register,
+        tasks_per_step=_TASKS_PER_STEP,
         unit="pairs",
     )
 
@@ -92,7 +86,7 @@ def grab_group_data(
         DPO_FORMATS,
         lambda form, decode: DpoRecipe(form, rule, decode, seed=seed),
     )
-    return [_with_score(record, score) for record, score in found]
+    return [with_score(record, score) for record, score in found]
 
 
 async def register_to_api(
@@ -145,11 +139,6 @@ async def dpo_data_grabber(
         appends=append_to_previous,
         register=register,
     )
-
-
-def _with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
-    rejected = {"neg": record["neg"]}
-    return {**{k: v for k, v in record.items() if k != "neg"}, "score": score, **rejected}
 
 
 def _parser() -> CommandParser:

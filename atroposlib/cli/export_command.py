@@ -11,39 +11,31 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
 from atroposlib.exporting.formats import Recipe
-from atroposlib.exporting.groups import ExportGroup, fetch_batch, register_trainer, registration
+from atroposlib.exporting.groups import BatchClient, ExportGroup
 from atroposlib.exporting.output import Mode, kind_of
 from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.run import ExportRequest, ExportStoppedError, SourceRequest, run_export
-from atroposlib.exporting.selection import common_prefix_length
 from atroposlib.exporting.texts import decoder_of
 from atroposlib.utils.command_parser import end_command, integer_between
-from atroposlib.utils.text import without_secrets
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from atroposlib.utils.text import find_common_prefix, without_secrets
 
 __all__ = [
-    "DEFAULT_TOKENIZER",
-    "STEPS_PER_SEQUENCE",
-    "ProgressBar",
     "add_shared_flags",
     "check_for_batch",
     "consume_records",
     "find_common_prefix",
     "grab_group",
     "register_to_api",
-    "request_of",
     "run_command",
-    "source_of",
     "tell",
 ]
 
@@ -182,7 +174,6 @@ def _format_of(args: argparse.Namespace, formats: Mapping[str, Any]) -> Any:
 
 
 def _mode_of(args: argparse.Namespace) -> Mode:
-    """Return what happens to an output that exists."""
     if args.resume:
         return "resume"
     return "append" if args.append_to_previous else "new"
@@ -191,13 +182,7 @@ def _mode_of(args: argparse.Namespace) -> Mode:
 def source_of(
     args: argparse.Namespace, register: Callable[[], None], *, command: str
 ) -> SourceRequest:
-    """Return where groups come from.
-
-    Args:
-        args: parsed flags.
-        register: resets the run and registers, for `--consume`.
-        command: name under which it stands in for a trainer.
-    """
+    """Return where groups come from."""
     token = os.environ.get("ATROPOS_API_TOKEN")
     api_url = args.api_url.rstrip("/")
     if args.file is not None:
@@ -223,12 +208,6 @@ def request_of(
     source: SourceRequest,
 ) -> ExportRequest:
     """Put the flags together.
-
-    Args:
-        args: parsed flags.
-        formats: of the command.
-        recipe: makes the recipe from a format, a decoder and a rule about truncation.
-        source: where groups come from.
 
     Raises:
         ConfigError: flags contradict each other.
@@ -259,49 +238,13 @@ def request_of(
 _INTERRUPTED = 130
 
 
-class ProgressBar:
-    """Records written, their rate, and what was left out so far; on standard error.
-
-    Args:
-        total: records to write; None when all there are.
-        unit: what a record is, in the plural.
-    """
-
-    def __init__(self, *, total: int | None, unit: str) -> None:
-        self._total = total
-        self._unit = unit
-        self._bar: tqdm[Any] | None = None
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def begin(self) -> None:
-        """Show the bar; its clock starts here, not when the tokenizer began to load."""
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=self._total, unit=f" {self._unit}", file=sys.stderr)
-
-    def advance(self, num_records: int, report: ExportReport) -> None:
-        """Move the bar and show the three commonest reasons for leaving trajectories out."""
-        if self._bar is None:
-            return
-        commonest = report.refused.most_common(3)
-        left_out = ", ".join(f"{count} {reason}" for reason, count in commonest)
-        self._bar.set_postfix_str(left_out, refresh=False)
-        self._bar.update(num_records)
-
-
 def run_command(
     parser: argparse.ArgumentParser,
     args: argparse.Namespace,
     formats: Mapping[str, Any],
     recipe: Callable[..., Recipe],
-    register: Callable[[], None],
     *,
+    tasks_per_step: int,
     unit: str,
 ) -> None:
     """Do what the flags of a command say; ends the process when that fails.
@@ -311,9 +254,15 @@ def run_command(
         args: parsed flags.
         formats: of the command.
         recipe: makes the recipe from a format, a decoder and a rule about truncation.
-        register: resets the run and registers, for `--consume`.
+        tasks_per_step: groups per batch of `--consume`.
         unit: what a record is, in the plural.
     """
+
+    def register() -> None:
+        num_steps = STEPS_PER_SEQUENCE * args.num_seqs_to_save
+        sizes = (args.group_size, args.max_token_len)
+        asyncio.run(register_to_api(*sizes, args.api_url.rstrip("/"), num_steps, tasks_per_step))
+
     try:
         request = request_of(args, formats, recipe, source_of(args, register, command=parser.prog))
     except ConfigError as error:
@@ -359,8 +308,21 @@ def tell(line: str) -> None:
 
 
 def _with_bar(request: ExportRequest, unit: str) -> ExportReport:
-    with ProgressBar(total=request.max_records, unit=unit) as progress:
-        return run_export(request, tell=tell, progress=progress)
+    from tqdm import tqdm
+
+    with ExitStack() as ending:
+        bar: tqdm[Any] | None = None
+
+        def advance(num_records: int, report: ExportReport) -> None:
+            nonlocal bar
+            if bar is None:  # its clock starts here, not when the tokenizer began to load
+                total = request.max_records
+                bar = ending.enter_context(tqdm(total=total, unit=f" {unit}", file=sys.stderr))
+            left_out = (f"{count} {reason}" for reason, count in report.refused.most_common(3))
+            bar.set_postfix_str(", ".join(left_out), refresh=False)
+            bar.update(num_records)
+
+        return run_export(request, tell=tell, progress=advance)
 
 
 def _shortfall(request: ExportRequest, report: ExportReport) -> str:
@@ -398,11 +360,6 @@ STEPS_PER_SEQUENCE = 2
 _POLL_S = 1.0
 
 
-def find_common_prefix(strings: Sequence[str]) -> str:
-    """Return the longest text all strings begin with; empty for no strings."""
-    return str(strings[0][: common_prefix_length(strings)]) if strings else ""
-
-
 async def register_to_api(
     group_size: int, max_token_len: int, api_url: str, num_steps: int, tasks_per_step: int = 64
 ) -> None:
@@ -418,26 +375,27 @@ async def register_to_api(
     Raises:
         TrajectoryApiError: the service is away or refuses.
     """
-    settings = registration(
-        group_size=group_size,
-        tasks_per_step=tasks_per_step,
-        max_token_len=max_token_len,
-        num_steps=num_steps,
-    )
-    token = os.environ.get("ATROPOS_API_TOKEN")
     tell(f"resetting the run at {without_secrets(api_url)} and registering as its trainer")
-    for answer in await register_trainer(api_url, settings, token=token):
+    with BatchClient(api_url, token=os.environ.get("ATROPOS_API_TOKEN")) as client:
+        answers = await asyncio.to_thread(
+            client.take_over,
+            group_size=group_size,
+            tasks_per_step=tasks_per_step,
+            max_token_len=max_token_len,
+            num_steps=num_steps,
+        )
+    for answer in answers:
         print(answer)
 
 
 async def check_for_batch(api_url: str) -> list[dict[str, Any]]:
     """Wait for the next batch and return its groups; asks every second."""
-    token = os.environ.get("ATROPOS_API_TOKEN")
-    while True:
-        batch = await fetch_batch(api_url, token=token)
-        if batch is not None:
-            return batch
-        await asyncio.sleep(_POLL_S)
+    with BatchClient(api_url, token=os.environ.get("ATROPOS_API_TOKEN")) as client:
+        while True:
+            batch = await asyncio.to_thread(client.next_groups)
+            if batch is not None:
+                return batch
+            await asyncio.sleep(_POLL_S)
 
 
 def grab_group(

@@ -18,7 +18,6 @@ from typing import Any
 from atroposlib.cli.export_command import tell
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
 from atroposlib.exporting.groups import (
-    ExportGroup,
     RawGroup,
     find_run,
     full_group,
@@ -87,7 +86,6 @@ def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def _items_bar(max_items: int) -> Any:  # tqdm carries no types
-    """Return a bar on standard error that counts the items looked at."""
     from tqdm import tqdm
 
     return tqdm(total=max_items, unit=" items", file=sys.stderr, leave=False)
@@ -137,7 +135,7 @@ def _diff(args: argparse.Namespace, _: Sequence[str]) -> None:
     from atroposlib.exporting.replay import comparison_text, record_run
 
     sources = [_source(name, args.data_dir) for name in (args.first, args.second)]
-    first, second = (record_run(_export_groups(source)) for source in sources)
+    first, second = (record_run(read_groups(one, ExportReport(), tell)) for one in sources)
     print(comparison_text(first, second, names=(args.first, args.second)))
 
 
@@ -149,10 +147,6 @@ def _source(name: str, data_dir: str) -> Iterator[RawGroup]:
     if path.suffix in (".jsonl", ".json"):
         return read_jsonl(open_jsonl(path))
     return read_run(find_run(name, Path(data_dir)))
-
-
-def _export_groups(source: Iterator[RawGroup]) -> Iterator[tuple[str, ExportGroup]]:
-    return read_groups(source, ExportReport(), tell)
 
 
 def _full_groups(source: Iterator[RawGroup]) -> Iterator[tuple[str, dict[str, Any]]]:

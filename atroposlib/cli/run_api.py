@@ -103,8 +103,8 @@ def _server(
 ) -> Any:  # a `uvicorn.Server`, with `was_interrupted`
     import uvicorn
 
-    from atroposlib.api.http_protocol import ObservedHttpProtocol
     from atroposlib.api.logs import log_config
+    from atroposlib.api.responses import ObservedHttpProtocol
     from atroposlib.api.server import create_app
 
     application = create_app(settings)
@@ -247,7 +247,6 @@ def _check_known(settings: ApiSettings, *, again: str) -> None:
 
 
 def _again(settings: ApiSettings, host: str, port: int) -> str:
-    """Return the command that continues a run; limits and switches are left to the caller."""
     flags = ["run-api", "--run", str(settings.run_name)]
     if settings.store != _DEFAULTS["store"]:
         flags += ["--store", without_secrets(settings.store)]
@@ -270,7 +269,6 @@ def _stop_message(settings: ApiSettings, host: str, port: int) -> str:
 
 
 def _start_message(settings: ApiSettings, host: str, port: int, run: Run | None = None) -> str:
-    """Return the address of the service and its run; `run` is None before it was opened."""
     shown = f"[{host}]" if ":" in host else host
     lines = [f"trajectory API: http://{shown}:{port} (Ctrl-C stops it)"]
     lines.append(_whereabouts(settings, run))
@@ -289,7 +287,6 @@ def _start_message(settings: ApiSettings, host: str, port: int, run: Run | None 
 
 
 def _whereabouts(settings: ApiSettings, run: Run | None) -> str:
-    """Return which run is served, its progress and where it is stored."""
     if settings.store == "memory":
         kept = "the run is in memory: it is gone when this process ends"
         is_named = settings.run_name is not None

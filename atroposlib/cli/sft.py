@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from atroposlib.cli.export_command import (
-    STEPS_PER_SEQUENCE,
     add_shared_flags,
     check_for_batch,
     consume_records,
@@ -37,24 +36,12 @@ def main() -> None:
     rule = SelectionRule(
         args.save_top_n_per_group, args.allow_negative_scores, args.minimum_score_diff_max_min
     )
-
-    def register() -> None:
-        asyncio.run(
-            register_to_api(
-                args.group_size,
-                args.max_token_len,
-                args.api_url.rstrip("/"),
-                STEPS_PER_SEQUENCE * args.num_seqs_to_save,
-                args.tasks_per_step,
-            )
-        )
-
     run_command(
         parser,
         args,
         SFT_FORMATS,
         lambda form, decode, truncation: SftRecipe(form, rule, decode, truncation),
-        register,
+        tasks_per_step=args.tasks_per_step,
         unit="examples",
     )
 

@@ -23,6 +23,7 @@ from atroposlib.utils.command_parser import (
     integer_between,
 )
 from atroposlib.utils.listening import require_free_port
+from atroposlib.utils.text import find_common_prefix
 
 if TYPE_CHECKING:
     from atroposlib.viewer.sources import GroupSource
@@ -107,13 +108,6 @@ async def build_interface(
     return app
 
 
-def find_common_prefix(strings: list[str]) -> str:
-    """Return the text all strings begin with; empty without strings."""
-    from atroposlib.viewer.token_reader import find_common_prefix as common_prefix
-
-    return common_prefix(strings)
-
-
 def _serve(prog: str, viewer: Viewer, args: argparse.Namespace, start_page: str) -> None:
     from atroposlib.viewer.app import build_app, launch_app
 
@@ -134,13 +128,7 @@ def _serve(prog: str, viewer: Viewer, args: argparse.Namespace, start_page: str)
 
 
 def _warn(prog: str, viewer: Viewer, api_url: str | None) -> None:
-    """Print on the terminal what the pages cannot show; the pages show the same message.
-
-    Args:
-        prog: Name of the command.
-        viewer: Serves the pages.
-        api_url: Address of the inspected service; None for a file or a stored run.
-    """
+    """Print on the terminal what the pages cannot show; the pages show the same message."""
     problem = _reading_problem(viewer) if api_url is None else _service_problem(api_url)
     if problem is not None:
         print(f"{prog}: warning: {problem}", file=sys.stderr, flush=True)
@@ -169,7 +157,7 @@ def _reading_problem(viewer: Viewer) -> str | None:
 def _service_problem(api_url: str) -> str | None:
     """Return why a service cannot be looked at; None when it answers."""
     from atroposlib.api.client_consumer import InspectionClient
-    from atroposlib.api.client_protocol import RetryRule
+    from atroposlib.api.client_transport import RetryRule
     from atroposlib.errors import TrajectoryApiError
 
     token = os.environ.get(TOKEN_VARIABLE)
@@ -207,7 +195,7 @@ def _source(prog: str, args: argparse.Namespace) -> GroupSource:
 
         return StoredRunSource(_run_path(args.run, Path(args.data_dir)))
     from atroposlib.api.client_consumer import Consumer, consumer_registration
-    from atroposlib.api.client_protocol import RetryRule
+    from atroposlib.api.client_transport import RetryRule
     from atroposlib.viewer.sources import LiveSource
 
     token = os.environ.get(TOKEN_VARIABLE)

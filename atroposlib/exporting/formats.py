@@ -38,17 +38,9 @@ __all__ = [
     "SFT_FORMATS",
     "Built",
     "ChatError",
-    "DpoFormat",
     "DpoRecipe",
-    "Example",
-    "Picked",
-    "Preference",
     "Recipe",
-    "SftFormat",
     "SftRecipe",
-    "check_chat",
-    "openai_chat",
-    "plain_chat",
     "split_chats",
 ]
 
@@ -135,6 +127,9 @@ def _openai_call(call: Any) -> dict[str, Any]:
     }
 
 
+_NO_TEXT = TextPair("", "")
+
+
 class Example(NamedTuple):
     """One chosen trajectory."""
 
@@ -144,22 +139,29 @@ class Example(NamedTuple):
     """[L]; None when the group says nothing about what to train on."""
     prompt_length: int
     """Tokens of the prompt."""
-    text: TextPair | None
-    """Where the format asks for text."""
+    text: TextPair
+    """Empty where the format does not ask for text."""
     segments: Sequence[str]
-    """Text of each of `spans`, where the format asks for them."""
+    """Text of each of `spans_of`, where the format asks for them."""
     messages: Any
     """The chat as the environment gave it."""
 
-    def spans(self) -> list[Span]:
-        """Return what is trained on and what is not."""
-        return spans_of(self.tokens, self.mask, self.prompt_length)
+
+class Preference(NamedTuple):
+    """One pair."""
+
+    chosen: TextPair
+    """Empty where the format does not ask for text; both sides have the same prompt."""
+    rejected: TextPair
+    chosen_messages: Any
+    rejected_messages: Any
 
 
-class SftFormat(NamedTuple):
+class Format(NamedTuple):
     """A format of the output."""
 
-    build: Callable[[Example], dict[str, Any]]
+    build: Callable[[Any], dict[str, Any]]
+    """Takes an `Example`, or a `Preference`."""
     about: str
     """For people: who reads it."""
     needs_text: bool = False
@@ -170,7 +172,6 @@ class SftFormat(NamedTuple):
 
     @property
     def needs_tokenizer(self) -> bool:
-        """Whether tokens are decoded."""
         return self.needs_text or self.needs_segments
 
 
@@ -180,20 +181,6 @@ def spans_of(tokens: Sequence[int], mask: Sequence[int] | None, prompt_length: i
         return trained_spans(mask)
     spans = [Span(0, prompt_length, False), Span(prompt_length, len(tokens), True)]
     return [span for span in spans if span.start < span.end]
-
-
-def _prefix_completion(example: Example) -> dict[str, Any]:
-    assert example.text is not None
-    return {"prefix": example.text.prompt, "completion": example.text.completion}
-
-
-def _prompt_completion(example: Example) -> dict[str, Any]:
-    assert example.text is not None
-    return {"prompt": example.text.prompt, "completion": example.text.completion}
-
-
-def _messages_as_given(example: Example) -> dict[str, Any]:
-    return {"messages": example.messages}
 
 
 def _messages(example: Example) -> dict[str, Any]:
@@ -206,12 +193,9 @@ def _chat_prompt_completion(example: Example) -> dict[str, Any]:
 
 
 def _segments(example: Example) -> dict[str, Any]:
-    pairs = zip(example.spans(), example.segments, strict=True)
+    spans = spans_of(example.tokens, example.mask, example.prompt_length)
+    pairs = zip(spans, example.segments, strict=True)
     return {"segments": [{"label": span.is_trained, "text": text} for span, text in pairs]}
-
-
-def _openai(example: Example) -> dict[str, Any]:
-    return {"messages": openai_chat(example.messages)}
 
 
 def _token_ids(example: Example) -> dict[str, Any]:
@@ -226,87 +210,45 @@ def _token_ids(example: Example) -> dict[str, Any]:
     }
 
 
-SFT_FORMATS: Mapping[str, SftFormat] = {
-    "atropos": SftFormat(
-        _prefix_completion, "prefix, completion, score", needs_text=True, has_score=True
+SFT_FORMATS: Mapping[str, Format] = {
+    "atropos": Format(
+        lambda example: {"prefix": example.text.prompt, "completion": example.text.completion},
+        "prefix, completion, score",
+        needs_text=True,
+        has_score=True,
     ),
-    "atropos-messages": SftFormat(
-        _messages_as_given,
+    "atropos-messages": Format(
+        lambda example: {"messages": example.messages},
         "messages as the environment gave them, score",
         needs_messages=True,
         has_score=True,
     ),
-    "trl": SftFormat(_prompt_completion, "TRL: prompt, completion", needs_text=True),
-    "trl-messages": SftFormat(_messages, "TRL: conversational messages", needs_messages=True),
-    "trl-chat": SftFormat(
+    "trl": Format(
+        lambda example: example.text._asdict(), "TRL: prompt, completion", needs_text=True
+    ),
+    "trl-messages": Format(_messages, "TRL: conversational messages", needs_messages=True),
+    "trl-chat": Format(
         _chat_prompt_completion,
         "TRL: conversational prompt, completion",
         needs_messages=True,
     ),
-    "axolotl": SftFormat(
+    "axolotl": Format(
         _segments, "Axolotl, type input_output: segments as trained on", needs_segments=True
     ),
-    "axolotl-chat": SftFormat(
-        _messages, "Axolotl, type chat_template: messages", needs_messages=True
+    "axolotl-chat": Format(_messages, "Axolotl, type chat_template: messages", needs_messages=True),
+    "openai": Format(
+        lambda example: {"messages": openai_chat(example.messages)},
+        "OpenAI fine-tuning: messages",
+        needs_messages=True,
     ),
-    "openai": SftFormat(_openai, "OpenAI fine-tuning: messages", needs_messages=True),
-    "tokens": SftFormat(_token_ids, "TRL and Axolotl: input_ids, attention_mask, labels"),
+    "tokens": Format(_token_ids, "TRL and Axolotl: input_ids, attention_mask, labels"),
 }
 """The formats of `atropos-sft-gen`, by name."""
 
 
-class Preference(NamedTuple):
-    """One pair."""
-
-    chosen: TextPair | None
-    """Where the format asks for text; both sides have the same prompt."""
-    rejected: TextPair | None
-    chosen_messages: Any
-    rejected_messages: Any
-
-
-class DpoFormat(NamedTuple):
-    """A format of the output."""
-
-    build: Callable[[Preference], dict[str, Any]]
-    about: str
-    needs_text: bool = False
-    needs_messages: bool = False
-    has_score: bool = False
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        """Whether tokens are decoded."""
-        return self.needs_text
-
-
-def _texts(pair: Preference) -> tuple[TextPair, TextPair]:
-    assert pair.chosen is not None
-    assert pair.rejected is not None
-    return pair.chosen, pair.rejected
-
-
-def _prefix_pos_neg(pair: Preference) -> dict[str, Any]:
-    chosen, rejected = _texts(pair)
-    return {"prefix": chosen.prompt, "pos": chosen.completion, "neg": rejected.completion}
-
-
-def _pair_messages_as_given(pair: Preference) -> dict[str, Any]:
-    return {"pos": pair.chosen_messages, "neg": pair.rejected_messages}
-
-
 def _explicit(pair: Preference) -> dict[str, Any]:
-    chosen, rejected = _texts(pair)
-    return {
-        "prompt": chosen.prompt,
-        "chosen": chosen.completion,
-        "rejected": rejected.completion,
-    }
-
-
-def _implicit(pair: Preference) -> dict[str, Any]:
-    chosen, rejected = _texts(pair)
-    return {"chosen": "".join(chosen), "rejected": "".join(rejected)}
+    chosen, rejected = pair.chosen.completion, pair.rejected.completion
+    return {"prompt": pair.chosen.prompt, "chosen": chosen, "rejected": rejected}
 
 
 def _chat_explicit(pair: Preference) -> dict[str, Any]:
@@ -347,35 +289,44 @@ def _split(pair: Preference) -> tuple[Any, Any, Any]:
     return split_chats(plain_chat(pair.chosen_messages), plain_chat(pair.rejected_messages))
 
 
-DPO_FORMATS: Mapping[str, DpoFormat] = {
-    "atropos": DpoFormat(
-        _prefix_pos_neg, "prefix, pos, neg, score of pos", needs_text=True, has_score=True
+DPO_FORMATS: Mapping[str, Format] = {
+    "atropos": Format(
+        lambda pair: {
+            "prefix": pair.chosen.prompt,
+            "pos": pair.chosen.completion,
+            "neg": pair.rejected.completion,
+        },
+        "prefix, pos, neg, score of pos",
+        needs_text=True,
+        has_score=True,
     ),
-    "atropos-messages": DpoFormat(
-        _pair_messages_as_given,
+    "atropos-messages": Format(
+        lambda pair: {"pos": pair.chosen_messages, "neg": pair.rejected_messages},
         "pos and neg as the environment gave them, score of pos",
         needs_messages=True,
         has_score=True,
     ),
-    "trl": DpoFormat(_explicit, "TRL: prompt, chosen, rejected", needs_text=True),
-    "trl-implicit": DpoFormat(
-        _implicit, "TRL: chosen and rejected with the prompt in both", needs_text=True
+    "trl": Format(_explicit, "TRL: prompt, chosen, rejected", needs_text=True),
+    "trl-implicit": Format(
+        lambda pair: {"chosen": "".join(pair.chosen), "rejected": "".join(pair.rejected)},
+        "TRL: chosen and rejected with the prompt in both",
+        needs_text=True,
     ),
-    "trl-chat": DpoFormat(
+    "trl-chat": Format(
         _chat_explicit, "TRL: conversational prompt, chosen, rejected", needs_messages=True
     ),
-    "trl-chat-implicit": DpoFormat(
+    "trl-chat-implicit": Format(
         _chat_implicit, "TRL: conversational chosen and rejected", needs_messages=True
     ),
-    "axolotl": DpoFormat(
+    "axolotl": Format(
         _explicit, "Axolotl, type user_defined.default: prompt, chosen, rejected", needs_text=True
     ),
-    "axolotl-chat": DpoFormat(
+    "axolotl-chat": Format(
         _axolotl_chat,
         "Axolotl, type chat_template.default: messages, chosen, rejected",
         needs_messages=True,
     ),
-    "openai": DpoFormat(_pair_openai, "OpenAI preference fine-tuning", needs_messages=True),
+    "openai": Format(_pair_openai, "OpenAI preference fine-tuning", needs_messages=True),
 }
 """The formats of `atropos-dpo-gen`, by name."""
 
@@ -414,18 +365,11 @@ class Recipe(Protocol):
 
 
 class SftRecipe:
-    """Examples to imitate.
-
-    Args:
-        form: the format of the output.
-        rule: which trajectories are good enough.
-        decode: of the tokenizer; None when the format needs no text.
-        truncation: what is done with completions that were cut.
-    """
+    """Examples to imitate."""
 
     def __init__(
         self,
-        form: SftFormat,
+        form: Format,
         rule: SelectionRule,
         decode: Decoder | None,
         truncation: TruncationRule = UNKNOWN_ENDS,
@@ -436,14 +380,12 @@ class SftRecipe:
         self._reader = TrajectoryReader(truncation, needs_messages=form.needs_messages)
 
     def pick(self, group: ExportGroup, where: str) -> Picked:
-        """Choose the best trajectories of a group."""
         sides, refused = self._reader.read(group)
         selection = select(group.scores, self._rule, eligible=list(sides))
         picks = [(where, sides[i]) for i in selection.chosen]
         return Picked(picks, {**refused, **selection.refused})
 
     def build(self, picks: Sequence[Any]) -> list[Built]:
-        """Make the records of chosen trajectories."""
         texts = self._texts(picks)
         segments = self._segments(picks)
         built = []
@@ -452,7 +394,7 @@ class SftRecipe:
                 tokens=side.tokens,
                 mask=side.mask,
                 prompt_length=side.prompt_length,
-                text=texts[i] if texts else None,
+                text=texts[i] if texts else _NO_TEXT,
                 segments=segments[i] if segments else (),
                 messages=side.messages,
             )
@@ -472,10 +414,7 @@ class SftRecipe:
         if not self._form.needs_segments:
             return []
         assert self._decode is not None
-        spans = [
-            Example(side.tokens, side.mask, side.prompt_length, None, (), None).spans()
-            for _, side in picks
-        ]
+        spans = [spans_of(side.tokens, side.mask, side.prompt_length) for _, side in picks]
         rows = [
             side.tokens[span.start : span.end]
             for (_, side), own in zip(picks, spans, strict=True)
@@ -486,19 +425,11 @@ class SftRecipe:
 
 
 class DpoRecipe:
-    """Preference pairs.
-
-    Args:
-        form: the format of the output.
-        rule: which pairs are made.
-        decode: of the tokenizer; None when the format needs no text.
-        truncation: what is done with completions that were cut.
-        seed: of random draws.
-    """
+    """Preference pairs."""
 
     def __init__(
         self,
-        form: DpoFormat,
+        form: Format,
         rule: PairRule,
         decode: Decoder | None,
         truncation: TruncationRule = UNKNOWN_ENDS,
@@ -512,7 +443,6 @@ class DpoRecipe:
         self._reader = TrajectoryReader(truncation, needs_messages=form.needs_messages)
 
     def pick(self, group: ExportGroup, where: str) -> Picked:
-        """Pair the trajectories of a group."""
         sides, refused = self._reader.read(group)
         positions = list(sides)
         if not positions:
@@ -526,7 +456,6 @@ class DpoRecipe:
         return Picked(picks, {**refused, **pairing.refused})
 
     def build(self, picks: Sequence[Any]) -> list[Built]:
-        """Make the records of pairs."""
         lengths = [
             pair_prompt_length(
                 chosen.tokens,
@@ -540,8 +469,8 @@ class DpoRecipe:
         built = []
         for i, (where, chosen, rejected) in enumerate(picks):
             pair = Preference(
-                texts[2 * i] if texts else None,
-                texts[2 * i + 1] if texts else None,
+                texts[2 * i] if texts else _NO_TEXT,
+                texts[2 * i + 1] if texts else _NO_TEXT,
                 chosen.messages,
                 rejected.messages,
             )
@@ -564,7 +493,7 @@ class DpoRecipe:
         return split_texts(parts, self._decode)
 
 
-def _record_or_reason(form: Any, source: Any) -> tuple[dict[str, Any] | None, str]:
+def _record_or_reason(form: Format, source: Any) -> tuple[dict[str, Any] | None, str]:
     """Build a record; a chat that the format cannot hold gives the reason instead."""
     try:
         return form.build(source), ""

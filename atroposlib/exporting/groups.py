@@ -1,57 +1,44 @@
-"""A group as a source gives it, and the four fields of it that an export reads; pure.
+"""Sources of groups, and the fields of a group that an export reads.
 
-JSON is decoded by msgspec, four fields only; text that msgspec refuses although Python's reader
-takes it (a lone surrogate that a model wrote) goes the slow way.
+    file       JSON Lines, one group per line, as `process` writes them
+    run        the SQLite file of a stored run, which a service may be using
+    live       the inspection routes of a service; takes nothing, and may wait for more
+    consume    the batches of a service, taken as its trainer after a reset
 
-Groups of a JSON Lines file, as `process` writes them, one group per line.
-
-Groups of a live service, looked at without taking any; waits for more until stopped.
-
-Groups of a stored run, read from its SQLite file without its service.
-
-The file may be in use, since reading does not disturb the service. It holds the groups that wait,
-those in flight and the last delivered ones.
-
-Groups taken from a service as its trainer: resets the run, registers, takes every batch.
+JSON is decoded by msgspec, five fields only. Text that msgspec refuses and Python's reader accepts,
+such as a lone surrogate that a model wrote, is decoded by the latter.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from atroposlib.api.client_consumer import Consumer, InspectionClient
-from atroposlib.api.client_protocol import auth_headers
+from atroposlib.api.client_transport import RetryRule, SyncClient, plain
+from atroposlib.api.store.sqlite_file import APPLICATION_ID
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
-from atroposlib.utils.text import inert_block, without_secrets
+from atroposlib.utils.text import without_secrets
 from atroposlib.wire import Lane
 
-if TYPE_CHECKING:
-    import httpx
-
 __all__ = [
+    "BatchClient",
     "ExportGroup",
     "RawGroup",
     "check_inspectable",
     "consume_groups",
     "export_group",
-    "fetch_batch",
     "find_run",
     "full_group",
-    "lane_of_payload",
     "open_jsonl",
     "read_jsonl",
     "read_run",
-    "register_trainer",
-    "registration",
-    "run_names",
     "watch_groups",
 ]
 
@@ -285,15 +272,6 @@ def _why_quiet(client: InspectionClient) -> str:
 
 _SUFFIX = ".sqlite3"
 _ROWS_PER_READ = 500
-_APPLICATION_ID = 0x41_54_52_50
-
-
-def run_names(data_dir: Path) -> list[str]:
-    """Return the names of the runs in a directory, the one changed last first."""
-    files = sorted(
-        data_dir.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True
-    )
-    return [path.name.removesuffix(_SUFFIX) for path in files]
 
 
 def find_run(run: str, data_dir: Path) -> Path:
@@ -308,7 +286,8 @@ def find_run(run: str, data_dir: Path) -> Path:
     """
     path = Path(run) if run.endswith(_SUFFIX) else data_dir / f"{run}{_SUFFIX}"
     if not path.is_file():
-        known = ", ".join(run_names(data_dir)[:5])
+        files = sorted(data_dir.glob(f"*{_SUFFIX}"), key=lambda file: -file.stat().st_mtime)
+        known = ", ".join(file.name.removesuffix(_SUFFIX) for file in files[:5])
         hint = f"; {data_dir} has {known}" if known else f"; {data_dir} has no runs"
         raise ConfigError(f"there is no run {run}{hint}; --data-dir names another directory")
     connection = _connect(path)
@@ -318,7 +297,7 @@ def find_run(run: str, data_dir: Path) -> Path:
         raise ConfigError(f"{path} is not the file of a run: {error}") from error
     finally:
         connection.close()
-    if application_id != _APPLICATION_ID:
+    if application_id != APPLICATION_ID:
         raise ConfigError(f"{path} is a database of another program")
     return path
 
@@ -351,55 +330,42 @@ def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, timeout=10.0, check_same_thread=False)
 
 
-_TIMEOUT_S = 60.0
+class BatchClient(SyncClient):
+    """Takes the batches of a run as its trainer; every request is sent once."""
 
+    def __init__(self, base_url: str, *, token: str | None) -> None:
+        super().__init__(base_url, retry=RetryRule(attempts=1), token=token)
 
-def registration(
-    *, group_size: int, tasks_per_step: int, max_token_len: int, num_steps: int
-) -> dict[str, Any]:
-    """Return what this tool registers as a trainer with."""
-    return {
-        "wandb_group": "test",
-        "wandb_project": "test",
-        "batch_size": group_size * tasks_per_step,
-        "max_token_len": max_token_len,
-        "checkpoint_dir": "checkpoints",
-        "save_checkpoint_interval": 10,
-        "starting_step": 0,
-        "num_steps": num_steps,
-    }
+    def take_over(
+        self, *, group_size: int, tasks_per_step: int, max_token_len: int, num_steps: int
+    ) -> list[Any]:
+        """Reset the run and register as its trainer; return both answers.
 
+        Raises:
+            TrajectoryApiError: the service is away or refuses.
+        """
+        settings = {
+            "wandb_group": "test",
+            "wandb_project": "test",
+            "batch_size": group_size * tasks_per_step,
+            "max_token_len": max_token_len,
+            "checkpoint_dir": "checkpoints",
+            "save_checkpoint_interval": 10,
+            "starting_step": 0,
+            "num_steps": num_steps,
+        }
+        return [self._fetch("/reset_data").text, self._ask("POST", "/register", plain(settings))]
 
-async def register_trainer(
-    api_url: str, settings: dict[str, Any], *, token: str | None = None
-) -> list[Any]:
-    """Reset the run at an address and register as its trainer; return both answers.
+    def next_groups(self) -> list[dict[str, Any]] | None:
+        """Return the groups of the next batch; None if none is ready or no trainer is registered.
 
-    Raises:
-        TrajectoryApiError: the service is away or refuses.
-    """
-    import httpx
-
-    async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=auth_headers(token)) as client:
-        return [
-            await _answer(client, "GET", f"{api_url}/reset_data"),
-            await _answer(client, "POST", f"{api_url}/register", settings),
-        ]
-
-
-async def fetch_batch(api_url: str, *, token: str | None = None) -> list[dict[str, Any]] | None:
-    """Return the groups of the next batch; None when none is ready or no trainer is registered.
-
-    Raises:
-        TrajectoryApiError: the service is away or refuses.
-    """
-    import httpx
-
-    async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=auth_headers(token)) as client:
-        answer = await _answer(client, "GET", f"{api_url}/batch")
-    if not isinstance(answer, dict) or answer.get("status") == "error":
-        return None
-    return answer.get("batch")
+        Raises:
+            TrajectoryApiError: the service is away or refuses.
+        """
+        answer = self._ask("GET", "/batch")
+        if not isinstance(answer, dict) or answer.get("status") == "error":
+            return None
+        return answer.get("batch")
 
 
 def consume_groups(
@@ -421,29 +387,3 @@ def consume_groups(
             yield RawGroup(f"received group {number}", "json", json.dumps(group).encode())
         if not batch:
             sleep(_POLL_S)
-
-
-async def _answer(
-    client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None
-) -> Any:
-    import httpx
-
-    try:
-        reply = await client.request(method, url, json=body)
-    except (httpx.HTTPError, asyncio.TimeoutError) as error:
-        raise TrajectoryApiError(
-            f"{method} {without_secrets(url)} got no answer: {type(error).__name__}; is the "
-            "trajectory service running there? `run-api` starts one"
-        ) from error
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{without_secrets(url)} is not a URL: {error}") from error
-    if reply.status_code >= 400:
-        raise TrajectoryApiError(
-            f"{method} {without_secrets(url)} answered {reply.status_code}: "
-            f"{inert_block(reply.text[:500])}",
-            status=reply.status_code,
-        )
-    try:
-        return reply.json()
-    except ValueError:
-        return reply.text

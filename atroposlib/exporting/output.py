@@ -25,7 +25,6 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.writable import unwritable
 
 __all__ = [
-    "Existing",
     "Line",
     "Mode",
     "Output",
@@ -35,11 +34,8 @@ __all__ = [
     "encode_line",
     "kind_of",
     "open_output",
-    "parquet_of",
     "push_to_hub",
-    "read_columns",
-    "without_lone_surrogates",
-    "write_columns",
+    "with_score",
 ]
 
 _SCORE = "score"
@@ -72,7 +68,7 @@ def encode_line(record: Mapping[str, Any], *, score: float | None) -> Line:
     except UnicodeEncodeError:
         record = without_lone_surrogates(record)
         key, is_repaired = content_key(record), True
-    fields = record if score is None else _with_score(record, score)
+    fields = record if score is None else with_score(record, score)
     return Line(_encoder.encode(fields), key, is_repaired)
 
 
@@ -96,7 +92,7 @@ def without_lone_surrogates(value: Any) -> Any:
     return value
 
 
-def _with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
+def with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
     """Insert the score after the chosen side of a pair, else at the end."""
     fields: dict[str, Any] = {}
     for name, value in record.items():
@@ -227,10 +223,6 @@ class Output:
 
     def write(self, lines: Sequence[Line], fields: Iterable[str]) -> None:
         """Add records; once this returns they survive the end of the process.
-
-        Args:
-            lines: the records.
-            fields: names of their fields.
 
         Raises:
             ConfigError: the file holds records of another format.

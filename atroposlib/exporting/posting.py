@@ -12,12 +12,7 @@ from typing import Any
 from atroposlib.api.client import TrajectoryApiClient
 from atroposlib.errors import GroupError, TrajectoryApiError
 
-__all__ = [
-    "Posted",
-    "PostingStoppedError",
-    "post_groups",
-    "posting_text",
-]
+__all__ = ["PostingStoppedError", "post_groups", "posting_text"]
 
 _REFUSED = (400, 413, 422)
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atroposlib.envs.hooks import settle
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.running import build_environment
 from atroposlib.envs.server_handling.chat_rendering import (
@@ -39,6 +38,7 @@ from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import InferenceError
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.selection import prompt_lengths, trained_spans
+from atroposlib.utils.aio import settle
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -46,12 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NotRecordedError",
-    "PromptRecord",
     "RecordedGroup",
     "RecordedModel",
-    "RecordedServer",
-    "Rescored",
-    "RunRecord",
     "build_replayed",
     "comparison_text",
     "record_run",
@@ -111,25 +107,20 @@ class RecordedModel:
         self._done: set[int] = set()
         self._playing: RecordedGroup | None = None
         self._used: set[tuple[int, int]] = set()
-        self._asked: tuple[int, ...] | None = None
+        self.asked: tuple[int, ...] | None = None
+        """The prompt that was asked for first since `listen`; None when none was."""
 
     @property
     def num_waiting(self) -> int:
-        """Groups that were not played yet."""
         return len(self._groups) - len(self._done)
-
-    @property
-    def asked(self) -> tuple[int, ...] | None:
-        """The prompt that was asked for first since `listen`; None when none was."""
-        return self._asked
 
     def listen(self) -> None:
         """Answer nothing, only take note of the next prompt."""
-        self._playing, self._asked = None, None
+        self._playing, self.asked = None, None
 
     def play_next(self) -> RecordedGroup | None:
         """Play the next group with the prompt last asked for; None when there is none left."""
-        left = [i for i in self._waiting.get(self._asked or (), ()) if i not in self._done]
+        left = [i for i in self._waiting.get(self.asked or (), ()) if i not in self._done]
         if not left:
             return None
         self._done.add(left[0])
@@ -145,7 +136,7 @@ class RecordedModel:
         """
         prompt = list(prompt_ids)
         if self._playing is None:
-            self._asked = self._asked or tuple(prompt)
+            self.asked = self.asked or tuple(prompt)
             raise NotRecordedError("the group is looked for by its prompt")
         turns: list[Turn] = []
         for i, ids in enumerate(self._playing.tokens):
@@ -169,18 +160,11 @@ class RecordedModel:
         return "stop" if turn.ids and turn.ids[-1] in self._end_ids else "length"
 
     def without_end(self, ids: list[int]) -> list[int]:
-        """Return a turn without the special token that ended it."""
         return ids[:-1] if ids and ids[-1] in self._end_ids else ids
 
 
 class RecordedServer(ServerHarness):
-    """An inference server of an environment that is replayed.
-
-    Args:
-        model: who answers.
-        tokenizer: of the environment.
-        config: of the server it stands for.
-    """
+    """An inference server of an environment that is replayed."""
 
     def __init__(self, model: RecordedModel, tokenizer: Any, config: Any) -> None:
         super().__init__()
@@ -191,18 +175,15 @@ class RecordedServer(ServerHarness):
         self.eval_sem = AsyncSemWithAdaptiveWeight(_NUM_SLOTS)
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        """Return the recorded answers to `messages`."""
         text = render_messages(self.tokenizer, list(kwargs["messages"]))
         answers = self._answers(self._encoded(text), kwargs)
         return build_chat(answers, model=self.config.model_name, id_="replay", created=0)
 
     async def completion(self, **kwargs: Any) -> Completion:
-        """Return the recorded continuations of `prompt`."""
         answers = self._answers(self._prompt_ids(kwargs), kwargs)
         return build_completion(answers, model=self.config.model_name, id_="replay", created=0)
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
-        """Return the recorded continuations of `prompt` or `input_ids` as tokens."""
         ids = self._prompt_ids(kwargs)
         turns = self.model.answer(ids, kwargs.get("n") or 1)
         return (
@@ -233,7 +214,6 @@ class RecordedServer(ServerHarness):
 
 
 def _turn_at(group: RecordedGroup, trajectory: int, start: int) -> Turn | None:
-    """Return what was written from a position on; None when nothing was."""
     for span in trained_spans(group.masks[trajectory]):
         if span.is_trained and span.start == start:
             ids = group.tokens[trajectory][start : span.end]
@@ -261,7 +241,6 @@ class Rescored(NamedTuple):
     """Reason why the environment returned no group."""
 
     def changes(self) -> list[tuple[int, float, float]]:
-        """Return position, old and new score where they differ."""
         return [
             (i, before, after)
             for i, (before, after) in enumerate(zip(self.old, self.new or (), strict=False))
@@ -282,11 +261,6 @@ def recorded_group(where: str, group: Mapping[str, Any]) -> RecordedGroup:
 
 def build_replayed(env_cls: type[Any], settings: Any, groups: Sequence[RecordedGroup]) -> Any:
     """Build an environment that the recorded engine answers.
-
-    Args:
-        env_cls: the environment.
-        settings: `config_layers.Settings` of the run.
-        groups: what was recorded.
 
     Returns:
         The environment and its `RecordedModel`.
@@ -370,12 +344,10 @@ class _Rounds:
         return self._num_repeated < limit
 
     def text(self) -> str:
-        """Say what was seen."""
         return f"{len(self._seen)} different prompts in {self._num_items} items"
 
 
 async def _collect(env: Any, item: Any) -> tuple[list[Any], str]:
-    """Return the groups an item gives, and why it gives none."""
     try:
         collected, _ = as_pair(await settle(env.collect_trajectories(item)))
         if collected:
@@ -405,12 +377,7 @@ def _compare(group: RecordedGroup, found: Sequence[Mapping[str, Any]], reason: s
 
 
 def rescoring_text(results: Sequence[Rescored], *, num_groups: int) -> str:
-    """Write for people what changed.
-
-    Args:
-        results: of `rescore`.
-        num_groups: recorded.
-    """
+    """Write for people what changed."""
     done = [result for result in results if result.new is not None]
     changed = [result for result in done if result.changes()]
     old = [score for result in done for score in result.old]
@@ -478,13 +445,7 @@ def record_run(groups: Iterable[tuple[str, ExportGroup]]) -> RunRecord:
 
 
 def comparison_text(first: RunRecord, second: RunRecord, *, names: tuple[str, str]) -> str:
-    """Write for people how two runs differ.
-
-    Args:
-        first: the earlier one.
-        second: the later one.
-        names: of both.
-    """
+    """Write for people how two runs differ."""
     rows = [("", *names), *_figures(first, second)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
@@ -500,22 +461,16 @@ def comparison_text(first: RunRecord, second: RunRecord, *, names: tuple[str, st
     return "\n".join([*lines, *_changes(first.prompts, second.prompts, shared)])
 
 
-def _figures(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
-    def both(name: str, of: Mapping[str, float | None]) -> tuple[str, str, str]:
-        cells = ["-" if value is None else f"{value:.4g}" for value in of.values()]
-        return (name, *cells)  # type: ignore[return-value]
-
-    runs = {"first": first, "second": second}
+def _figures(*runs: RunRecord) -> list[tuple[str, ...]]:
+    rows: dict[str, list[float | None]] = {
+        "groups": [run.num_groups for run in runs],
+        "trajectories": [len(run.scores) for run in runs],
+        "mean score": [fmean(run.scores) if run.scores else None for run in runs],
+        "mean completion tokens": [fmean(run.lengths) if run.lengths else None for run in runs],
+    }
     return [
-        both("groups", {name: run.num_groups for name, run in runs.items()}),
-        both("trajectories", {name: len(run.scores) for name, run in runs.items()}),
-        both(
-            "mean score", {n: fmean(run.scores) if run.scores else None for n, run in runs.items()}
-        ),
-        both(
-            "mean completion tokens",
-            {name: fmean(run.lengths) if run.lengths else None for name, run in runs.items()},
-        ),
+        (name, *("-" if value is None else f"{value:.4g}" for value in values))
+        for name, values in rows.items()
     ]
 
 

@@ -9,23 +9,14 @@ from dataclasses import dataclass, field
 
 from atroposlib.envs.live_view import score_bars
 
-__all__ = [
-    "DUPLICATE",
-    "ExportReport",
-    "histogram_lines",
-    "report_text",
-]
+__all__ = ["DUPLICATE", "ExportReport", "report_text"]
 
 _WIDTH = 30
 _MAX_BARS = 10
 
 
 def histogram_lines(values: Sequence[float]) -> list[str]:
-    """Draw how values are spread: a line per range, or per value when there are few of them.
-
-    Args:
-        values: finite numbers; none give no lines.
-    """
+    """Draw how values are spread: a line per range, or per value when there are few of them."""
     if not values:
         return []
     bars = score_bars(values, max_bars=_MAX_BARS)
@@ -72,25 +63,15 @@ class ExportReport:
     """Tokens of their completions."""
 
     def add_broken(self, where: str, reason: str) -> None:
-        """Count a group that could not be read."""
         self.num_broken += 1
         if len(self.broken) < _MOST_NAMED:
             self.broken.append(f"{where}: {reason}")
 
     def add_refused(self, refused: Mapping[str, int]) -> None:
-        """Count trajectories that were left out."""
         for reason, count in refused.items():
             self.refused[reason] += count
 
     def add_record(self, *, where: str, score: float, length: int, is_truncated: bool) -> None:
-        """Count a record that was written.
-
-        Args:
-            where: group and position of the trajectory.
-            score: of the trajectory, or of the chosen side.
-            length: tokens of its completion.
-            is_truncated: whether the model was cut off.
-        """
         self.num_records += 1
         self.scores.append(score)
         self.lengths.append(length)
@@ -101,12 +82,7 @@ class ExportReport:
 
 
 def report_text(report: ExportReport, *, unit: str) -> str:
-    """Write the report for people.
-
-    Args:
-        report: of a finished export.
-        unit: what a record is, in the plural.
-    """
+    """Write the report for people."""
     lines = [
         f"{report.num_records} {unit} from {report.num_groups} groups with "
         f"{report.num_sequences} trajectories"

@@ -9,23 +9,22 @@ The output is checked first: a refused export has changed nothing.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from atroposlib.errors import AtroposError, ConfigError, GroupError, TrajectoryApiError
 from atroposlib.exporting.formats import Built, Recipe
 from atroposlib.exporting.groups import (
+    BatchClient,
     ExportGroup,
     RawGroup,
     consume_groups,
     export_group,
-    fetch_batch,
     find_run,
     open_jsonl,
     read_jsonl,
@@ -38,10 +37,8 @@ from atroposlib.exporting.texts import Decoder, check_tokenizer, decoder_of, loa
 from atroposlib.utils.text import without_secrets
 
 __all__ = [
-    "CHUNK_GROUPS",
     "ExportRequest",
     "ExportStoppedError",
-    "Progress",
     "SourceRequest",
     "export_groups",
     "read_groups",
@@ -54,14 +51,8 @@ _OBJECTS_PER_COLLECTION = 200_000
 """Rows of tokens are containers: by default a collection would follow every few groups."""
 
 
-class Progress(Protocol):
-    """Receives the progress of an export."""
-
-    def begin(self) -> None:
-        """All is prepared; the first group comes next."""
-
-    def advance(self, num_records: int, report: ExportReport) -> None:
-        """So many records were written since the last call."""
+Progress = Callable[[int, ExportReport], None]
+"""Receives the records written since the last call: 0 once all is prepared, then per chunk."""
 
 
 def read_groups(
@@ -98,7 +89,7 @@ def export_groups(
     max_records: int | None,
     keeps_duplicates: bool = False,
     chunk_groups: int = CHUNK_GROUPS,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
 ) -> None:
     """Write records until the source ends or there are enough.
 
@@ -113,18 +104,22 @@ def export_groups(
         chunk_groups: groups handled together: more are faster, fewer are written sooner.
         progress: called at the beginning and after every chunk.
     """
-    if progress is not None:
-        progress.begin()
-    writer = _Writer(output, report, has_score=has_score, keeps_duplicates=keeps_duplicates)
+    progress(0, report)
     with _rare_collections():
         while max_records is None or report.num_records < max_records:
             chunk = list(islice(groups, chunk_groups))
             if not chunk:
                 return
             room = None if max_records is None else max_records - report.num_records
-            written = writer.write(recipe.build(_pick(chunk, recipe, report)), room)
-            if progress is not None:
-                progress.advance(written, report)
+            lines = _new_lines(
+                recipe.build(_pick(chunk, recipe, report)),
+                output,
+                report,
+                room,
+                has_score=has_score,
+                keeps_duplicates=keeps_duplicates,
+            )
+            progress(_write(lines, output, report), report)
 
 
 def _pick(chunk: list[tuple[str, ExportGroup]], recipe: Recipe, report: ExportReport) -> list[Any]:
@@ -147,49 +142,45 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-class _Writer:
-    """Leaves out records that were written before and writes the rest."""
+def _new_lines(
+    built: list[Built],
+    output: Output,
+    report: ExportReport,
+    room: int | None,
+    *,
+    has_score: bool,
+    keeps_duplicates: bool,
+) -> list[tuple[Line, Built]]:
+    """Return up to `room` records as lines, without those that were written before."""
+    lines: list[tuple[Line, Built]] = []
+    keys: set[bytes] = set()
+    for candidate in built:
+        if room is not None and len(lines) >= room:
+            break
+        if candidate.record is None:
+            report.refused[candidate.reason] += 1
+            continue
+        line = encode_line(candidate.record, score=candidate.score if has_score else None)
+        if not keeps_duplicates and (line.key in keys or line.key in output):
+            report.refused[DUPLICATE] += 1
+            continue
+        keys.add(line.key)
+        lines.append((line, candidate))
+    return lines
 
-    def __init__(
-        self, output: Output, report: ExportReport, *, has_score: bool, keeps_duplicates: bool
-    ) -> None:
-        self._output = output
-        self._report = report
-        self._has_score = has_score
-        self._keeps_duplicates = keeps_duplicates
 
-    def write(self, built: list[Built], room: int | None) -> int:
-        """Write up to `room` records; return how many."""
-        lines: list[Line] = []
-        keys: set[bytes] = set()
-        taken: list[Built] = []
-        for candidate in built:
-            if room is not None and len(lines) >= room:
-                break
-            if candidate.record is None:
-                self._report.refused[candidate.reason] += 1
-                continue
-            score = candidate.score if self._has_score else None
-            line = encode_line(candidate.record, score=score)
-            is_known = line.key in keys or line.key in self._output
-            if is_known and not self._keeps_duplicates:
-                self._report.refused[DUPLICATE] += 1
-                continue
-            keys.add(line.key)
-            lines.append(line)
-            taken.append(candidate)
-        if not lines:
-            return 0
-        self._output.write(lines, taken[0].record or {})
-        for line, done in zip(lines, taken, strict=True):
-            self._report.num_repaired += line.is_repaired
-            self._report.add_record(
-                where=done.where,
-                score=done.score,
-                length=done.num_tokens,
-                is_truncated=done.is_truncated,
-            )
-        return len(lines)
+def _write(lines: list[tuple[Line, Built]], output: Output, report: ExportReport) -> int:
+    if lines:
+        output.write([line for line, _ in lines], lines[0][1].record or {})
+    for line, done in lines:
+        report.num_repaired += line.is_repaired
+        report.add_record(
+            where=done.where,
+            score=done.score,
+            length=done.num_tokens,
+            is_truncated=done.is_truncated,
+        )
+    return len(lines)
 
 
 _GROUPS_TO_JUDGE = 32
@@ -258,14 +249,9 @@ class ExportStoppedError(AtroposError, RuntimeError):
 
 
 def run_export(
-    request: ExportRequest, *, tell: Callable[[str], None], progress: Progress | None = None
+    request: ExportRequest, *, tell: Callable[[str], None], progress: Progress = lambda *_: None
 ) -> ExportReport:
     """Export; returns the report.
-
-    Args:
-        request: what to do.
-        tell: gets a line for everything a person should know meanwhile.
-        progress: called after every chunk.
 
     Raises:
         ConfigError: the output exists, the source is not there, the tokenizer is the wrong one.
@@ -292,7 +278,7 @@ def _export(
     output: Output,
     report: ExportReport,
     tell: Callable[[str], None],
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     room = request.max_records
     if room is not None and request.mode == "resume":
@@ -335,10 +321,13 @@ def _open_source(
     if request.kind == "consume":
         assert request.register is not None
         request.register()
-        return consume_groups(
-            lambda: asyncio.run(fetch_batch(request.api_url, token=request.token))
-        )
+        return _consume(request, ending)
     return _open_service(request, ending, tell)
+
+
+def _consume(request: SourceRequest, ending: ExitStack) -> Iterator[RawGroup]:
+    client = ending.enter_context(BatchClient(request.api_url, token=request.token))
+    return consume_groups(client.next_groups)
 
 
 def _open_service(
@@ -361,9 +350,7 @@ def _open_service(
         if consumer is None or int(client.info()["batch_size"]) >= 0:
             raise
         consumer.register()
-        return consume_groups(
-            lambda: asyncio.run(fetch_batch(request.api_url, token=request.token))
-        )
+        return _consume(request, ending)
     return watch_groups(client, is_endless=request.waits, tell=tell, consumer=consumer)
 
 

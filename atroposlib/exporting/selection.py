@@ -16,6 +16,7 @@ used are counted by reason. Random draws are made by a `Chooser` that is passed 
 from __future__ import annotations
 
 import hashlib
+import os.path
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -24,26 +25,19 @@ from atroposlib.exporting.groups import ExportGroup
 from atroposlib.scored_data import IGNORE_INDEX, has_placeholder_tokens
 
 __all__ = [
-    "BELOW_ZERO",
     "STRATEGIES",
     "UNKNOWN_ENDS",
-    "Chooser",
     "GroupChooser",
     "Pair",
     "PairRule",
-    "Pairing",
-    "Selection",
     "SelectionRule",
     "Span",
-    "Trajectory",
     "TrajectoryReader",
     "TruncationRule",
     "common_prefix_length",
-    "has_prompt_masks",
     "pair_prompt_length",
     "pair_up",
     "prompt_lengths",
-    "rank",
     "select",
     "trained_spans",
 ]
@@ -232,19 +226,13 @@ def _all_pairs(
     return pairs[: rule.num_pairs]
 
 
-def _one_per_group(
-    scores: Sequence[float], best: Sequence[int], rule: PairRule, chooser: Chooser
-) -> list[Pair]:
-    return _best_worst(scores, best[:1], rule, chooser)
-
-
 STRATEGIES: Mapping[
     str, Callable[[Sequence[float], Sequence[int], PairRule, Chooser], list[Pair]]
 ] = {
     "best-random": _best_random,
     "best-worst": _best_worst,
     "all-pairs": _all_pairs,
-    "one-per-group": _one_per_group,
+    "one-per-group": lambda scores, best, *rest: _best_worst(scores, best[:1], *rest),
 }
 """Functions that make pairs, by the name of the strategy."""
 
@@ -290,13 +278,7 @@ def _prompt_ends(group: ExportGroup) -> list[int | None] | None:
 
 def common_prefix_length(rows: Sequence[Any]) -> int:
     """Return how many entries all rows begin with; rows are lists of tokens, or texts."""
-    if not rows:
-        return 0
-    first, last = min(rows), max(rows)
-    for i, (a, b) in enumerate(zip(first, last, strict=False)):
-        if a != b:
-            return i
-    return min(len(first), len(last))
+    return len(os.path.commonprefix(rows))  # noqa: RUF071 - of rows, not of paths
 
 
 def pair_prompt_length(
@@ -311,10 +293,7 @@ def pair_prompt_length(
 
 
 def trained_spans(mask: Sequence[int]) -> list[Span]:
-    """Cut a trajectory where training begins or ends.
-
-    Args:
-        mask: [L].
+    """Cut a trajectory where training begins or ends, by its mask [L].
 
     Returns:
         Spans that cover the trajectory, in order, trained and not by turns.

@@ -36,11 +36,7 @@ from atroposlib.utils.model_paths import missing_folder
 
 __all__ = [
     "Decoder",
-    "Place",
-    "TemplateReader",
     "TextPair",
-    "Tokenizer",
-    "TokenizerVerdict",
     "check_tokenizer",
     "decoder_of",
     "find_text",
@@ -104,12 +100,7 @@ def decoder_of(tokenizer: Any) -> Decoder:
 
 
 def split_texts(parts: Sequence[tuple[Sequence[int], int]], decode: Decoder) -> list[TextPair]:
-    """Decode trajectories, each cut at the end of its prompt.
-
-    Args:
-        parts: ids [L] of each trajectory and the tokens of its prompt.
-        decode: of the tokenizer.
-    """
+    """Decode trajectories: ids [L] and the number of prompt tokens, where each is cut."""
     prompts: dict[tuple[int, ...], int] = {}
     places = [prompts.setdefault(tuple(ids[:length]), len(prompts)) for ids, length in parts]
     texts = decode([*(ids for ids, _ in parts), *prompts])
@@ -190,11 +181,7 @@ class _Opening(NamedTuple):
 
 
 class TemplateReader:
-    """Compares texts with what the chat template of a tokenizer writes.
-
-    Args:
-        tokenizer: of transformers.
-    """
+    """Compares texts with what the chat template of a tokenizer writes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -207,10 +194,6 @@ class TemplateReader:
 
     def openings_match(self, text: str, chat: Any) -> list[bool]:
         """Tell of each message whether the template opens it with what stands before it in a text.
-
-        Args:
-            text: of a whole trajectory, special tokens included.
-            chat: its messages.
 
         Returns:
             One entry per message that can be judged; fewer than there are messages, or none.
@@ -299,12 +282,7 @@ class TokenizerVerdict(NamedTuple):
 
 
 def check_tokenizer(tokenizer: Any, groups: Sequence[ExportGroup]) -> TokenizerVerdict:
-    """Judge a tokenizer by the first groups of an export.
-
-    Args:
-        tokenizer: of transformers.
-        groups: a few.
-    """
+    """Judge a tokenizer by the first groups of an export."""
     highest = max((max(ids, default=0) for group in groups for ids in group.tokens), default=0)
     if highest >= len(tokenizer):
         return TokenizerVerdict(

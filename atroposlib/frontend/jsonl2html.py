@@ -38,13 +38,12 @@ if TYPE_CHECKING:
     from markdown_it.rules_inline import StateInline
 
 __all__ = [
+    "as_data_address",
     "create_html_for_group",
     "generate_html",
     "get_score_class",
+    "image_address",
     "main",
-    "render_markdown",
-    "render_page",
-    "scores_differ",
 ]
 
 MAX_MARKDOWN_CHARACTERS = 200_000
@@ -235,7 +234,6 @@ def scores_differ(group_data: Mapping[str, Any]) -> bool:
 
 
 def _about(group_data: Mapping[str, Any], chat: Any) -> str:
-    """Return what a heading says after the number: the step and the question, where known."""
     steps = (group_data.get(key) for key in ("step", "policy_version"))
     step = next((s for s in steps if isinstance(s, int) and not isinstance(s, bool)), None)
     facts = [] if step is None else [f"step {step}"]
@@ -245,7 +243,6 @@ def _about(group_data: Mapping[str, Any], chat: Any) -> str:
 
 
 def _question(chat: Any) -> str:
-    """Return the first message of a user on one line, empty where there is none."""
     for message in chat if isinstance(chat, list) else []:
         if isinstance(message, dict) and str(message.get("role")).lower() == "user":
             text, _ = _split_content(message.get("content"))
@@ -266,7 +263,6 @@ def _item(content: str, score: Any, group: int, i: int, *, parts: Any) -> str:
 
 
 def _parts(parts: Any) -> str:
-    """Return the named parts of a reward, before they were weighed."""
     if not isinstance(parts, dict) or not parts:
         return ""
     texts = ", ".join(f"{name} {short_score(value)}" for name, value in parts.items())
@@ -315,7 +311,6 @@ def _render_message(message: Any) -> str:
 
 
 def _split_content(content: Any) -> tuple[str, list[str]]:
-    """Part message content into its text and the addresses of its images."""
     if content is None:
         return "", []
     if not isinstance(content, list):
@@ -328,22 +323,22 @@ def _split_content(content: Any) -> tuple[str, list[str]]:
         elif part.get("type") == "text":
             texts.append(str(part.get("text", "")))
         elif part.get("type") in ("image_url", "input_image", "image"):
-            images.append(_image_address(part))
+            images.append(image_address(part))
         else:
             texts.append(f"[{part.get('type', 'unknown')} part]")
     return "\n\n".join(texts), images
 
 
-def _image_address(part: Mapping[str, Any]) -> str:
+def image_address(part: Mapping[str, Any]) -> str:
+    """Return the address of an image that is a part of a message."""
     value = part.get("image_url", part.get("image", ""))
     return str(value.get("url", "")) if isinstance(value, dict) else str(value)
 
 
 def _group_images(images: Any) -> str:
-    """Return the images of the whole group; one is often repeated for every trajectory."""
     texts = [images] if isinstance(images, str) else images
     found = [text for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
-    addresses = (_as_address(text) for text in dict.fromkeys(found))
+    addresses = (as_data_address(text) for text in dict.fromkeys(found))
     return "".join(f"{_image(address)}\n" for address in addresses)
 
 
@@ -366,7 +361,8 @@ def _gold(answer: Any) -> str:
     )
 
 
-def _as_address(text: str) -> str:
+def as_data_address(text: str) -> str:
+    """Return base64 of an image as a `data:` address; anything else as it is."""
     kind = next((kind for start, kind in IMAGE_STARTS.items() if text.startswith(start)), None)
     return text if kind is None else f"data:image/{kind};base64,{text}"
 

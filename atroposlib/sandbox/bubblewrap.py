@@ -45,12 +45,7 @@ from atroposlib.sandbox.limits import (
 from atroposlib.sandbox.streams import Finished, result_of, run_bounded
 from atroposlib.sandbox.system_calls import call_filter, has_filter
 
-__all__ = [
-    "Bubblewrap",
-    "Gate",
-    "end_abandoned",
-    "new_gate",
-]
+__all__ = ["Bubblewrap"]
 
 SET_UP_S = 60.0
 READ_BYTES = 65_536
@@ -79,7 +74,6 @@ class Gate:
 
     @property
     def words(self) -> list[str]:
-        """The options of bubblewrap that put the gate there."""
         report, reading, writing = map(str, self.fds)
         return ["--json-status-fd", report, "--block-fd", reading, "--sync-fd", writing]
 
@@ -110,7 +104,6 @@ class Gate:
         return pid if self._box is not None else None
 
     def open(self) -> None:
-        """Let the program run."""
         os.write(self.fds[2], b"!")
 
     def kill_box(self) -> None:
@@ -229,7 +222,6 @@ class Bubblewrap:
         stdin: str | bytes = b"",
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
-        """Run a command in an empty folder, see `Sandbox.run`."""
         limits = limits or self._limits
         content = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
         async with self._boxes, self._groups.join(limits) as members:

@@ -53,16 +53,7 @@ from atroposlib.sandbox.limits import (
 from atroposlib.sandbox.streams import result_of, run_bounded
 from atroposlib.sandbox.system_calls import call_rules, has_filter
 
-__all__ = [
-    "CONTAINER",
-    "FOLDERS",
-    "GVISOR",
-    "TRIALS",
-    "Containers",
-    "Runtime",
-    "Trial",
-    "container_spec",
-]
+__all__ = ["CONTAINER", "GVISOR", "Containers"]
 
 GRACE_S = 5
 MASKED = ("/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/scsi")

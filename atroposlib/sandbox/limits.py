@@ -121,12 +121,7 @@ class Membership:
 
 
 class ControlGroups:
-    """Makes and removes control groups.
-
-    Args:
-        root: where the kernel shows them.
-        own: where it names those of this process.
-    """
+    """Makes and removes control groups."""
 
     def __init__(self, root: Path = ROOT, own: Path = OWN) -> None:
         parents = _unified(root) or _separate(root) or _delegated(root, own)
@@ -305,7 +300,6 @@ def _memory_bytes(limits: SandboxLimits) -> int:
 
 
 def _values(limits: SandboxLimits) -> dict[str, str]:
-    """The content of each of the files `LIMITS`."""
     memory = str(_memory_bytes(limits))
     processes = str(limits.max_processes + 1)  # and the sandbox's own
     return dict(zip(LIMITS, (memory, "0", processes, memory, memory, memory), strict=True))

@@ -20,11 +20,7 @@ from atroposlib.sandbox.interface import (
     content_fd,
 )
 
-__all__ = [
-    "Finished",
-    "result_of",
-    "run_bounded",
-]
+__all__ = ["Finished", "result_of", "run_bounded"]
 
 STDOUT, STDERR = 1, 2
 
@@ -115,7 +111,6 @@ class _Record(asyncio.SubprocessProtocol):
             self.full.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended and so have its streams."""
         if not self.ended.done():
             self.ended.set_result(None)
 

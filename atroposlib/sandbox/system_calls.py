@@ -221,7 +221,6 @@ def _argument(index: int) -> Instruction:
 
 
 def _block(number: int, rules: Sequence[Instruction]) -> list[Instruction]:
-    """The rules of one call; it is allowed when no rule returns before."""
     return [(JUMP_EQUAL, 0, len(rules) + 1, number), *rules, (RETURN, 0, 0, ALLOW)]
 
 
@@ -258,7 +257,6 @@ def _refused(
 
 
 def _flags(mask: int) -> list[dict[str, Any]]:
-    """Conditions of which one holds when the first argument has a flag of the mask."""
     flags = [1 << bit for bit in range(32) if mask >> bit & 1]
     return [
         {"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"} for flag in flags

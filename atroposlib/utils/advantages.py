@@ -59,9 +59,6 @@ def allclose_to_first(
 def compute_stats(data: Sequence[Any]) -> dict[str, float]:
     """Return the mean and the population variance of every number in nested lists.
 
-    Args:
-        data: lists of numbers, nested to any depth, of any lengths.
-
     Returns:
         `{"mean": ..., "var": ...}`; the variance is never negative.
 

@@ -3,7 +3,7 @@
 `SideThread` runs calls one after the other. Threads take the interpreter from the event loop and
 from each other: with several active threads the loop waits for each in turn, with one for one step.
 
-`all_results` and `end_task` leave no task running.
+`all_results` and `end_task` leave no task running; `settle` awaits what can be awaited.
 
 `decode_long` decodes in pieces, so that other rollouts run in between. A tokenizer holds the
 interpreter while it decodes, also in a thread: too long for tens of thousands of tokens.
@@ -16,20 +16,14 @@ in one pass, this adds up to stalls of seconds (`benchmarks/inference.py`).
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-__all__ = [
-    "SHARE_S",
-    "LoopTurns",
-    "SideThread",
-    "all_results",
-    "decode_long",
-    "end_task",
-]
+__all__ = ["SHARE_S", "LoopTurns", "SideThread", "all_results", "decode_long", "end_task", "settle"]
 
 Result = TypeVar("Result")
 
@@ -168,3 +162,10 @@ class LoopTurns:
             if not mine.done():  # else cancelled
                 self._spend(cost_s)
                 mine.set_result(None)
+
+
+async def settle(result: Any) -> Any:
+    """Return `result`, awaited if it can be awaited: hooks may be plain functions."""
+    if inspect.isawaitable(result):
+        return await result
+    return result

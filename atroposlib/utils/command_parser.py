@@ -29,13 +29,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def end_command(command: str, message: object, *, code: int) -> NoReturn:
-    """Print one line on standard error and end the process.
-
-    Args:
-        command: Name of the command, printed before the message.
-        message: The cause and the remedy.
-        code: Exit code.
-    """
+    """Print one line on standard error and end the process."""
     sys.stderr.write(f"{command}: {message}\n")
     sys.exit(code)
 
@@ -128,7 +122,6 @@ class CommandParser(argparse.ArgumentParser):
         return words[: words.index("--")] if "--" in words else words
 
     def _known_flags(self) -> list[str]:
-        """The flags of this command and of its sub-commands."""
         flags = list(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):

@@ -17,13 +17,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "STEP_BYTES",
-    "decode_in_steps",
-    "decode_line",
-    "encode_mapping",
-    "to_plain",
-]
+__all__ = ["STEP_BYTES", "decode_in_steps", "decode_line", "encode_mapping", "to_plain"]
 
 _CALL_VALUES = 4096
 """Longer lists are written in several calls, so that other threads get their turn in between."""
@@ -44,20 +38,17 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
 
 
-def encode_mapping(
-    mapping: Mapping[str, Any], *, default: Callable[[Any], Any] = to_plain, allow_nan: bool = False
-) -> str:
+def encode_mapping(mapping: Mapping[str, Any], *, allow_nan: bool = False) -> str:
     """Return one line of JSON, naming the key at fault when that is impossible.
 
     Args:
         mapping: plain containers, numbers and text, with NumPy values anywhere in them.
-        default: converts what JSON does not know.
         allow_nan: write NaN and infinities, which strict readers refuse.
 
     Raises:
         ValueError: a value cannot be written; the message begins with its top-level key.
     """
-    dumps = partial(json.dumps, default=default, allow_nan=allow_nan)
+    dumps = partial(json.dumps, default=to_plain, allow_nan=allow_nan)
     try:
         if not all(isinstance(key, str) for key in mapping):
             return dumps(dict(mapping))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["length_factor"]
+from collections.abc import Sequence
+
+__all__ = ["length_factor", "penalize_length"]
 
 
 def length_factor(num_tokens: int, *, max_tokens: int, free_fraction: float) -> float:
@@ -21,3 +23,13 @@ def length_factor(num_tokens: int, *, max_tokens: int, free_fraction: float) -> 
     if num_tokens >= max_tokens:
         return 0.0
     return 1.0 - (num_tokens - free) / (max_tokens - free)
+
+
+def penalize_length(
+    scores: Sequence[float], lengths: Sequence[int], *, max_tokens: int, free_fraction: float
+) -> list[float]:
+    """Return [G] scores, each times the `length_factor` of its [G] tokens."""
+    return [
+        score * length_factor(length, max_tokens=max_tokens, free_fraction=free_fraction)
+        for score, length in zip(scores, lengths, strict=True)
+    ]

@@ -43,7 +43,6 @@ class LineStream:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write several texts."""
         for line in lines:
             self.write(line)
 

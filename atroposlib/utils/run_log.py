@@ -11,6 +11,7 @@ numbers become scalars, text and tables become text. The writer's own thread doe
 from __future__ import annotations
 
 import html
+import json
 import logging
 import os
 import sys
@@ -21,14 +22,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from atroposlib.errors import MissingExtraError
-from atroposlib.utils.json_text import encode_mapping, to_plain
+from atroposlib.utils.json_text import to_plain
 from atroposlib.utils.text import mask_secrets
 
-__all__ = [
-    "RunLog",
-    "TensorboardLog",
-    "require_tensorboard",
-]
+__all__ = ["RunLog"]
 
 FLUSH_INTERVAL_S = 5
 MAX_TABLE_ROWS = 16
@@ -88,7 +85,6 @@ class TensorboardLog:
         self._writer.add_event(Event(wall_time=time_s, step=step, summary=summary))
 
     def close(self) -> None:
-        """Put everything on disk and close the file."""
         self._writer.close()
 
 
@@ -243,10 +239,6 @@ class RunLog:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
         """Return a table that `log` accepts as a value.
 
-        Args:
-            columns: column names.
-            rows: one sequence of cells per row.
-
         Returns:
             A `wandb.Table` while a Weights & Biases run is open, otherwise a plain record.
         """
@@ -278,7 +270,7 @@ class RunLog:
     def _log_locally(self, metrics: Mapping[str, Any], step: int) -> None:
         if self.metrics_path is None:
             numbers = {k: v for k, v in metrics.items() if not isinstance(v, Mapping)}
-            logger.info("step %d: %s", step, encode_mapping(numbers, default=str, allow_nan=True))
+            logger.info("step %d: %s", step, json.dumps(numbers, default=str))
             return
         if self._file is None:
             self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +278,11 @@ class RunLog:
             if _is_torn(self.metrics_path):
                 self._file.write("\n")
         record = {"step": step, "time": self._now(), **metrics}
-        self._file.write(encode_mapping(record, default=self._to_record, allow_nan=True) + "\n")
+        try:
+            line = json.dumps(record, default=self._to_record)
+        except (TypeError, ValueError) as error:  # an odd key inside a value, or a value in itself
+            raise ValueError(f"metrics of step {step} have no JSON form: {error}") from error
+        self._file.write(line + "\n")
         self._file.flush()
 
     def _log_to_tensorboard(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -316,7 +312,6 @@ class RunLog:
 
 
 def _is_torn(path: Path) -> bool:
-    """Say whether a file ends within a line, as a killed process may leave it."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -35,15 +35,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from atroposlib.errors import AtroposError, MissingExtraError
 from atroposlib.utils.text import is_milestone
 
-__all__ = [
-    "ProcessBackend",
-    "RayBackend",
-    "ScoreBackend",
-    "ScoreCrashError",
-    "ScorePool",
-    "ScoreTimeoutError",
-    "ThreadBackend",
-]
+__all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError"]
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
 """Address space of one worker; a runaway computation fails instead of taking the machine."""
@@ -103,7 +95,6 @@ class ProcessBackend:
         return value
 
     def close(self) -> None:
-        """End the workers."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()

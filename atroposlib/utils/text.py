@@ -3,21 +3,22 @@
 Models write any characters, and errors quote them: codes that clear the screen, move the cursor or
 set the window's title, characters that reverse the writing direction, half a surrogate pair.
 
-Also the hint for a misspelt name.
+Also the hint for a misspelt name, and the text that several begin with.
 """
 
 from __future__ import annotations
 
 import html
 import logging
+import os.path
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 __all__ = [
-    "MASK",
+    "find_common_prefix",
     "hide_secrets",
     "hide_secrets_of_requests",
     "inert_block",
@@ -169,6 +170,11 @@ def without_secrets(url: str) -> str:
     access, at, place = address.rpartition("@")
     scheme = re.match(r"\w+://", access)
     return f"{scheme.group() if scheme else ''}{MASK}@{place}" if at else address
+
+
+def find_common_prefix(strings: Sequence[str]) -> str:
+    """Return the text all strings begin with; empty without strings."""
+    return os.path.commonprefix(strings)  # noqa: RUF071 - of texts, not of paths
 
 
 def near_name(name: str, known: Iterable[str]) -> str:

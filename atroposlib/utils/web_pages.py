@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = [
-    "JSON_TYPES",
     "WebPageMiddleware",
     "WebPageRefusal",
     "WebPageRule",
@@ -281,7 +280,6 @@ class WebPageRule:
         )
 
     def _is_read(self, sent: Mapping[bytes, bytes]) -> bool:
-        """Whether bodies of the type that a request names are read."""
         media_type = _media_type(sent.get(b"content-type", b"")[:_MAX_TYPE_CHARACTERS])
         return media_type in self.media_types or media_type.endswith("+json")
 
@@ -316,7 +314,6 @@ class WebPageMiddleware:
         self._logged: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         kind = scope["type"]
         refusal = None if kind == "lifespan" else self._rule.refusal_of(scope)
         if refusal is None:

@@ -67,7 +67,6 @@ def unwritable(path: str | Path, error: OSError, setting: str | None) -> ConfigE
 
 
 def _reason(path: Path, error: OSError) -> str:
-    """Say which part of a path is at fault; the system names the error only."""
     found = _nearest_existing(path)
     shown = "it" if found == path else str(Path.cwd() if found == Path() else found)
     if error.errno == errno.EISDIR:
@@ -85,7 +84,6 @@ def _reason(path: Path, error: OSError) -> str:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that is there."""
     for each in (path, *path.parents):
         with contextlib.suppress(OSError):  # a folder that may not be searched
             if each.exists():

@@ -15,7 +15,7 @@ from typing import Any
 
 from atroposlib.errors import MissingExtraError
 from atroposlib.utils.listening import require_free_port
-from atroposlib.utils.text import inert_block
+from atroposlib.utils.text import find_common_prefix, inert_block
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule, names_of_address
 from atroposlib.viewer.index import ORDERS, GroupFilter
 from atroposlib.viewer.pages import (
@@ -36,16 +36,10 @@ from atroposlib.viewer.pages import (
 )
 from atroposlib.viewer.rollouts import Group, Rollout
 from atroposlib.viewer.sources import GroupGoneError
-from atroposlib.viewer.token_reader import RolloutText, answer_of, find_common_prefix, texts_of
+from atroposlib.viewer.token_reader import RolloutText, answer_of, texts_of
 from atroposlib.viewer.viewer import PAGES, ROWS_PER_PAGE, BrowserTab, Viewer, ViewState, filter_of
 
-__all__ = [
-    "Screen",
-    "Widgets",
-    "build_app",
-    "launch_app",
-    "lay_out",
-]
+__all__ = ["Screen", "build_app", "launch_app"]
 
 _CLICKS = """
 element.addEventListener("click", (event) => {
@@ -88,7 +82,6 @@ class Widgets:
 
     @property
     def shown(self) -> list[Any]:
-        """Components that showing a view may change."""
         pages = self.html_of.values()
         return [self.head, *pages, self.status, self.environment, *self.plain]
 
@@ -114,7 +107,6 @@ def lay_out(gr: Any, *, start_page: str, group_size: int) -> Widgets:
 
 
 def _fill(gr: Any, page: str, parts: dict[str, Any], group_size: int) -> None:
-    """Put the widgets of one page into its tab."""
     if page == "plain":
         _plain(gr, parts, group_size)
         return
@@ -205,7 +197,6 @@ class Screen:
         )
 
     def page(self, view: ViewState) -> str:
-        """Return the content of the page a view is on."""
         if view.page == "overview":
             return self._overview()
         if view.page == "groups":
@@ -243,14 +234,12 @@ class Screen:
         return inert_block(prefix), scores, [inert_block(text[len(prefix) :]) for text in texts]
 
     def within(self, view: ViewState) -> ViewState:
-        """Return a view whose rollouts exist."""
         group = self._group(view)
         count = max(1, len(group.rollouts)) if isinstance(group, Group) else 1
         other = None if view.other is None else view.other % count
         return replace(view, rollout=view.rollout % count, other=other)
 
     def _group(self, view: ViewState) -> Group | str | None:
-        """Return the open group, None without one, or why it cannot be read."""
         if view.group is None:
             return None
         try:
@@ -350,11 +339,6 @@ _GROUP_PAGES = ("rollouts", "tokens", "conversation", "compare", "images")
 
 def build_app(viewer: Viewer, *, start_page: str = "overview", group_size: int = 2) -> Any:
     """Return the application, a `gradio.Blocks`.
-
-    Args:
-        viewer: what it shows.
-        start_page: one of `PAGES`.
-        group_size: boxes on the page of plain text.
 
     Raises:
         MissingExtraError: Gradio is not installed.
@@ -456,7 +440,6 @@ class _Wiring:
         self.outputs = [widgets.tabs, *widgets.shown]
 
     def connect(self, blocks: Any) -> None:
-        """Attach every event."""
         widgets = self.widgets
         self._on(blocks.load, lambda view: view, [])
         for page, tab in widgets.tab_of.items():
@@ -491,7 +474,6 @@ class _Wiring:
         ticking(self._tick, [self.tab, *widgets.filters], self.outputs, **_EVENT)
 
     def _on(self, event: Any, change: Callable[..., ViewState], inputs: list[Any]) -> None:
-        """Let an event change the view and show it."""
 
         def handle(tab: BrowserTab, *values: Any) -> dict[Any, Any]:
             with tab.turn:
@@ -527,7 +509,6 @@ class _Wiring:
         return answer
 
     def _click(self, tab: BrowserTab, data: Any) -> dict[Any, Any]:
-        """Answer a click on a row, a rollout or a button within a page."""
         view = tab.view
         clicked = data if isinstance(data, dict) else {}
         name, value = str(clicked.get("name")), int(clicked.get("value") or 0)
@@ -578,7 +559,6 @@ class _Wiring:
             return {self.widgets.head: answer[self.widgets.head]}
 
     def _grab(self, tab: BrowserTab) -> list[Any]:
-        """Show the next group as plain text."""
         with tab.turn:
             tab.view = self.screen.within(self._step(tab.view, 1))
             return self._plain_values(tab.view)

@@ -33,7 +33,6 @@ __all__ = [
     "GroupSummary",
     "Matches",
     "Order",
-    "TextSearch",
     "TextStore",
     "searchable_text",
     "summarise",
@@ -64,7 +63,6 @@ class TextStore:
             self._starts.append(self._starts[-1] + len(content))
 
     def search(self, text: str) -> TextSearch:
-        """Start a search for text, ignoring case."""
         return TextSearch(self, text.lower().encode("utf-8", errors="replace"))
 
     def find(self, wanted: bytes, start: int, stop: int) -> list[int]:
@@ -277,11 +275,9 @@ class GroupIndex:
 
     @property
     def environments(self) -> list[str]:
-        """Names of all environments seen."""
         return list(self._environments)
 
     def add(self, summary: GroupSummary) -> int:
-        """Append a group; return its position."""
         with self._lock:
             self._environments.setdefault(summary.environment, len(self._environments))
             self._rows.append(summary)
@@ -331,7 +327,6 @@ class GroupIndex:
         return Matches(positions, is_complete, num_searched)
 
     def scores_by_environment(self, max_groups: int = 20_000) -> dict[str, list[float]]:
-        """Return the scores of the latest groups by the name of their environment."""
         found: dict[str, list[float]] = {}
         for row in self._rows[-max_groups:]:
             found.setdefault(row.environment, []).extend(row.scores)

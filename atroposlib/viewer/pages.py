@@ -18,8 +18,6 @@ A token is one `<b>`: its class encodes whether it is trained on and how likely 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import difflib
 import json
 import math
@@ -28,6 +26,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from atroposlib.frontend.jsonl2html import as_data_address, image_address
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.text import inert_markup
 from atroposlib.viewer.index import GroupSummary
@@ -43,31 +42,22 @@ from atroposlib.viewer.token_reader import RolloutText, TokenPiece, TokenReader
 
 __all__ = [
     "COLOURS",
-    "TOKENS_PER_PAGE",
     "Colour",
     "block",
-    "chip",
     "compare_page",
     "conversation_page",
     "difference",
     "empty",
-    "figure",
-    "folded",
-    "image_markup",
-    "images_of_content",
     "images_of_group",
     "images_page",
     "listing_page",
     "notice",
     "number",
     "overview_page",
-    "part_chips",
     "score_chip",
-    "score_class",
     "shown",
     "side_by_side_page",
     "sparkline",
-    "table",
     "tokens_page",
 ]
 
@@ -225,7 +215,6 @@ def overview_page(
 
 
 def _rewards(rewards: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Draw the mean score over the steps, one line per environment; nothing without two steps."""
     drawn = [(name, points) for name, points in rewards.items() if len(points) > 1]
     if not drawn:
         return ""
@@ -298,12 +287,7 @@ _SHOWN_SCORES = 8
 
 
 def listing_page(rows: Sequence[tuple[int, GroupSummary]], *, selected: int | None) -> str:
-    """Return the rows as a table; a click on a row opens its group.
-
-    Args:
-        rows: positions and summaries.
-        selected: position of the open group.
-    """
+    """Return the rows as a table; a click on a row opens its group."""
     if not rows:
         return empty("No group matches. Widen the filter, or clear it with the button.")
     body = "".join(_row(position, row, position == selected) for position, row in rows)
@@ -328,7 +312,6 @@ def _row(position: int, row: GroupSummary, is_selected: bool) -> str:
 
 
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|gif|webp);base64,([A-Za-z0-9+/=\s]+)")
-_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _MAX_CAPTION_CHARACTERS = 3000
 _MAX_ADDRESS_CHARACTERS = 120
 
@@ -381,32 +364,18 @@ def image_markup(address: str) -> str:
 def _of_part(part: Mapping[str, Any]) -> list[str]:
     if part.get("type") not in ("image", "image_url", "input_image"):
         return []
-    value = part.get("image_url", part.get("image", ""))
-    address = value.get("url", "") if isinstance(value, Mapping) else value
-    return [_as_data_url(str(address))]
+    return [as_data_address(image_address(part))]
 
 
 def _walk(value: Any) -> Iterator[str]:
     """Yield the texts of an `images` field, which environments nest as they like."""
     if isinstance(value, str) and value:
-        yield _as_data_url(value)
+        yield as_data_address(value)
     elif isinstance(value, Mapping):
         yield from _walk(value.get("url", value.get("image_url", value.get("image"))))
     elif isinstance(value, list):
         for entry in value:
             yield from _walk(entry)
-
-
-def _as_data_url(text: str) -> str:
-    """Return base64 of an image as a `data:` address; anything else as it is."""
-    if ":" in text[:20]:
-        return text
-    try:
-        head = base64.b64decode(text[:16], validate=True)
-    except (binascii.Error, ValueError):
-        return text
-    kind = next((name for start, name in _KINDS.items() if head.startswith(start)), None)
-    return text if kind is None else f"data:image/{kind};base64,{text}"
 
 
 _THINKING = re.compile(r"<(think|thinking|reasoning)>(.*?)(?:</\1>|\Z)", re.DOTALL)
@@ -457,7 +426,6 @@ def _box(role: str, content: str, *, name: str = "") -> str:
 
 
 def _body(text: str) -> str:
-    """Show text in which thinking and tool calls stand between tags, those folded."""
     parts = []
     at = 0
     spans = [
@@ -505,7 +473,6 @@ def _spelled_call(text: str) -> str:
 
 
 def _stretches(rollout: Rollout) -> list[tuple[bool, list[int]]]:
-    """Part the tokens where training on them begins or ends."""
     stretches: list[tuple[bool, list[int]]] = []
     for i, token_id in enumerate(rollout.tokens):
         mask = rollout.masks[i] if i < len(rollout.masks) else IGNORE_INDEX
@@ -595,13 +562,7 @@ _GROUP_FIELDS = ("generation_params", "group_overrides")
 
 
 def side_by_side_page(group: Group, texts: list[RolloutText], *, selected: int) -> str:
-    """Return the page: the question once, then every answer with its score.
-
-    Args:
-        group: what to show.
-        texts: prompt and answer of each rollout.
-        selected: number of the rollout that other pages show.
-    """
+    """Return the page: the question once, then every answer with its score."""
     if not group.rollouts:
         return empty("This group has no rollouts.")
     parts = [_question(group, texts)]
@@ -648,18 +609,15 @@ def _card(group: Group, rollout: Rollout, answer: str, is_selected: bool) -> str
         facts.append(chip(f"mean logprob {statistics.fmean(sampled):.2f}"))
     if rollout.overrides:
         facts.append(chip(json.dumps(rollout.overrides, default=str)[:80], "overrides"))
+    no_text = empty("an empty answer")
+    text = block(answer, max_characters=_MAX_ANSWER_CHARACTERS) if answer else no_text
     return (
         f'<section class="v-card{" v-selected" if is_selected else ""}" '
         f'data-rollout="{rollout.number}" tabindex="0">'
         f"<h4>rollout {rollout.number} {score_chip(rollout.score)}</h4>"
         f'<div class="v-chips">{part_chips(rollout.reward_parts)}{"".join(facts)}</div>'
-        f"{block(answer, max_characters=_MAX_ANSWER_CHARACTERS) if answer else _nothing()}"
-        "</section>"
+        f"{text}</section>"
     )
-
-
-def _nothing() -> str:
-    return '<p class="v-empty">an empty answer</p>'
 
 
 Colour = Literal["logprob", "advantage", "trained"]
@@ -673,15 +631,7 @@ _ADVANTAGE_STEPS = (0.1, 0.5, 1.0, 2.0)
 def tokens_page(
     group: Group, rollout: Rollout, reader: TokenReader, *, colour: Colour, start: int
 ) -> str:
-    """Return a stretch of the tokens of a rollout.
-
-    Args:
-        group: the group of the rollout.
-        rollout: what to show.
-        reader: gives tokens their text.
-        colour: the quantity that colors encode.
-        start: position of the first token.
-    """
+    """Return a stretch of the tokens of a rollout."""
     if not len(rollout):
         return empty("This rollout has no tokens; its messages are on the conversation page.")
     stop = min(len(rollout), start + TOKENS_PER_PAGE)
@@ -754,7 +704,6 @@ def _span(
 
 
 def _visible(text: str) -> str:
-    """Escape the text of a token; line breaks get a sign, an empty text as well."""
     return shown(text).replace("\n", '<i class="nl"></i>\n') or '<i class="no"></i>'
 
 
@@ -775,7 +724,6 @@ def _at(values: object, position: int) -> float | None:
 
 
 def _turn(start: int, stop: int, length: int) -> str:
-    """Offer the stretches before and after this one."""
     parts = []
     if start > 0:
         parts.append(f'<button data-tokens="{max(0, start - TOKENS_PER_PAGE)}">earlier</button>')

@@ -52,12 +52,10 @@ class Rollout:
     """Named parts of its score, before they were weighed."""
 
     def is_trained(self, position: int) -> bool:
-        """Whether a token carries loss."""
         return position < len(self.masks) and self.masks[position] != IGNORE_INDEX
 
     @property
     def num_trained(self) -> int:
-        """Tokens that carry loss."""
         return sum(mask != IGNORE_INDEX for mask in self.masks)
 
     @property
@@ -86,7 +84,6 @@ class Group:
 
     @property
     def scores(self) -> list[float]:
-        """The scores that are numbers."""
         return [rollout.score for rollout in self.rollouts if rollout.score is not None]
 
     def advantage(self, rollout: Rollout) -> float | None:
@@ -114,11 +111,7 @@ class Group:
 
 
 def group_of(fields: Mapping[str, Any]) -> Group:
-    """Read a decoded group.
-
-    Args:
-        fields: may hold anything under any name.
-    """
+    """Read a decoded group."""
     columns = {
         name: _rows(fields.get(name))
         for name in (
@@ -180,7 +173,6 @@ def _numbers(value: Any) -> Sequence[float]:
 
 
 def _parts(value: Any) -> Mapping[str, float]:
-    """Return the parts that are numbers."""
     named = value.items() if isinstance(value, dict) else ()
     found = ((str(name), _number(part)) for name, part in named)
     return {name: part for name, part in found if part is not None}

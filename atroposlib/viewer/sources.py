@@ -1,26 +1,11 @@
-"""Where the viewer's groups come from; all of them only read.
+"""Sources of the viewer's groups; all of them only read.
 
-`jsonl` a file of groups, `stored_run` the file of a run, `live` the inspection routes of a service.
+    JsonlSource        a file of groups, which may still be growing
+    StoredRunSource    the file of a run: groups that wait, are in flight or were delivered last
+    LiveSource         the inspection routes of a service
 
-What every source of groups offers the viewer.
-
-Groups of a JSON Lines file, which may still be growing.
-
-Groups of a live service, by its inspection routes: nothing is taken or reset.
-
-    /metrics, /status          every two seconds
-    /groups?state=...          what came since the last look
-    /groups/ID/payload         the latest groups one by one, gently, and any that is opened
-
-What was read stays readable after the service let go of it, in a file without a name.
-
-Groups of a stored run, read from its file beside a service that may be running.
-
-What the file holds: groups that wait, are in flight, or were delivered last.
-
-Decoding a stored payload of either format for the viewer; pure.
-
-What a service says of itself, read from `/metrics` and `/status`; pure.
+A live source asks for `/metrics`, `/status` and new groups every two seconds, and reads the latest
+groups one by one. What it has read stays readable, in a file without a name.
 """
 
 from __future__ import annotations
@@ -39,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atroposlib.api.client_consumer import GROUP_STATES, Consumer, InspectionClient
-from atroposlib.api.client_protocol import RetryRule
+from atroposlib.api.client_transport import RetryRule
 from atroposlib.api.journal import restore
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.records import GroupsAdmitted, decode_record
@@ -60,7 +45,6 @@ __all__ = [
     "Problems",
     "ServiceFigures",
     "StoredRunSource",
-    "decode_payload",
 ]
 
 _KEPT_PROBLEMS = 200
@@ -80,7 +64,6 @@ class Problems:
         self._lock = threading.Lock()
 
     def add(self, message: str) -> None:
-        """Note one."""
         with self._lock:
             self.count += 1
             if len(self.messages) < _KEPT_PROBLEMS:
@@ -135,9 +118,6 @@ class GroupSource(Protocol):
 class JsonlSource:
     """A file with one group per line; other lines are reported by number, the rest is used.
 
-    Args:
-        path: the file.
-
     Raises:
         ConfigError: there is no such file, or it cannot be read.
     """
@@ -182,7 +162,6 @@ class JsonlSource:
         return True
 
     def load(self, position: int) -> Mapping[str, Any]:
-        """Read one group again."""
         line = os.pread(self._descriptor, self._lengths[position], self._places[position])
         try:
             fields = decode_line(line)
@@ -194,7 +173,10 @@ class JsonlSource:
 
     def figures(self) -> ServiceFigures:
         """Return nothing but what could not be read: a file tells no more."""
-        notes = [f"{self._unfinished_note()}"] if self._unfinished_at >= 0 else []
+        unfinished = (
+            f"line {self._number} has no end yet: it is being written, or its writer was killed"
+        )
+        notes = [unfinished] if self._unfinished_at >= 0 else []
         why_empty = (
             "No line of the file is a group; what is wrong with them stands below."
             if self.problems.count
@@ -203,11 +185,7 @@ class JsonlSource:
         return ServiceFigures(notes=notes, why_empty=why_empty)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
-
-    def _unfinished_note(self) -> str:
-        return f"line {self._number} has no end yet: it is being written, or its writer was killed"
 
     def _is_whole(self, line: bytes) -> bool:
         try:
@@ -297,11 +275,7 @@ _HISTORIES = {
 
 
 class FigureLog:
-    """The figures of a service over the last minutes.
-
-    Args:
-        now: clock in seconds.
-    """
+    """The figures of a service over the last minutes."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -334,7 +308,6 @@ class FigureLog:
         self._drops = drops
 
     def note_status(self, status: Mapping[str, Any]) -> None:
-        """Take the answer of `/status`."""
         stalls = status.get("stalls") or []
         self._notes = [f"{s.get('reason')}: {s.get('detail', '')}" for s in stalls]
         if not self._samples:
@@ -360,11 +333,6 @@ class FigureLog:
         )
 
     def figures(self, problem: str | None) -> ServiceFigures:
-        """Return what is known.
-
-        Args:
-            problem: why the service could not be asked the last time, if so.
-        """
         samples = list(self._samples)
         latest = samples[-1][1] if samples else {}
         return ServiceFigures(
@@ -451,7 +419,6 @@ class LiveSource:
             raise GroupGoneError(f"group {group_id} could not be read: {error}") from error
 
     def figures(self) -> ServiceFigures:
-        """Return what the service told last."""
         return self._log.figures(self._problem)
 
     def close(self) -> None:
@@ -614,7 +581,6 @@ class StoredRunSource:
             raise ConfigError(f"{path} is not the file of a run ({error})") from error
 
     def advance(self, index: GroupIndex, budget_s: float) -> bool:
-        """Add groups that the file holds and the index does not."""
         deadline = time.monotonic() + budget_s
         if not self._waiting and time.monotonic() - self._refreshed_at > _REFRESH_S:
             self._refresh()
@@ -624,7 +590,6 @@ class StoredRunSource:
         return bool(self._waiting)
 
     def load(self, position: int) -> Mapping[str, Any]:
-        """Read one group from the file."""
         group_id = self._ids[position]
         content = self._content(group_id)
         if content is None:
@@ -635,7 +600,6 @@ class StoredRunSource:
             raise GroupGoneError(f"group {group_id} cannot be read: {error}") from error
 
     def figures(self) -> ServiceFigures:
-        """Return what the run's log says."""
         state = self._state
         counters = state.counters
         current: dict[str, float | str] = {
@@ -663,7 +627,6 @@ class StoredRunSource:
         return ServiceFigures(current=current, drops=returned, why_empty=why_empty)
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._reader.close()
 

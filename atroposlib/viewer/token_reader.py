@@ -20,8 +20,6 @@ __all__ = [
     "TokenPiece",
     "TokenReader",
     "answer_of",
-    "find_common_prefix",
-    "prompt_of",
     "texts_of",
 ]
 
@@ -77,7 +75,6 @@ class TokenReader:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     def wait(self, timeout_s: float) -> bool:
@@ -195,15 +192,6 @@ class RolloutText(NamedTuple):
 
     prompt: str
     answer: str
-
-
-def find_common_prefix(strings: Sequence[str]) -> str:
-    """Return the text all strings begin with; empty without strings."""
-    if not strings:
-        return ""
-    first, last = min(strings), max(strings)  # what these two share, all in between share as well
-    length = next((i for i, c in enumerate(first) if last[i : i + 1] != c), len(first))
-    return first[:length]
 
 
 def texts_of(group: Group, reader: TokenReader) -> list[RolloutText]:

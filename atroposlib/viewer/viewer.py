@@ -130,7 +130,6 @@ class Viewer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop reading."""
         self._stopped.set()
         self._thread.join()
         self.source.close()
@@ -192,7 +191,6 @@ class Viewer:
         return row._replace(excerpt=inert_line(text, max_characters=160))
 
     def metric_drops(self) -> dict[str, float]:
-        """Return what environments dropped, by reason; empty without metrics files."""
         return {} if self._metrics_dir is None else drops_in_metrics(self._metrics_dir)
 
     def _read(self) -> None:

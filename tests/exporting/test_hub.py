@@ -16,7 +16,14 @@ pytestmark = pytest.mark.slow
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "out"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "out.parquet",
+        pytest.param("out.jsonl", marks=pytest.mark.long),
+        pytest.param("out", marks=pytest.mark.long),
+    ],
+)
 def test_what_is_uploaded_is_what_was_written(
     name: str, run_command: Run, groups_file: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from atroposlib.sandbox import (
+    KINDS,
     Sandbox,
     SandboxError,
     SandboxLimits,
@@ -19,7 +20,6 @@ from atroposlib.sandbox import (
     open_sandbox,
     run_python,
 )
-from atroposlib.sandbox.choice import KINDS
 from tests.sandbox.processes import children
 
 LIMITS = SandboxLimits(wall_s=60.0, cpu_s=2, disk_bytes=2**20, output_bytes=10_000)

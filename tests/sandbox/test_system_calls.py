@@ -18,9 +18,8 @@ import numpy
 import pytest
 import pytest_asyncio
 
-from atroposlib.sandbox import Sandbox, SandboxError, SandboxLimits, open_sandbox, run_python
+from atroposlib.sandbox import KINDS, Sandbox, SandboxError, SandboxLimits, open_sandbox, run_python
 from atroposlib.sandbox.bubblewrap import Bubblewrap
-from atroposlib.sandbox.choice import KINDS
 from atroposlib.sandbox.limits import ControlGroups
 from atroposlib.sandbox.system_calls import (
     CLONE,

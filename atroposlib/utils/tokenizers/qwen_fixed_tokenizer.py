@@ -38,7 +38,6 @@ class QwenFixedTokenizer:
         return len(self.tokenizer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Tokenise text, as the wrapped tokenizer does."""
         return self.tokenizer(*args, **kwargs)
 
     def apply_chat_template(
