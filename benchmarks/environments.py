@@ -44,10 +44,10 @@ from atroposlib.envs.checks.runner import (  # noqa: E402
     staged_settings,
 )
 from atroposlib.envs.checks.scripted_model import make_script  # noqa: E402
-from atroposlib.envs.hooks import settle  # noqa: E402
 from atroposlib.envs.running import favour_event_loop  # noqa: E402
 from atroposlib.sandbox import SandboxUnavailableError, open_sandbox, run_python  # noqa: E402
 from atroposlib.sandbox.interface import PYTHON  # noqa: E402
+from atroposlib.utils.aio import settle  # noqa: E402
 from environments.card_table import find_cards  # noqa: E402
 
 TARGET_HOLD_MS = 50.0

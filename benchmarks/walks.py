@@ -356,6 +356,23 @@ def _post_for(port: int) -> None:
         return
 
 
+def _files_of(name: str, *, is_alone: bool) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        if is_alone:
+            logging.disable(logging.INFO)
+            walks = Walks()
+            walks.install()
+            EVENTS[name][0](walks, Path(folder))
+            return walks.files()
+        # In a process of its own: what one event installs, such as a filter of logs, is no part of
+        # the next.
+        result = Path(folder) / "files.json"
+        command = [sys.executable, __file__, "--only", name, "--json", str(result)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        files: list[str] = json.loads(result.read_text(encoding="utf-8"))[name]
+        return files
+
+
 def main() -> None:
     """Perform the events, print a row for each, and exit with 1 if one takes too many files."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -363,14 +380,7 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="list the files of each event")
     parser.add_argument("--json", type=Path, help="file for the lists")
     arguments = parser.parse_args()
-    logging.disable(logging.INFO)
-    walks = Walks()
-    walks.install()
-    found: dict[str, list[str]] = {}
-    for name in arguments.only:
-        with tempfile.TemporaryDirectory() as folder:
-            EVENTS[name][0](walks, Path(folder))
-        found[name] = walks.files()
+    found = {name: _files_of(name, is_alone=len(arguments.only) == 1) for name in arguments.only}
     console = Console()
     table = Table("event", "files", "at most")
     for name, files in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -45,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Shells start jobs in the background with SIGINT ignored, which every child would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Threads of torch in several workers wait for each other; torch reads this when imported.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -141,7 +141,7 @@ def _evaluate(
     progress.begin(f"measure_{when}", f"Measuring {when} training", expected="half a minute")
     folder = paths.output / f"evaluation_{when}"
     config = folder / "environment.yaml"
-    training = yaml.safe_load(paths.environment_config.read_text(encoding="utf-8"))
+    training = yaml.safe_load((paths.output / "environment.yaml").read_text(encoding="utf-8"))
     write_yaml(evaluation_settings(training, lesson.evaluation, folder=folder), config)
     plan = demo_plan(lesson.settings, paths, model=str(paths.tiny_model), on_gpu=False)
     process = ManagedProcess(

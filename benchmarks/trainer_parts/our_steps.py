@@ -14,7 +14,6 @@ from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.training import Trainer, row_rules
-from example_trainer.weight_sync import NoSync
 from trainer_parts.workload import Workload, current_mib, peak_mib, reset_peak, sequences
 
 
@@ -68,7 +67,7 @@ def main() -> None:
         tokenizer=tokenizer,
         optimizer=create_optimizer(model, config),
         feed=NoFeed(),  # type: ignore[arg-type]  # never asked
-        weight_sync=NoSync(config),
+        weight_sync=None,
         run_log=RunLog(use_wandb=False, metrics_path=None),
     )
     groups, rules = groups_of(workload), row_rules(config)

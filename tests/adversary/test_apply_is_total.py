@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from atroposlib.api.admission import RunLimits
 from atroposlib.api.journal import RunLog, restore, snapshot
+from atroposlib.api.queue import RunLimits
 from atroposlib.api.records import Record
 from atroposlib.api.stalls import find_stalls
 from atroposlib.api.state import RunState
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore
 from tests.adversary.forged_records import Forger
 
 LIMITS = RunLimits(keep_past_groups=4, keep_past_bytes=45)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.api.run import Run
-from atroposlib.api.store.memory import MemoryRunStore
-from atroposlib.utils.steady_clock import steady_clock
+from atroposlib.api.run import Run, steady_clock
+from atroposlib.api.store.base import MemoryRunStore
 from tests.api.run_helpers import Clock, decoded, env_request, open_run, registration, started_run
 from tests.api.shared_store import SharedLog, SharedRunStore
 

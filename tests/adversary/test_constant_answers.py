@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from atroposlib.envs.conversation import visible_text
-from atroposlib.envs.hooks import settle
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
-from atroposlib.tasks.reasoning_gym import tasks
-from atroposlib.tasks.reasoning_gym.config import ReasoningGymEnvConfig
-from atroposlib.tasks.reasoning_gym.tasks import TaskItem
+from atroposlib.tasks import reasoning_gym as tasks
+from atroposlib.tasks.reasoning_gym import ReasoningGymEnvConfig, TaskItem
+from atroposlib.utils.aio import settle
 from environments.card_table import PAGE
 from tests.environments.test_process_on_text import CARDS, make_environment
 from tests.fakes import CharTokenizer, ScriptedEngine

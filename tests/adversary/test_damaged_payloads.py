@@ -11,11 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from atroposlib.api.admission import RunLimits
 from atroposlib.api.journal import snapshot
+from atroposlib.api.queue import RunLimits
 from atroposlib.api.run import Run
-from atroposlib.api.store.base import RunStore
-from atroposlib.api.store.memory import MemoryRunStore
+from atroposlib.api.store.base import MemoryRunStore, RunStore
 from atroposlib.api.store.open import open_store, run_file
 from atroposlib.errors import ConfigError
 from atroposlib.wire import decode_group

@@ -85,7 +85,7 @@ async def test_groups_of_others_are_stored_while_waiters_leave(store_url, tmp_pa
     while (found := await run.next_batch(wait_s=0.5)) is not None:
         assert await run.acknowledge(found[0].token) == "acked"
     assert run.state.counters["groups/delivered"] == 100
-    assert (run.state.step, len(run.state.queue), run.state.delivery.num_pending) == (100, 0, 0)
+    assert (run.state.step, len(run.state.queue), len(run.state.delivery.pending())) == (100, 0, 0)
     await run.close()
 
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from atroposlib.api import journal as run_log
-from atroposlib.api.admission import (
+from atroposlib.api.queue import (
     BusyError,
     KeyReusedError,
     OversizedGroupError,

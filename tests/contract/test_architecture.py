@@ -32,20 +32,17 @@ FORBIDDEN = [
 # pure rules: no network, disk, clock, environment variables or randomness
 PURE_RULES = [
     "atroposlib.api.queue",
-    "atroposlib.envs.capacity",
     "atroposlib.envs.settings",
-    "atroposlib.envs.server_handling.turn_matching",
+    "atroposlib.envs.server_handling.turn_recording",
     "atroposlib.envs.server_handling.tool_formats",
     "atroposlib.wire",
     "atroposlib.wire.groups",
     "atroposlib.wire.binary_format",
-    "atroposlib.wire.vocabulary",
     "atroposlib.wire.json_format",
     "atroposlib.wire.zstd_frames",
     "example_trainer.rows",
     "example_trainer.loss_choice",
     "example_trainer.loss",
-    "example_trainer.logprobs",
 ]
 IMPURE = {"os", "time", "random", "socket", "subprocess", "aiohttp", "httpx", "asyncio", "datetime"}
 

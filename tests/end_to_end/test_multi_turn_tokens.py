@@ -7,8 +7,8 @@ import pytest
 from atroposlib.envs.conversation import Reply
 from atroposlib.envs.multi_turn_env import Limits, TokenPolicy, group_of_rollouts, play
 from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.managed_server import SequenceNode
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 from tests.end_to_end.conftest import MAX_MODEL_LEN, EngineWithModel
 from tests.end_to_end.test_vllm_exact_tokens import TOLERANCE, assert_aligned, worst_difference

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.config import APIServerConfig
+from atroposlib.envs.server_handling.managed_server import SequenceNode
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.tool_formats import FunctionCall, registry
-from atroposlib.envs.server_handling.turn_matching import SequenceNode
 from atroposlib.scored_data import IGNORE_INDEX
 from tests.end_to_end.conftest import EngineWithModel, RecordingServer, serve_with_vllm
 from tests.end_to_end.test_vllm_exact_tokens import TOLERANCE, assert_aligned, worst_difference

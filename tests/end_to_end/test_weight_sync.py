@@ -94,7 +94,7 @@ def gaps(model: Any, engine: EngineWithModel, tokens: Sequence[int], logprobs: A
     """Per sampled token, how far the engine's logprob is from this model's."""
     import torch
 
-    from example_trainer.loss import token_logprobs_BT
+    from example_trainer.scoring import token_logprobs_BT
 
     prompt = engine.tokenizer.encode(PROMPT)
     ids = torch.tensor([[*prompt, *tokens]])

@@ -49,7 +49,7 @@ def sample(engine: EngineWithModel, prompt: Sequence[int]) -> tuple[list[int], l
 def largest_gap(model: Any, prompt: Sequence[int], tokens: list[int], logprobs: Any) -> float:
     import torch
 
-    from example_trainer.loss import token_logprobs_BT
+    from example_trainer.scoring import token_logprobs_BT
 
     ids = torch.tensor([[*prompt, *tokens]])
     with torch.no_grad():

@@ -32,7 +32,7 @@ KEPT = {
     "atroposlib/api/inspection.py": "the JSON key lane",
     "atroposlib/wire/__init__.py": "the JSON key lane",
     "atroposlib/wire/groups.py": "the JSON key lane",
-    "atroposlib/wire/vocabulary.py": "the JSON key lane",
+    "atroposlib/wire/json_format.py": "the JSON key lane",
 }
 """Modules that may use such words, and why."""
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
