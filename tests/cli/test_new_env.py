@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,14 @@ def test_written_test_and_the_check_in_it_pass(kind: str, tmp_path: Path) -> Non
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d passed", done.stdout)
+
+
+def test_check_passes_for_a_scaffold_of_an_earlier_release(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tests/cli/earlier_scaffold", tmp_path, dirs_exist_ok=True)
+
+    done = run_python("price_list.py", "check", folder=tmp_path)
+
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("kind", ["judge", *later("single-turn", "game", "tools")])

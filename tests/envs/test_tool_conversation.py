@@ -72,9 +72,3 @@ async def test_call_inside_the_thinking_is_no_call() -> None:
     reply = await shop.reply(Turn(f"<think>{CALL}</think>3", 0, ()))
 
     assert (reply.is_done, reply.reward, shop.results) == (True, 1.0, [])
-
-
-def test_scaffolds_of_earlier_releases_find_the_class_where_it_was():
-    from atroposlib.envs import tool_conversation, tools
-
-    assert tool_conversation.ToolConversation is tools.ToolConversation
