@@ -1,20 +1,18 @@
-"""`BaseEnv`: what every environment subclasses, and the names environments import from here.
+"""`BaseEnv`, the base class of environments, and the names that environments import from here.
 
-This is the page to read before writing an environment. `EnvHooks` has the methods that an
-environment implements or overrides, with their defaults. Hooks are called at the moment their
-docstring names, with positional arguments; the result is awaited if it can be awaited, so that a
-hook may also be a plain function. Items belong to the environment: the library keeps them and
-returns them, and never hashes, copies, compares or encodes them.
+Read this page before writing an environment. `EnvHooks` has the methods that an environment
+implements or overrides, with their defaults. Each docstring says when its hook is called. Arguments
+are positional, and a result is awaited if it is awaitable: a hook may also be a plain function. The
+library stores and returns items as they are; it never hashes, copies, compares or encodes them.
 
     get_next_item -> collect_trajectories -> postprocess_histories -> the trainer
                        (G x collect_trajectory)
 
-`BaseEnv` has the methods that the library calls, which may be overridden too. Each says when it is
-called and delegates to one member; members call all hooks on the environment, so that overrides and
-replaced methods take part everywhere. An attribute of the contract is declared here and held by the
-member named in its `held_by`.
+`BaseEnv` has the methods that the library calls, which may be overridden too. Each delegates to one
+member. Members call all hooks on the environment, so overrides and replaced methods apply
+everywhere. A public attribute is declared here and held by the member named in its `held_by`.
 
-    member               holds and does                                      module
+    member               responsible for                                     module
     reporter             metrics, tables, evaluation results                 reporting
     registration         registration, step, limits, status of the queue     service_session
     delivery             admitting, saving and sending groups                rollouts
@@ -23,7 +21,7 @@ member named in its `held_by`.
     serving_loop         `serve`: rollouts for a trainer                     scheduler
     (none)               `process` and `evaluate`                            offline
 
-Names that need heavy packages are imported when first asked for.
+Names that need heavy packages are imported on first access.
 """
 
 from __future__ import annotations
@@ -139,14 +137,14 @@ LOCAL_VLLM_URL = "http://localhost:9001/v1"
 
 
 class EnvHooks(metaclass=ABCMeta):
-    """Hooks for authors; `get_next_item` and `evaluate` must be written, the rest may be.
+    """Hooks for authors; `get_next_item` and `evaluate` are required, the others optional.
 
     Attributes:
         name: name of the environment in registrations, files and metrics.
         env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
-        default_model: model that the default `config_init` names, served by vLLM on this machine.
-        default_settings: settings that the default `config_init` lays over those of the class.
-        rollout_columns: names of further columns of the table `train/rollouts`.
+        default_model: model of the default `config_init`, served by vLLM on this machine.
+        default_settings: settings of the default `config_init`; they override those of the class.
+        rollout_columns: names of additional columns of the table `train/rollouts`.
         check_settings: settings for `check` only, such as the path of a small data set.
         config: settings of this instance.
         server: inference servers, as `self.server.chat_completion(...)`.
@@ -161,19 +159,17 @@ class EnvHooks(metaclass=ABCMeta):
     check_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     config: BaseEnvConfig
-    server: Any  # a ServerManager, or whatever a test puts in its place
-    tokenizer: Any = None  # transformers carries no types worth following
+    server: Any  # a ServerManager, or a test's substitute
+    tokenizer: Any = None  # transformers is untyped
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, Any]:
-        """Return the default settings: the environment's config, and its inference servers.
+        """Return the default settings: the environment's config and its inference servers.
 
         The servers are a list of `APIServerConfig`, one `APIServerConfig`, or a `ServerBaseline`.
-        This one takes `default_settings` and `default_model`; write your own for anything else.
-        Called by the command line before YAML and flags are laid over them.
+        The default uses `default_settings` and `default_model`. Called by the command line; YAML
+        and flags override the result.
         """
-        from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
-
         settings = dict(cls.default_settings)
         if cls.default_model is None:
             return cls.env_config_cls.model_validate(settings), ServerBaseline()
@@ -185,45 +181,46 @@ class EnvHooks(metaclass=ABCMeta):
 
     @classmethod
     def check_inputs(cls, config: BaseEnvConfig) -> None:
-        """Find out whether what the environment reads is there; override it to add checks.
+        """Check that the inputs of the environment exist; override it to add checks.
 
-        Called by its commands before anything is loaded; `check` leaves it to `setup`.
+        Called by all commands except `check`, before anything is loaded.
 
         Raises:
-            ConfigError: something is missing; the message says what and where.
+            ConfigError: an input is missing; the message names it.
         """
         return
 
     async def setup(self) -> None:
-        """Load data and whatever else is needed; called once, before anything else."""
+        """Load data and other resources; called once, before all other hooks."""
         return
 
     @abstractmethod
     async def get_next_item(self) -> Item:
         """Return the next item to roll out.
 
-        None means that there is none now: serving asks again later, `process` ends. An exception
-        ends the run.
+        None means that no item is available now: `serve` asks again later, `process` ends. An
+        exception ends the run.
         """
 
     @abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Measure the policy; called without arguments every `steps_per_eval` trainer steps.
 
-        The result is ignored. An exception is logged and counted, and training goes on.
+        The result is ignored. An exception is logged and counted, and training continues.
         """
 
     async def collect_trajectory(self, item: Item) -> tuple[Any, list[Item]]:
         """Roll out an item once.
 
+        An exception fails the group, counted under its name; the other rollouts of the group
+        finish.
+
         Args:
             item: from `get_next_item` or the backlog.
 
         Returns:
-            A `ScoredDataItem` (or, when `postprocess_histories` builds the group, anything), and
-            items to roll out next. None in the first place gives up the group.
-
-        An exception fails the group under its name; the other rollouts of the group finish.
+            A `ScoredDataItem`, or any value if `postprocess_histories` builds the group, and items
+            to roll out next. None instead of the first drops the group.
         """
         raise NotImplementedError(
             f"{type(self).__name__} overrides neither collect_trajectory nor collect_trajectories"
@@ -232,8 +229,8 @@ class EnvHooks(metaclass=ABCMeta):
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
         """Roll out an item `group_size` times and return the scored group.
 
-        The default runs `collect_trajectory` that often at the same time and merges the results
-        with every field they carry. Override it to sample all completions in one request.
+        The default runs `collect_trajectory` concurrently and merges all fields of the results.
+        Override it to sample all completions in one request.
 
         Args:
             item: from `get_next_item` or the backlog.
@@ -256,20 +253,19 @@ class EnvHooks(metaclass=ABCMeta):
         return assemble_group(results, is_scored_later=overrides), backlog
 
     async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
-        """Add to admitted groups what costs too much for dropped ones; the default adds nothing."""
+        """Add data that is expensive to obtain; called with admitted groups only."""
         return groups
 
     def count_straggler(self, name: str) -> None:
-        """Count a straggling rollout; called with `retried`, `left_out` or `given_up`."""
+        """Count a rollout that took too long; called with `retried`, `left_out` or `given_up`."""
         return
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
-        """Turn what `collect_trajectories` returned into groups; the default changes nothing.
-
-        Called only when there is something to process.
+        """Convert the result of `collect_trajectories`, if it is not empty, to groups.
 
         Returns:
-            A group, a list of groups and Nones, or None to give up.
+            A group, a list of groups and Nones, or None to drop the item. The default returns
+            `trajectories`.
         """
         return trajectories
 
@@ -278,41 +274,40 @@ class EnvHooks(metaclass=ABCMeta):
         return ()
 
     def check_gold_answer(self, item: Item) -> str | Sequence[str] | None:
-        """Return what a perfect model would write; called by `check` and by `process` only.
+        """Return the answer of a perfect model; called by `check` and `process` only.
 
-        `check` tests the scores with it, `process` shows it beside the completions. A list gives
-        one answer per turn. None, the default, leaves the scores unchecked.
+        `check` compares its score with others, `process` shows it next to the completions. A list
+        has one answer per turn. With None, the default, scores are not compared.
         """
         return None
 
     def check_judge_reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the answer to a request outside a rollout, as one to a judge; for `check` only.
+        """Return the answer to a request that is not the policy's, such as a judge's.
 
-        Args:
-            messages: of any request during a check. None, the default, means that it is the
-                policy's turn.
+        Called by `check` with the messages of every request. None, the default, means that the
+        request is for the policy.
         """
         return None
 
     async def cleanup(self) -> None:
-        """Tidy up after a rollout; called when one ran to its end while serving."""
+        """Clean up after a rollout; called under `serve` when one was not cancelled."""
         return
 
     async def close(self) -> None:
-        """Release what `setup` took; called once, when the run is over and rollouts have ended."""
+        """Release the resources of `setup`; called once, after the last rollout has ended."""
         return
 
     @property
     def desired_name(self) -> str:
-        """The name to register under: `wandb_name`, the class's `name`, or the class name."""
+        """Name to register under: `wandb_name`, the attribute `name`, or the class name."""
         return self.config.wandb_name or self.name or type(self).__name__
 
     @cached_property
     def score_pool(self) -> ScorePool:
-        """Workers for scoring functions, as the config asks for; may be assigned.
+        """Workers for scoring functions, as configured; may be assigned.
 
-        `await self.score_pool.run(function, *args, timeout=5, default=0.0)` neither stalls other
-        rollouts nor runs for ever; see `ScorePool`.
+        `await self.score_pool.run(function, *args, timeout=5, default=0.0)` does not block other
+        rollouts; see `ScorePool`.
         """
         return ScorePool(
             num_workers=self.config.num_score_workers,
@@ -321,7 +316,7 @@ class EnvHooks(metaclass=ABCMeta):
         )
 
     def _opened_score_pool(self) -> ScorePool | None:
-        pool = vars(self).get("score_pool")  # asking for the attribute would make one
+        pool = vars(self).get("score_pool")  # the attribute itself would create one
         return pool if isinstance(pool, ScorePool) else None
 
     async def _close_score_pool(self) -> None:
@@ -346,25 +341,20 @@ LAZY_NAMES = {
     "resolve_openai_configs": "atroposlib.envs.server_handling.config",
     "wandb": None,
 }
-"""Name to the module it comes from; None for a name that is itself a module."""
+"""Name to the module that defines it; None for a name that is a module itself."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `LAZY_NAMES` when it is first asked for."""
     if name not in LAZY_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = LAZY_NAMES[name]
-    value = importlib.import_module(name) if module is None else _member(module, name)
-    globals()[name] = value
+    imported = importlib.import_module(module or name)
+    value = globals()[name] = imported if module is None else getattr(imported, name)
     return value
 
 
-def _member(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
-
-
 def _lookup(name: str) -> Any:
-    """Return a lazy name of this module as callers see it, replaced by a test or not."""
+    """Return a lazy name of this module; a test may have replaced it."""
     return getattr(sys.modules[__name__], name)
 
 
@@ -381,23 +371,22 @@ def _load_tokenizer(name: str) -> Any:
 
 
 def _service_token() -> str | None:
-    # Not kept: what holds no secret cannot show one.
     return os.environ.get("ATROPOS_API_TOKEN")
 
 
 def _as_list(server_configs: Any) -> Any:
-    """Return server configs as a list; a `ServerBaseline` stays as it is."""
-    if isinstance(server_configs, tuple | list):
-        return list(server_configs) if isinstance(server_configs, tuple) else server_configs
-    return server_configs if isinstance(server_configs, ServerBaseline) else [server_configs]
+    if isinstance(server_configs, tuple):
+        return list(server_configs)
+    is_accepted = isinstance(server_configs, list | ServerBaseline)
+    return server_configs if is_accepted else [server_configs]
 
 
 class _HeldBy:
-    """An attribute of the environment that one of its members holds."""
+    """Attribute of an environment that one of its members holds, maybe under another name."""
 
-    def __init__(self, member: str, name: str | None) -> None:
+    def __init__(self, member: str, name: str = "") -> None:
         self._member = member
-        self._name = name or ""
+        self._name = name
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
         self._own_name = name
@@ -417,48 +406,46 @@ class _HeldBy:
     def __set__(self, env: Any, value: Any) -> None:
         if self._member in vars(env):
             setattr(vars(env)[self._member], self._name, value)
-        else:  # before the constructor of the base class, where authors may set anything
+        else:  # before the constructor of the base class, where authors may set any attribute
             vars(env)[self._own_name] = value
 
 
-def held_by(member: str, name: str | None = None) -> Any:
-    """Declare an attribute that `member` holds, under `name` if that differs."""
-    return _HeldBy(member, name)
+held_by: Any = _HeldBy  # untyped, so that attributes can be declared with their own types
 
 
 class BaseEnv(EnvHooks):
     """An environment: items in, scored groups of token sequences out.
 
-    Write `get_next_item`, `evaluate`, and `collect_trajectory` or `collect_trajectories`; call
-    `MyEnv.cli()` in the main block. The hooks and their moments are in `EnvHooks`.
+    Implement `get_next_item`, `evaluate`, and `collect_trajectory` or `collect_trajectories`; call
+    `MyEnv.cli()` in the main block. `EnvHooks` documents all hooks.
 
     Args:
-        config: settings; this instance writes `batch_size`, `total_steps`, `group_size` and
-            `data_path_to_save_groups` back into it.
+        config: settings; this instance updates `batch_size`, `total_steps`, `group_size` and
+            `data_path_to_save_groups` in it.
         server_configs: a list of server configs, a single one, or a `ServerBaseline`.
-        slurm: find the inference servers through Slurm.
-        testing: use scripted servers.
+        slurm: Whether to discover the inference servers through Slurm.
+        testing: Whether to use scripted servers.
 
     Attributes:
-        server_configs: the configs of the inference servers, as a list.
-        eval_metrics: for environments that gather metrics here; the library leaves it alone.
+        server_configs: configs of the inference servers, as a list.
+        eval_metrics: free for the environment to use.
         process_mode: True under `process`, absent otherwise.
-        n_groups_to_process: groups that `process` makes; set by its command.
-        group_size_to_process: trajectories per group under `process`; set by its command.
+        n_groups_to_process: number of groups that `process` makes.
+        group_size_to_process: number of trajectories per group under `process`.
     """
 
     server_cls: type[Any] = APIServer
-    """Server class for all configs; the abstract default chooses by `server_type`."""
+    """Server class of all configs; with the abstract default, `server_type` decides."""
     retry_interval_s: float = 1.0
-    """Seconds between two attempts while the service or the trainer is missing."""
+    """Seconds between two attempts to reach the service or the trainer."""
     status_interval_s: float = 0.2
-    """Seconds between two looks at the service's queue."""
+    """Seconds between two status requests."""
     shutdown_grace_s: float = 10.0
-    """Seconds a finished group may take to be sent when the run ends."""
+    """Seconds to send a finished group when the run ends."""
     empty_rollout_s: float = 0.1
-    """Minimum number of seconds for which a rollout without data keeps its slot."""
+    """Minimum duration of a rollout without data, in seconds."""
     final_engine_timeout_s: float = 60.0
-    """Seconds for which the final evaluation waits while no inference server is up."""
+    """Seconds that the final evaluation waits for an inference server."""
 
     process_mode: bool
     n_groups_to_process: int
@@ -530,7 +517,7 @@ class BaseEnv(EnvHooks):
         self.registration = Registration(self, self.reporter, token=_service_token)
         self.delivery = Delivery(self, self.reporter, self._side_thread)
         self.rollout_scheduler = RolloutScheduler(
-            # Looked up at each call, so that instances may replace their hooks.
+            # Looked up at each call, so that hooks of an instance can be replaced.
             run_rollout=lambda item_uuid: self.handle_env(item_uuid),
             next_item=lambda: settle(self.get_next_item()),
             count_failure=self.count_failure,
@@ -549,11 +536,11 @@ class BaseEnv(EnvHooks):
         )
 
     async def env_manager(self) -> None:
-        """Serve until the trainer has done its steps.
+        """Serve until the last step of the trainer; waits for the service and the trainer.
 
-        Waits for the service and the trainer. Cancelling is safe and the way to stop early:
-        rollouts may go on for `rollout_grace_s`, what is finished is delivered, `close` is called,
-        the service is told, logs are closed. Cancelling again cuts the grace short.
+        Cancel it to stop early: rollouts may continue for `rollout_grace_s`, finished groups are
+        delivered, `close` is called, the environment disconnects, logs are closed. A second
+        cancellation skips the wait.
 
         Raises:
             InferenceError: no inference server was up for `engine_timeout`, before the last step.
@@ -561,12 +548,12 @@ class BaseEnv(EnvHooks):
         await self.serving_loop.run()
 
     async def process_manager(self) -> None:
-        """Make `n_groups_to_process` groups without a service, write them and a page of them.
+        """Make `n_groups_to_process` groups without a service; write them and an HTML page.
 
-        An exception of a hook ends the run; what was made until then is on disk, with its page.
+        An exception of a hook ends the run; groups made until then are written, with their page.
 
         Raises:
-            NoDataError: `collect_trajectories` keeps giving nothing.
+            NoDataError: too many items in a row gave no group.
             InferenceError: no inference server was up for `engine_timeout`, once one had answered.
         """
         await ProcessRun(self, self.reporter, self.registration, self.delivery).run()
@@ -575,54 +562,54 @@ class BaseEnv(EnvHooks):
         """Set up and evaluate once, without a service.
 
         Raises:
-            NoDataError: no request to a model had an answer.
+            NoDataError: no request to a model was answered.
             InferenceError: no inference server was up for `engine_timeout`, once one had answered.
         """
         await evaluate_once(self, self.reporter)
 
     async def setup_wandb(self) -> None:
-        """Open the Weights & Biases run under the trainer's project, once the trainer named it.
+        """Wait for the trainer's project and open a Weights & Biases run in it.
 
-        Does nothing when the environment has set `wandb_project` and opened a run by itself.
+        Does nothing if the environment has set `wandb_project` and opened a run itself.
         """
         await self.registration.open_wandb()
 
     async def register_env(self) -> None:
-        """Register with the service, waiting for it and for the trainer to start.
+        """Wait for the service and the trainer, and register.
 
         Raises:
-            ConfigError: neither the config nor the trainer gives a number of steps.
+            ConfigError: neither the config nor the trainer sets a number of steps.
         """
         await self.registration.register()
 
     async def _register_env(self) -> dict[str, Any]:
-        """Ask once to be registered; return the reply."""
+        """Send one registration request and return the response."""
         return await self.registration.ask_to_register()
 
     async def get_server_info(self) -> None:
-        """Take batch size and length limit from the trainer.
+        """Fetch batch size and length limit of the trainer.
 
         Raises:
-            ConfigError: no batch size is known, or a group does not fit a batch.
+            ConfigError: no batch size is known, or a group does not fit into a batch.
         """
         await self.registration.fetch_settings()
 
     async def get_status(self) -> None:
-        """Fetch the queue's status into `status_dict`, registering again when we were forgotten."""
+        """Fetch `status_dict`; register again if the service does not know the environment."""
         await self.registration.fetch_status()
 
     async def env_step_checks(self) -> None:
-        """Act on a new trainer step: evaluation, checkpoint, metrics; called after each status."""
+        """On a new trainer step, evaluate, save and log; called after each `get_status`."""
         await self.serving_loop.act_on_step()
 
     async def add_train_workers(self) -> None:
-        """Start rollouts up to the limit; called when there is room, never to cancel any."""
+        """Start rollouts up to the limit; called when there is room."""
         await self.serving_loop.add_workers()
 
     async def handle_env(self, item_uuid: str) -> Any:
-        """Roll out, score and send the item of `running_items[item_uuid]`; the body of a worker.
+        """Roll out, score and send the item of `running_items[item_uuid]`.
 
-        Returns what was collected; None when the rollout failed, or the uuid is unknown.
+        Returns the groups; None if the rollout failed or the uuid is unknown.
         """
         return await self.serving_loop.roll_out(item_uuid)
 
@@ -633,17 +620,17 @@ class BaseEnv(EnvHooks):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> None:
-        """Admit, record and send groups; called for everything a rollout returned.
+        """Admit, record and send the groups of a rollout.
 
-        Others are logged and counted under a reason. Admitted groups are changed in place: missing
-        fields become None, arrays lists, and `messages` is filled under `include_messages`.
+        Dropped groups are logged and counted by reason. Admitted groups are changed in place:
+        missing fields become None, arrays become lists, and `include_messages` fills `messages`.
 
         Args:
-            scored_data: one group, or a list of groups and Nones (sent in one request).
-            item: what the groups were made from; passed on to `add_rollouts_for_wandb`.
-            do_send_to_api: False only records, as `process` does.
-            abort_on_any_max_length_exceeded: drop groups with a trajectory that is too long for
-                the trainer.
+            scored_data: one group, or a list of groups and Nones, sent in one request.
+            item: the item of the groups; passed on to `add_rollouts_for_wandb`.
+            do_send_to_api: Whether to send the groups; `process` only records them.
+            abort_on_any_max_length_exceeded: Whether to drop groups with a trajectory that is too
+                long for the trainer.
         """
         await self.delivery.deliver(
             scored_data,
@@ -655,18 +642,18 @@ class BaseEnv(EnvHooks):
     async def _send_scored_data_to_api(
         self, scored_data: ScoredDataGroup | list[ScoredDataGroup]
     ) -> None:
-        """Send one group, or several in one request; a refusal is logged and counted."""
+        """Send one group, or several in one request; log and count a rejection."""
         await self.delivery.send(scored_data)
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Log the metrics since the last call.
 
-        Called when the trainer's step changes and enough groups were sent. Override it to add
-        keys, then await this one. Keys get the registered name as a prefix, except those of the
-        inference servers.
+        Called when the trainer's step changes and enough groups were sent. Overrides add keys and
+        await `super().wandb_log`. All keys except those of the inference servers get the registered
+        name as a prefix.
 
         Args:
-            wandb_metrics: metrics to log along; changed in place.
+            wandb_metrics: metrics to log as well; changed in place.
         """
         await self.reporter.log({} if wandb_metrics is None else wandb_metrics)
 
@@ -679,12 +666,12 @@ class BaseEnv(EnvHooks):
     ) -> None:
         """Keep the first trajectories of a group for the table; called for each admitted group.
 
-        Keeps `(decoded text, score, *rollout_cells(item))` of each, and the latest groups.
+        A row is `(decoded text, score, *rollout_cells(item))`.
         """
         await self.reporter.add_rollouts(scored_data, item)
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add durations of rollouts and of the loop; a buffer counts with two or more values."""
+        """Add statistics of the durations of rollouts and of the loop."""
         return self.reporter.add_durations(metrics_dict)
 
     async def evaluate_log(
@@ -698,14 +685,13 @@ class BaseEnv(EnvHooks):
         samples: Sequence[Mapping[str, Any]] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Write an evaluation's result to `data_dir_to_save_evals`; without one, only warn.
+        """Write an evaluation's result to `data_dir_to_save_evals`; if that is None, only warn.
 
-        Arguments are those of `atroposlib.envs.eval.evaluate_log`. Defaults are `<name>_eval`, the
+        For the arguments see `atroposlib.envs.eval.evaluate_log`. Defaults are `<name>_eval`, the
         model of the config or of the first inference server, and `max_token_length`.
 
         Raises:
-            NoDataError: no request had an answer since the evaluation began, and every metric is 0:
-                that says nothing about the model.
+            NoDataError: no request of the evaluation was answered, and every metric is 0.
         """
         self.reporter.write_evaluation(
             metrics,
@@ -721,7 +707,7 @@ class BaseEnv(EnvHooks):
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
         """Save state; called at each multiple of the trainer's checkpoint interval.
 
-        The default writes nothing. Override it and pass what to keep to this one.
+        Without `data`, nothing is written: override it and pass the values to save to this method.
 
         Args:
             step: the multiple that was reached.
@@ -731,24 +717,22 @@ class BaseEnv(EnvHooks):
             save_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, step, data)
 
     def load_checkpoint(self) -> None:
-        """Restore state; called after registering with a run that is past its first step.
+        """Restore state; called after registration with a run that is past its first step.
 
-        Sets only attributes the environment has already; others in the file are named in the log.
+        Sets only attributes that exist; the log names the others in the file.
         """
         data = load_env_checkpoint(self.checkpoint_dir, self.wandb_prepend, self.curr_step)
         restore_attributes(self, data)
 
     def count_failure(self, name: str) -> None:
-        """Count a failed rollout, evaluation or hook under a name."""
         self.failure_counts[name] += 1
 
     def count_straggler(self, name: str) -> None:
-        """Count a straggling rollout under its outcome."""
         self.straggler_counts[name] += 1
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences of each batch this environment may fill, -1 when unknown."""
+        """Number of sequences of each batch that this environment may fill, -1 when unknown."""
         return self.registration.derived_batch_size
 
     @property
@@ -778,7 +762,7 @@ class BaseEnv(EnvHooks):
 
     @cached_property
     def client(self) -> Any:
-        """An asynchronous OpenAI client of the first inference server."""
+        """Asynchronous OpenAI client of the first inference server."""
         import openai
 
         config = self.server_configs[0]
@@ -788,12 +772,12 @@ class BaseEnv(EnvHooks):
 
     @cached_property
     def wandb(self) -> Any:
-        """The `wandb` module when metrics go there, or None; may be assigned."""
+        """The `wandb` module under `use_wandb`, otherwise None; may be assigned."""
         return _lookup("wandb") if self.config.use_wandb else None
 
     @classmethod
     def cli(cls) -> NoReturn:
-        """Run the command line `serve | process | evaluate` and exit."""
+        """Run the command line `serve | process | evaluate | check` and exit."""
         from atroposlib.envs.commands import run_cli
 
         run_cli(cls)
@@ -807,21 +791,18 @@ class BaseEnv(EnvHooks):
 
     @classmethod
     def get_cli_process_config_cls(cls) -> type:
-        """Return the command class of `process`."""
         from atroposlib.envs.commands import process_command
 
         return process_command(cls)
 
     @classmethod
     def get_cli_evaluate_config_cls(cls) -> type:
-        """Return the command class of `evaluate`."""
         from atroposlib.envs.commands import evaluate_command
 
         return evaluate_command(cls)
 
     @classmethod
     def get_cli_check_config_cls(cls) -> type:
-        """Return the command class of `check`."""
         from atroposlib.envs.check import check_command
 
         return check_command(cls)

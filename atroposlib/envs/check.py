@@ -1,7 +1,7 @@
-"""`check_environment` and the command `check`: which rules an environment breaks.
+"""`check_environment` and the command `check`: report the rules that an environment breaks.
 
-Needs no GPU, no model and no network: the servers are a scripted model (`checks.harness`). In a
-test: `report = check_environment(MyEnv); assert report.passed, report.text`.
+Both run without GPU, model and network; a scripted model serves the requests (`checks.harness`).
+In a test: `report = check_environment(MyEnv); assert report.passed, report.text`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,8 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.envs.checks.report import (
-    CheckReport,
-    Outcome,
-)
-from atroposlib.envs.commands import (
-    DATASET_PATH_FLAG,
-    JSON_FLAG,
-    EnvCommand,
-    make_command,
-)
+from atroposlib.envs.checks.report import CheckReport, Outcome
+from atroposlib.envs.commands import DATASET_PATH_FLAG, JSON_FLAG, EnvCommand, make_command
 from atroposlib.envs.settings import ENV_PREFIX, Settings
 from atroposlib.utils.cli import UsageError
 from atroposlib.utils.writable import require_writable_file
@@ -42,7 +34,7 @@ DATASET_PATH_SETTING = "dataset_path"
 CHECK_FLAGS: dict[str, Any] = {
     DATASET_PATH_FLAG: (
         str | None,
-        Field(None, description="Small local data set, handed on as env.dataset_path."),
+        Field(None, description="Small local data set, passed on as env.dataset_path."),
     ),
     JSON_FLAG: (str | None, Field(None, description="File for the report as JSON.")),
 }
@@ -51,13 +43,12 @@ CHECK_FLAGS: dict[str, Any] = {
 def check_environment(
     env_cls: type[Any], *, dataset_path: str | Path | None = None, **settings: Any
 ) -> CheckReport:
-    """Check an environment class; what is wrong with it is in the report, not raised.
+    """Check an environment class; findings are reported, not raised.
 
     Args:
         env_cls: the environment.
         dataset_path: small local data set, for environments with a setting of that name.
-        **settings: further settings of the environment, over those of `config_init` and of its
-            `check_settings`.
+        **settings: further settings; they override those of `config_init` and `check_settings`.
     """
     from atroposlib.envs.checks.harness import check_class  # imports the inference clients
 
@@ -73,11 +64,6 @@ class CheckCommand(EnvCommand):
     command = "check"
 
     def typed_flags(self) -> dict[str, Any]:
-        """What was typed; the data set under the name of its setting.
-
-        Raises:
-            UsageError: the environment has no such setting.
-        """
         flags = super().typed_flags()
         path = flags.pop(DATASET_PATH_FLAG, None)
         if path is None:
@@ -91,17 +77,12 @@ class CheckCommand(EnvCommand):
         return {**flags, f"{ENV_PREFIX}{DATASET_PATH_SETTING}": path}
 
     def require_places(self, settings: Settings) -> None:
-        """Find out whether the report can be written; nothing else is."""
         path = self.typed_flags().get(JSON_FLAG)
         if path is not None:
             require_writable_file(path, f"--{JSON_FLAG}")
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
-        """Print the report, and write it as JSON where that was asked for.
-
-        Raises:
-            SystemExit: 1 when a rule is broken.
-        """
+        """Print the report and write it as JSON if requested; exits with 1 if a rule is broken."""
         from rich.console import Console
 
         from atroposlib.envs.checks.harness import run_checks
@@ -113,16 +94,16 @@ class CheckCommand(EnvCommand):
             Path(path).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
         if any(outcome.name == "leftovers" for outcome in report.failures):
             sys.stdout.flush()
-            os._exit(1)  # what was left running would keep this process from ending
+            os._exit(1)  # leftover threads would keep this process alive
         if not report.passed:
             raise SystemExit(1)
 
 
 def check_command(env_cls: type[Any]) -> type[CheckCommand]:
-    """The `check` command of an environment class; its `check_settings` go before the defaults."""
+    """Return the `check` command of an environment; its `check_settings` override the defaults."""
     with warnings.catch_warnings():
         # The flag is --json; pydantic has a deprecated method of that name.
         warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
-        # What only looks like an environment may have no settings of its own for a check.
+        # A class that is not a BaseEnv may lack the attribute.
         own_settings = getattr(env_cls, "check_settings", {})
         return make_command(env_cls, CheckCommand, CHECK_FLAGS, own_settings)

@@ -1,9 +1,9 @@
-"""The command line of an environment script: its commands, their flags, and running one.
+"""The command line of an environment script.
 
 run_cli ─► command class of the environment (`make_command`: a field per flag, `env.group_size`)
-        ─► instance that holds the typed flags ─► `run()`: layer settings, build, execute
+        ─► instance with the given flags ─► `run()`: layer settings, build, execute
 
-`serve` and `process` show a live view of the run where their output is a terminal.
+`serve` and `process` show a live view of the run if their output is a terminal.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ __all__ = [
 def run_viewed(
     env: BaseEnv, main: Callable[[], Coroutine[Any, Any, None]], *, quiet: bool
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Return `main` with the live view around it, or as it is where no view can be shown.
+    """Return `main` with a live view, or unchanged if no view can be shown.
 
     Args:
         env: the environment that `main` runs.
-        main: its main coroutine.
-        quiet: the user wants plain log lines.
+        main: its main coroutine function.
+        quiet: Whether to write plain log lines instead.
     """
-    # Checked first: nothing of the view is imported, or could fail, where none is shown.
+    # Checked first, so that plain runs do not import the view.
     if quiet or not sys.stdout.isatty():
         return main
     from atroposlib.envs.live_view import can_show
@@ -132,12 +132,7 @@ async def _with_view(env: BaseEnv, main: Callable[[], Awaitable[None]]) -> None:
 
 
 def snapshot_of(env: BaseEnv, errors: tuple[ErrorLine, ...] = ()) -> RunSnapshot | None:
-    """Return the state of an environment for the live view; None before its rollouts started.
-
-    Args:
-        env: Runs under `serve` or `process`.
-        errors: The latest of the log.
-    """
+    """Return the state of an environment for the live view; None before its first rollout."""
     figures = env.run_figures
     if figures.begun_at is None:
         return None
@@ -215,8 +210,8 @@ _LOCAL_HOSTS = ("localhost", "0.0.0.0", "127.0.0.1")
 class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
     """One command of one environment.
 
-    Subclasses made by `serve_command` and its siblings add a field per flag. An environment may
-    subclass such a class further and return it from `get_cli_serve_config_cls`.
+    `make_command` adds a field per flag. An environment may subclass the result and return it from
+    `get_cli_serve_config_cls`.
     """
 
     model_config = ConfigDict(protected_namespaces=(), arbitrary_types_allowed=True)
@@ -230,10 +225,10 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
     )
 
     def run(self) -> None:
-        """Layer the settings, build the environment and run it to its end.
+        """Merge the settings, build the environment and run it to its end.
 
         Raises:
-            UsageError: the settings cannot be used.
+            UsageError: invalid settings.
             SystemExit: a signal ended the run.
         """
         yaml_config = load_yaml(self.config) if self.config else {}
@@ -246,27 +241,23 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
         outside_event_loop(lambda: self.execute(settings, extra))
 
     def layered(self, yaml_config: Mapping[str, Any]) -> Settings:
-        """The effective settings: defaults, then the YAML file, then what was typed."""
+        """Return the effective settings: defaults, then the YAML file, then flags."""
         return layer_settings(
             self.command, self.defaults, yaml_config, self.typed_flags(), env_name=self.env_cls.name
         )
 
     def typed_flags(self) -> dict[str, Any]:
-        """What was typed, by full flag name; defaults are left out."""
+        """Return the given flags by full name, without defaults."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
     def check(self, settings: Settings) -> None:
-        """Refuse or warn about settings this command cannot use. Called before anything starts."""
+        """Reject settings that this command cannot use, or warn; called before anything starts."""
 
     def require_places(self, settings: Settings) -> None:
-        """Find out before any work whether the places that this command writes to can be written.
-
-        Raises:
-            ConfigError: one cannot; the message names it and the setting.
-        """
+        """Raise `ConfigError` if a path that this command writes to is not writable."""
         env = settings.env
         if env.data_path_to_save_groups is not None and self.command != "evaluate":
-            # Not the file: a new name is taken where it exists.
+            # Not the file: if it exists, a new name is chosen.
             folder = Path(env.data_path_to_save_groups).parent
             require_writable_folder(folder, "--env.data_path_to_save_groups")
         if env.data_dir_to_save_evals is not None and self.command != "process":
@@ -278,13 +269,13 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
             require_writable_folder(logs if logs.exists() else logs.parent, "--env.metrics_path")
 
     def extra_arguments(self, yaml_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Constructor arguments beyond the usual four, for subclasses that add flags."""
+        """Return constructor arguments in addition to the usual four, for commands with flags."""
         return {}
 
     def shown_extra(
         self, extra: Mapping[str, Any], *, only_changed: bool = False
     ) -> dict[str, Any]:
-        """Those arguments as sections of a YAML file, secrets masked; all, or only changed ones."""
+        """Return `extra` as sections of a YAML file, with secrets masked."""
         return {}
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
@@ -293,11 +284,11 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
 
 
 class ViewedCommand(EnvCommand):
-    """A command that shows a live view of the run where its output is a terminal."""
+    """A command that shows a live view of the run if its output is a terminal."""
 
     quiet: bool = Field(
         False,
-        description="Plain log lines instead of the live view in a terminal; needs no value.",
+        description="Whether to write plain log lines instead of the live view; needs no value.",
         json_schema_extra={MAY_STAND_ALONE: True},
     )
 
@@ -308,7 +299,6 @@ class ServeCommand(ViewedCommand):
     command = "serve"
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
-        """Print the settings that are not the defaults and run the main loop."""
         env = build_environment(self.env_cls, settings, extra)
         env.settings_yaml = _yaml_text({**shown_settings(settings), **self.shown_extra(extra)})
         changed = {
@@ -327,7 +317,6 @@ class ProcessCommand(ViewedCommand):
     command = "process"
 
     def check(self, settings: Settings) -> None:
-        """Require an output file and a number of groups."""
         if settings.env.data_path_to_save_groups is None:
             raise UsageError("env.data_path_to_save_groups: process needs a file to write to")
         if settings.env.total_steps < 0:
@@ -338,7 +327,6 @@ class ProcessCommand(ViewedCommand):
         _warn_if_local(settings.servers)
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
-        """Make `total_steps` groups of `group_size`."""
         env = build_environment(self.env_cls, settings, extra)
         env.process_mode = True
         env.n_groups_to_process = settings.env.total_steps
@@ -352,11 +340,9 @@ class EvaluateCommand(EnvCommand):
     command = "evaluate"
 
     def check(self, settings: Settings) -> None:
-        """Warn about local servers."""
         _warn_if_local(settings.servers)
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
-        """Write `evaluate_config.yaml` where results are kept, then evaluate."""
         env = build_environment(self.env_cls, settings, extra)
         if settings.env.data_dir_to_save_evals is not None:
             directory = Path(settings.env.data_dir_to_save_evals)
@@ -368,15 +354,15 @@ class EvaluateCommand(EnvCommand):
 
 
 def load_yaml(path: str) -> dict[str, Any]:
-    """Read a YAML file of settings; an empty file holds none.
+    """Read a YAML file of settings; an empty file gives an empty mapping.
 
     Raises:
-        UsageError: the file is missing, unreadable or no mapping.
+        UsageError: the file is missing, unreadable or not a mapping.
     """
     import yaml
 
     try:
-        with Path(path).open(encoding="utf-8") as file:  # its errors then name the file
+        with Path(path).open(encoding="utf-8") as file:  # errors of `yaml` then name the file
             content = yaml.safe_load(file)
     except OSError as error:
         raise UsageError(f"config: cannot read {path}: {error.strerror}") from error
@@ -411,28 +397,28 @@ Command = TypeVar("Command", bound=EnvCommand)
 
 
 def serve_command(env_cls: type[Any]) -> type[ServeCommand]:
-    """The `serve` command of an environment class."""
+    """Return the `serve` command of an environment class."""
     return make_command(env_cls, ServeCommand)
 
 
 def process_command(env_cls: type[Any]) -> type[ProcessCommand]:
-    """The `process` command of an environment class."""
+    """Return the `process` command of an environment class."""
     return make_command(env_cls, ProcessCommand)
 
 
 def evaluate_command(env_cls: type[Any]) -> type[EvaluateCommand]:
-    """The `evaluate` command of an environment class."""
+    """Return the `evaluate` command of an environment class."""
     return make_command(env_cls, EvaluateCommand)
 
 
 def environment_defaults(env_cls: type[Any]) -> Defaults:
     """Call `config_init` of an environment.
 
-    An environment whose config has required fields and no `config_init` of its own starts from
-    the class defaults: the YAML file or flags must then bring the rest.
+    If its config has required fields and `config_init` does not set them, the class defaults are
+    used, and the YAML file or flags must set the rest.
 
     Raises:
-        UsageError: `config_init` itself uses values that the config class refuses.
+        UsageError: `config_init` uses values that the config class rejects.
     """
     try:
         config, servers = env_cls.config_init()
@@ -453,13 +439,14 @@ def environment_defaults(env_cls: type[Any]) -> Defaults:
 def flag_fields(
     model_class: type[BaseModel], prefix: str, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Field definitions of the flags for one settings class, as `create_model` takes them.
+    """Return the field definitions of the flags of a settings class, for `create_model`.
+
+    A required setting becomes an optional flag, because the YAML file may set it.
 
     Args:
         model_class: The settings class.
-        prefix: Before each name, separator included: `env.`.
-        values: Effective defaults; missing ones are the class's. A required setting becomes a flag
-            that may be left out, because the YAML file may bring it.
+        prefix: Prefix of each name, including the separator: `env.`.
+        values: Defaults that override those of the class.
     """
     definitions: dict[str, Any] = {}
     for name, field in model_class.model_fields.items():
@@ -484,13 +471,13 @@ def make_command(
     own_flags: Mapping[str, Any] = MappingProxyType({}),
     own_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> type[Command]:
-    """Make the command class of an environment class.
+    """Create the command class of an environment class.
 
     Args:
         env_cls: the environment.
         kind: the command without the environment's flags.
-        own_flags: field definitions of further flags.
-        own_settings: settings of the environment that go before those of `config_init`.
+        own_flags: field definitions of additional flags.
+        own_settings: settings that override those of `config_init`.
     """
     defaults = environment_defaults(env_cls)
     defaults = defaults._replace(env_settings={**defaults.env_settings, **own_settings})
@@ -516,12 +503,11 @@ _INTERRUPTED = 130
 
 
 def run_cli(env_cls: type[Any]) -> NoReturn:
-    """Run the command that this process's command line asks for; never returns.
+    """Run the command of this process's command line; never returns.
 
     Raises:
-        SystemExit: 0 when the command ended, 1 when it got no data or no completions or the
-            service went away, 2 with a message on a usage error or a setting that cannot be used,
-            128 + the signal number after a signal. Other exceptions of the command pass through.
+        SystemExit: 0 on success; 1 without data, completions or service; 2 on a usage error or an
+            invalid setting; 128 + signal number after a signal. Other exceptions pass through.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -571,7 +557,6 @@ def _is_help(word: str) -> bool:
 
 
 def _wants_all(words: Sequence[str]) -> bool:
-    """Whether `--help` is followed by `all`."""
     position = next(i for i, word in enumerate(words) if _is_help(word))
     return words[position].endswith("=all") or list(words[position + 1 : position + 2]) == ["all"]
 
@@ -595,7 +580,6 @@ def _help(flags: Sequence[Flag], usage: str, intro: str, *, is_full: bool) -> st
 
 
 def _command_class(env_cls: type[Any], name: str) -> Any:
-    """The class an environment uses for a command; environments may override these hooks."""
     hooks = {
         "serve": env_cls.get_cli_serve_config_cls,
         "process": env_cls.get_cli_process_config_cls,
@@ -606,7 +590,6 @@ def _command_class(env_cls: type[Any], name: str) -> Any:
 
 
 def _overview(env_cls: type[Any], program: str, *, is_full: bool) -> str:
-    """Help of all commands: the flags with the defaults of `serve`, and where others differ."""
     classes = {name: _command_class(env_cls, name) for name in COMMANDS}
     flags = {name: flags_of(command_class) for name, command_class in classes.items()}
     lines = ["Commands:"]
@@ -615,7 +598,7 @@ def _overview(env_cls: type[Any], program: str, *, is_full: bool) -> str:
     lines += ["", "The defaults below are those of serve."]
     for name in COMMANDS[1:]:
         changed = ", ".join(_differences(flags["serve"], flags[name]))
-        lines += [f"Under {name} others hold: {changed}."] if changed else []
+        lines += [f"Those of {name} differ: {changed}."] if changed else []
     usage = f"{program} {{{','.join(COMMANDS)}}} [--name value ...]"
     return _help(flags["serve"], usage, "\n".join(lines), is_full=is_full)
 
@@ -631,7 +614,7 @@ def _differences(serve: Sequence[Flag], other: Sequence[Flag]) -> list[str]:
 
 
 def _show_progress_messages() -> None:
-    """Let INFO messages through, except one per HTTP request, and warnings without their code."""
+    """Show INFO messages, except those of each HTTP request, and warnings without their code."""
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -644,10 +627,9 @@ _ARGUMENT = "teacher_server_configs"
 
 
 class TeacherServeCommand(ServeCommand):
-    """Roll out groups and send them, a teacher's view added, until the trainer is done."""
+    """Roll out groups and send them with a teacher's logprobs until the trainer is done."""
 
     def extra_arguments(self, yaml_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The teacher's servers, when anything names one."""
         extra = super().extra_arguments(yaml_config)
         servers = self.env_cls._resolve_teacher_server_configs(
             default_teacher_server_configs=self.env_cls.teacher_config_init(),
@@ -659,7 +641,6 @@ class TeacherServeCommand(ServeCommand):
     def shown_extra(
         self, extra: Mapping[str, Any], *, only_changed: bool = False
     ) -> dict[str, Any]:
-        """The YAML section of the teacher."""
         shown = super().shown_extra(extra, only_changed=only_changed)
         if _ARGUMENT in extra:
             servers = shown_servers(extra[_ARGUMENT], only_changed=only_changed)
@@ -668,12 +649,7 @@ class TeacherServeCommand(ServeCommand):
 
 
 def with_teacher(env_cls: type[Any], command_class: type[Any]) -> type[TeacherServeCommand]:
-    """Add the teacher's flags to the `serve` command of an environment class.
-
-    Args:
-        env_cls: a `TeacherDistillationEnv`.
-        command_class: its command without them.
-    """
+    """Add the teacher's flags to `command_class`, the `serve` command of an environment class."""
     default = env_cls.teacher_config_init()
     servers = ServerBaseline() if default is None else default
     fields = flag_fields(
@@ -681,7 +657,7 @@ def with_teacher(env_cls: type[Any], command_class: type[Any]) -> type[TeacherSe
         f"{env_cls.teacher_namespace}{NAMESPACE_SEP}",
         single_server_settings(servers),
     )
-    make: Any = create_model  # knows its bases only when they are written out
+    make: Any = create_model  # its type requires literal bases
     made: type[TeacherServeCommand] = make(
         command_class.__name__,
         __base__=(TeacherServeCommand, command_class),

@@ -10,27 +10,27 @@ __all__ = ["BaseEnvConfig", "EvalHandlingEnum", "ScoreBackendEnum", "StragglerPo
 
 
 class EvalHandlingEnum(str, Enum):
-    """What rollout workers do while an evaluation runs."""
+    """Mode of the rollout workers while an evaluation runs."""
 
     STOP_TRAIN = "STOP_TRAIN"
     """Start no rollouts until the evaluation is over."""
     LIMIT_TRAIN = "LIMIT_TRAIN"
     """Use only `eval_limit_ratio` of the workers."""
     NONE = "NONE"
-    """Go on as if there were no evaluation."""
+    """Continue as without an evaluation."""
 
 
 class StragglerPolicyEnum(str, Enum):
-    """What happens to a rollout that takes longer than `straggler_timeout_s`."""
+    """Treatment of a rollout that takes longer than `straggler_timeout_s`."""
 
     WAIT = "WAIT"
-    """The group waits for it, up to `worker_timeout`."""
+    """Wait for it, up to `worker_timeout`."""
     RETRY = "RETRY"
-    """It is ended and started again, `straggler_retries` times; then the group is given up."""
+    """Cancel and restart it, up to `straggler_retries` times; then drop the group."""
     SHRINK = "SHRINK"
-    """The group goes without it, cut to a size of which `group_size` is a multiple."""
+    """Send the group without it, reduced to a divisor of `group_size`."""
     GIVE_UP = "GIVE_UP"
-    """The group is given up."""
+    """Drop the group."""
 
 
 class ScoreBackendEnum(str, Enum):
@@ -47,9 +47,9 @@ class ScoreBackendEnum(str, Enum):
 class BaseEnvConfig(BaseModel):
     """Settings of an environment; subclasses add fields.
 
-    Unknown keywords are kept as plain attributes, so that environments may pass settings of
-    their own without declaring them. Keys a user types, in a YAML file or as flags, are checked
-    against the declared fields instead (`atroposlib.envs.settings`).
+    Undeclared keywords become plain attributes, so environments may pass settings without declaring
+    them. Keys of a YAML file and flags are checked against the declared fields
+    (`atroposlib.envs.settings`).
 
     Example:
         BaseEnvConfig(group_size=8, tokenizer_name="Qwen/Qwen3-0.6B", use_wandb=False)
@@ -61,25 +61,25 @@ class BaseEnvConfig(BaseModel):
     max_num_workers: int = Field(
         -1,
         ge=-1,
-        description="Groups rolled out at once, by `serve` and `process`; "
+        description="Maximum number of groups rolled out at once by `serve` and `process`; "
         "-1 means max_num_workers_per_node times the number of inference servers.",
     )
     max_eval_workers: int = Field(
-        16, description="Evaluation items run at once, for evaluate methods that ask for it."
+        16, description="Maximum number of concurrent items, for evaluate methods that read it."
     )
     max_num_workers_per_node: int = Field(
-        8, ge=0, description="Groups rolled out at once per inference server."
+        8, ge=0, description="Maximum number of groups rolled out at once per inference server."
     )
     steps_per_eval: int = Field(
-        100, description="Trainer steps between two evaluations; 0 or less never evaluates."
+        100, description="Trainer steps between two evaluations; 0 or less disables them."
     )
     max_token_length: int = Field(
-        2048, description="Tokens one generation may use; sent to the service at registration."
+        2048, description="Token limit of one generation; sent to the service at registration."
     )
     eval_handling: EvalHandlingEnum = Field(
         EvalHandlingEnum.STOP_TRAIN,
-        description="What rollout workers do while an evaluation runs: stop (STOP_TRAIN), "
-        "use eval_limit_ratio of the workers (LIMIT_TRAIN), or go on (NONE).",
+        description="Mode of the rollout workers while an evaluation runs: stop (STOP_TRAIN), "
+        "use eval_limit_ratio of the workers (LIMIT_TRAIN), or continue (NONE).",
     )
     eval_limit_ratio: float = Field(
         0.5, ge=0, description="Fraction of the workers that stay active under LIMIT_TRAIN."
@@ -87,102 +87,105 @@ class BaseEnvConfig(BaseModel):
     inference_weight: float = Field(
         1.0,
         description="Share of the inference capacity relative to other environments; "
-        "-1 leaves this environment out of the sharing.",
+        "-1 excludes this environment from the sharing.",
     )
     batch_size: int = Field(
         -1,
         ge=-1,
         description="Sequences per training batch; "
-        "-1 takes the trainer's, which also replaces any other value.",
+        "-1 takes the trainer's value, which also replaces any other.",
     )
     max_batches_offpolicy: int = Field(
-        3, description="Batches that may wait ahead of the trainer; 0 or less means no limit."
+        3,
+        description="Maximum number of batches ahead of the trainer; 0 or less removes the limit.",
     )
     tokenizer_name: str = Field(
         "NousResearch/DeepHermes-3-Llama-3-3B-Preview",
         description="Hugging Face name or local path of the tokenizer.",
     )
-    use_wandb: bool = Field(True, description="Log metrics to Weights & Biases.")
+    use_wandb: bool = Field(True, description="Whether to log metrics to Weights & Biases.")
     rollout_server_url: str = Field(
         "http://localhost:8000", description="Base URL of the trajectory service."
     )
     total_steps: int = Field(
         1000,
         ge=-1,
-        description="Trainer steps after which the environment ends, -1 takes the trainer's; "
-        "under `process` the number of groups to make.",
+        description="Trainer steps after which the environment ends, -1 takes the trainer's "
+        "number; under `process`, the number of groups to make.",
     )
     end_with_trainer: bool = Field(
         True,
-        description="Whether the environment ends when the trainer has done the steps that it "
-        "registered, where total_steps is more; False waits for further steps.",
+        description="Whether the environment ends after the number of steps that the trainer "
+        "registered, if total_steps is larger; False waits for further steps.",
     )
     engine_timeout: float = Field(
         900.0,
         ge=0,
-        description="Seconds without any inference server, once one has answered, after which "
-        "the environment ends; 0 waits without limit. When the training run is over, at most 60 s.",
+        description="Seconds without an available inference server, after one has answered, until "
+        "the environment ends; 0 waits without limit. After the training run, at most 60 s.",
     )
     wandb_name: str | None = Field(
         None,
-        description="Name to register under, also the start of the W&B run name; "
+        description="Name to register under, and first part of the W&B run name; "
         "None uses the environment's name.",
     )
     num_rollouts_to_keep: int = Field(
-        32, ge=0, description="Groups kept for the table of rollouts in the metrics log."
+        32,
+        ge=0,
+        description="Maximum number of groups in the table of rollouts of the metrics log.",
     )
     num_rollouts_per_group_for_logging: int = Field(
         1, ge=-1, description="Trajectories per group in that table; -1 means group_size."
     )
     ensure_scores_are_not_same: bool = Field(
-        True, description="Drop groups of two or more trajectories whose scores are all equal."
+        True, description="Whether to drop groups of two or more trajectories with equal scores."
     )
     data_path_to_save_groups: str | None = Field(
         None,
-        description="JSONL file for the groups, one per line; "
-        "a number is added to the name when the file exists, None writes none.",
+        description="JSONL file for the groups, one per line; if it exists, a number is added to "
+        "the name. None writes no file.",
     )
     data_dir_to_save_evals: str | None = Field(
-        None, description="Directory for evaluation results; None writes none."
+        None, description="Directory for evaluation results; None writes no files."
     )
     min_items_sent_before_logging: int = Field(
         2,
         description="Groups sent before metrics are logged; 0 or less logs at every trainer step.",
     )
     include_messages: bool = Field(
-        False, description="Add the decoded text as messages to groups that carry none."
+        False, description="Whether to add the decoded text as messages to groups without messages."
     )
     min_batch_allocation: float | None = Field(
         None,
         ge=0,
-        description="Fraction of every batch reserved for this environment, None reserves none; "
-        "where the environments' fractions exceed 1 together, the service scales them down.",
+        description="Fraction of every batch reserved for this environment; None reserves nothing. "
+        "If the fractions of all environments exceed 1, the service scales them down.",
     )
     worker_timeout: float = Field(
-        600.0, description="Seconds one group may take before it is given up; 0 or less waits."
+        600.0, description="Seconds one group may take before it is dropped; 0 or less: no limit."
     )
     straggler_policy: StragglerPolicyEnum = Field(
         StragglerPolicyEnum.WAIT,
-        description="What happens to a rollout that takes longer than straggler_timeout_s: wait "
-        "for it (WAIT), begin it again (RETRY), leave it out of its group (SHRINK), or give its "
-        "group up (GIVE_UP). RETRY also begins a group again that took longer than worker_timeout.",
+        description="Treatment of a rollout that takes longer than straggler_timeout_s: wait for "
+        "it (WAIT), restart it (RETRY), send its group without it (SHRINK), or drop its group "
+        "(GIVE_UP). RETRY also restarts a group that took longer than worker_timeout.",
     )
     straggler_timeout_s: float = Field(
         0.0,
         description="Seconds one rollout of a group may take before straggler_policy applies; "
-        "0 or less: it never does.",
+        "0 or less disables the policy.",
     )
     straggler_retries: int = Field(
-        2, ge=0, description="Times RETRY begins again before it gives the group up."
+        2, ge=0, description="Number of restarts under RETRY before the group is dropped."
     )
     min_group_size: int = Field(
-        2, ge=1, description="Fewest trajectories a group may have under SHRINK."
+        2, ge=1, description="Minimum number of trajectories in a group under SHRINK."
     )
     rollout_grace_s: float = Field(
         10.0,
         ge=0,
-        description="Seconds running rollouts may go on when the process is asked to stop; "
-        "what they finish is delivered.",
+        description="Seconds that running rollouts may continue after a signal to stop; groups "
+        "that they finish are delivered.",
     )
     score_backend: ScoreBackendEnum = Field(
         ScoreBackendEnum.PROCESS,
@@ -190,22 +193,24 @@ class BaseEnvConfig(BaseModel):
         "(THREAD) or a Ray cluster (RAY).",
     )
     num_score_workers: int = Field(
-        2, ge=0, description="Scoring functions run at once; 0 runs them in threads."
+        2, ge=0, description="Maximum number of concurrent scoring functions; 0 uses threads."
     )
     score_timeout_s: float = Field(
-        20.0, gt=0, description="Seconds one scoring function may take when it names no limit."
+        20.0, gt=0, description="Seconds one scoring function may take if its call sets no limit."
     )
-    thinking_mode: bool = Field(False, description="Ask the inference server for reasoning.")
+    thinking_mode: bool = Field(
+        False, description="Whether to ask the inference server for reasoning."
+    )
     reasoning_effort: str | None = Field(
         None,
         description="Reasoning effort: none, minimal, low, medium, high or xhigh; "
-        "a value switches reasoning on.",
+        "a value enables reasoning.",
     )
     max_reasoning_tokens: int | None = Field(
         None,
         ge=1024,
         le=32000,
-        description="Tokens the model may spend on reasoning; a value switches reasoning on.",
+        description="Token limit of the reasoning; a value enables reasoning.",
     )
     custom_thinking_prompt: str | None = Field(
         None, description="System prompt that asks for reasoning, for environments that use one."
@@ -217,6 +222,6 @@ class BaseEnvConfig(BaseModel):
     )
     use_tensorboard: bool = Field(
         False,
-        description="Also write the metrics as TensorBoard event files, to the folder tensorboard "
-        "beside metrics_path; needs the extra tensorboard.",
+        description="Whether to also write the metrics as TensorBoard event files, to the folder "
+        "tensorboard next to metrics_path; needs the extra tensorboard.",
     )

@@ -25,22 +25,21 @@ class Section(NamedTuple):
     """`module:Class`; a section whose package is not installed is left out."""
     intro: str
     base: str = ""
-    """`module:Class` with a table of its own, whose fields are left out of this one."""
+    """`module:Class` with its own table, whose fields are left out of this one."""
 
 
 SECTIONS = (
     Section(
         "Environment",
         "atroposlib.envs.config:BaseEnvConfig",
-        "Flags `--env.<name>` and section `env:` of the YAML file. Environments add fields of "
-        "their own and change defaults: `python <environment>.py --help all` lists what holds "
-        "there.",
+        "Flags `--env.<name>` and section `env:` of the YAML file. Environments add fields and "
+        "change defaults: `python <environment>.py --help all` lists those of one environment.",
     ),
     Section(
         "Inference server",
         "atroposlib.envs.server_handling.config:APIServerConfig",
         "Flags `--openai.<name>` and section `openai:`. A mapping is one server, a list with "
-        "several entries is several servers, which flags cannot change.",
+        "several entries configures several servers, which flags cannot change.",
     ),
     Section(
         "Server manager",
@@ -50,9 +49,9 @@ SECTIONS = (
     Section(
         "Teacher",
         "atroposlib.envs.teacher_distillation_env:TeacherDistillationConfig",
-        "Further flags `--env.<name>` of environments that subclass `TeacherDistillationEnv`. The "
-        "teacher's servers have the settings of an inference server, as flags `--teacher.<name>` "
-        "of `serve` and section `teacher:`.",
+        "Additional flags `--env.<name>` of environments that subclass `TeacherDistillationEnv`. "
+        "The teacher's servers have the settings of an inference server, as flags "
+        "`--teacher.<name>` of `serve` and section `teacher:`.",
         base="atroposlib.envs.config:BaseEnvConfig",
     ),
     Section(
@@ -69,26 +68,27 @@ SECTIONS = (
 
 ENVIRONMENT_VARIABLES = {
     # pragma: allowlist nextline secret
-    "OPENAI_API_KEY": "Key of the official OpenAI endpoint, when `api_key` is empty.",
-    "OPENAI_BASE_URL": "Address of the inference server, when `base_url` is empty.",
+    "OPENAI_API_KEY": "Key of the official OpenAI endpoint, if `api_key` is empty.",
+    "OPENAI_BASE_URL": "Address of the inference server, if `base_url` is empty.",
     # pragma: allowlist nextline secret
-    "ATROPOS_API_TOKEN": "Token shown to a trajectory service that asks for one, by environments "
-    "and by the trainer.",
+    "ATROPOS_API_TOKEN": "Token that environments and the trainer send to a trajectory service "
+    "that requires one.",
     "ATROPOS_PROXY_URL": "Managed-server proxy, when `proxy_url` is not given.",
     # pragma: allowlist nextline secret
-    "ATROPOS_PROXY_KEY": "Administrator's key of that proxy, where it asks for one.",
+    "ATROPOS_PROXY_KEY": "Administrator's key of that proxy, if it requires one.",
     "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "`1` gives sessions at a server of type openai "
     "placeholder tokens instead of those of its texts: for tests of environments; exports and "
-    "trainers refuse them.",
+    "trainers reject them.",
     "ATROPOS_DEBUG_REQUESTS": "`1` logs every request to an inference server.",
-    "ATROPOS_SANDBOX": "Kind of sandbox for programs that a model wrote, when no setting names it: "
-    "bubblewrap, container or gvisor; bubblewrap when not set.",
-    "ATROPOS_SANDBOX_UNBOUNDED_MEMORY": "1 runs such programs where nothing bounds their "
-    "memory, too: no control group can be written and system calls cannot be filtered.",
+    "ATROPOS_SANDBOX": "Kind of sandbox for programs written by a model, if no setting names it: "
+    "bubblewrap, container or gvisor. The default is bubblewrap.",
+    "ATROPOS_SANDBOX_UNBOUNDED_MEMORY": "`1` also runs such programs if their memory cannot be "
+    "limited: no control group can be written and system calls cannot be filtered.",
     "SLURM_JOB_NODELIST": "Nodes of the Slurm job, where servers are discovered.",
-    "NUM_TRAINING_NODES": "Nodes at the start of that list that train; the others serve inference.",
-    "INFER_TP": "GPUs per inference server on those nodes, 1 when not set.",
-    "GPUS_PER_NODE": "GPUs of each of those nodes, 8 when not set.",
+    "NUM_TRAINING_NODES": "Number of nodes at the start of that list that train; the others serve "
+    "inference.",
+    "INFER_TP": "GPUs per inference server on those nodes; 1 by default.",
+    "GPUS_PER_NODE": "GPUs of each of those nodes; 8 by default.",
     "WANDB_MODE": "Read by W&B: `offline` writes to disk only, `disabled` writes nothing.",
     "HF_HUB_OFFLINE": "Read by Hugging Face: `1` uses local files only.",
 }
@@ -97,25 +97,25 @@ Hugging Face."""
 
 INTRO = """# Configuration
 
-This page is made from the settings classes; change their descriptions, then run
+This page is generated from the settings classes; change their descriptions, then run
 `python -m atroposlib.envs.config_docs > CONFIG.md`.
 
-An environment script takes its settings from four places; later ones win:
+An environment script takes its settings from four places; later ones take precedence:
 
 1. the defaults below,
-2. the environment's own defaults (`config_init`), and what the command itself needs: `process`
+2. the environment's own defaults (`config_init`) and those of the command: `process`
    sets `ensure_scores_are_not_same: false`, `include_messages: true`, `use_wandb: true` and an
    output file, `evaluate` sets `use_wandb: true`,
 3. the YAML file given with `--config`,
 4. flags.
 
-Every flag takes a value, booleans too: `--env.use_wandb false`. Only `--quiet` may stand alone: it
-has `serve` and `process` write plain log lines instead of a live view. A list takes several words
-or one JSON array, a mapping takes one JSON object, `None` empties an optional setting. Names are
-written in full, except that `env.` and `openai.` may be left out where the rest is unambiguous:
+Every flag takes a value, booleans too: `--env.use_wandb false`. Only `--quiet` needs none: with it,
+`serve` and `process` write plain log lines instead of a live view. A list takes several words or
+one JSON array, a mapping takes one JSON object, `None` clears an optional setting. Names
+are written in full, except that `env.` and `openai.` may be omitted if the rest is unambiguous:
 `--group_size 8`, `--model_name NAME`; `--tokenizer_name` is the environment's. Unknown flags are
-errors, and so are names in the file that resemble a setting;
-other names in the file are warned about, and those under `env:` become attributes of the config.
+errors, and so are names in the file that resemble a setting. Other names in the file cause a
+warning, and those under `env:` become attributes of the config.
 
 ```yaml
 env:
@@ -132,9 +132,8 @@ testing: false
 
 
 def config_page() -> str:
-    """The whole page as Markdown."""
-    parts = [INTRO, *_sections(), _variables()]
-    return "\n".join(parts)
+    """Return the page as Markdown."""
+    return "\n".join([INTRO, *_sections(), _variables()])
 
 
 def _sections() -> Iterator[str]:
@@ -174,14 +173,14 @@ def _row(name: str, field: FieldInfo) -> str:
         describe_type(field.annotation),
         _default(name, field),
         _bounds(field),
-        # Outside code spans, `<name>` would vanish as an HTML tag.
+        # Outside code spans, `<name>` would be an HTML tag.
         (field.description or "").replace("<", r"\<"),
     ]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def _default(name: str, field: FieldInfo) -> str:
-    """The default as text; a factory other than an empty container depends on the machine."""
+    # A factory other than that of an empty container depends on the machine.
     if field.default_factory not in (None, list, dict, set, tuple):
         return "found at start"
     shown = shown_default(name, field.get_default(call_default_factory=True))

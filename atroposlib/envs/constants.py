@@ -1,4 +1,4 @@
-"""Prefixes of the command line flags and YAML sections of an environment."""
+"""Prefixes of the command-line flags and YAML sections of an environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPENAI_NAMESPACE = "openai"
 """Settings of the inference server: `--openai.base_url`, YAML section `openai:`."""
 
 SERVER_MANAGER_NAMESPACE = "server"
-"""Reserved for the server manager, whose settings are flags without a prefix today."""
+"""Reserved for the server manager; its flags have no prefix at present."""
 
 NAMESPACE_SEP = "."
-"""Stands between a prefix and a field name."""
+"""Separator of prefix and field name."""

@@ -1,9 +1,7 @@
-"""What the author of a game or a dialogue writes, and what is handed to it.
+"""The interface of games and dialogues: an author implements `Conversation`.
 
-    opening ─► the policy writes ─► Turn ─► reply ─► Reply(messages, reward) ─► the policy writes …
-                                             └────► Reply(reward, is_done=True) ─► end
-
-The other side of the conversation knows nothing of tokens, servers or groups.
+opening ─► the policy writes ─► Turn ─► reply ─► Reply(messages, reward) ─► the policy writes …
+                                         └────► Reply(reward, is_done=True) ─► end
 """
 
 from __future__ import annotations
@@ -28,17 +26,16 @@ __all__ = [
 ]
 
 A_CHAT = 'a list of messages such as [{"role": "user", "content": "..."}]'
-"""What errors call a chat."""
 
 ChatMessage = Mapping[str, Any]
 """One entry of a chat: `role` and `content`."""
 
 Outcome = Literal["done", "truncated", "out_of_turns", "timed_out"]
-"""How a conversation ended: by a reply that ends it, or at one of the limits."""
+"""The end of a conversation: a reply with `is_done`, or one of the limits."""
 
 
 def visible_text(text: str) -> str:
-    """Return what stands behind the thinking; thinking that was never closed hides the rest.
+    """Return the text after the thinking; open thinking extends to the end of the text.
 
     A chat template may open the thinking itself, so a lone `</think>` closes it as well.
     """
@@ -47,15 +44,15 @@ def visible_text(text: str) -> str:
 
 
 def checked_chat(chat: Any, method: str, *, signature: str) -> Sequence[ChatMessage]:
-    """Return what an author's method gave as a chat.
+    """Check that an author's method returned a chat.
 
     Args:
-        chat: what it gave.
-        method: its class and name, as `Chain.opening`.
-        signature: how it is written, as `def opening(self)`.
+        chat: the returned value.
+        method: class and name of the method, such as `Chain.opening`.
+        signature: its signature, such as `def opening(self)`.
 
     Raises:
-        TypeError: it is not a list of messages; the text says how to write the method.
+        TypeError: the value is not a list of messages.
     """
     if inspect.isawaitable(chat):
         if inspect.iscoroutine(chat):
@@ -67,7 +64,7 @@ def checked_chat(chat: Any, method: str, *, signature: str) -> Sequence[ChatMess
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value is a list of messages, at least one, each with a role."""
+    """Whether a value is a non-empty list of messages with roles."""
     return (
         isinstance(value, list | tuple)
         and len(value) > 0
@@ -77,14 +74,14 @@ def is_chat(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote, and where in the conversation."""
+    """One completion of the policy in a conversation."""
 
     text: str
-    """The whole completion, thinking included."""
+    """The whole completion, including thinking."""
     index: int
     """0 for the first turn."""
     messages: Sequence[ChatMessage]
-    """The chat the policy has seen, this turn as its last message."""
+    """The chat so far, with this turn as its last message."""
 
     @property
     def answer(self) -> str:
@@ -94,7 +91,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the environment answers to a turn.
+    """The environment's answer to a turn.
 
     Example:
         Reply("too low", reward=-0.1)
@@ -103,44 +100,43 @@ class Reply:
     """
 
     messages: str | Sequence[ChatMessage] = ()
-    """What the policy reads next; a text is one user message."""
+    """Next messages for the policy; a string is one user message."""
     reward: Reward = 0.0
-    """Reward of the turn that is answered: a number, or named parts that are weighed by the setting
-    `reward_weights` and summed."""
+    """Reward of the turn: a number, or named parts to be summed with the setting
+    `reward_weights`."""
     is_done: bool = False
     """Whether the conversation is over."""
     history: Sequence[ChatMessage] | None = None
-    """Chat that takes the place of everything so far, before `messages`: a summary, a new level.
-    The tokens of the turns until now are kept as a sequence of their own."""
+    """Chat that replaces the one so far, before `messages`: a summary, a new level. The tokens of
+    the turns so far become a separate sequence."""
 
     def chat_messages(self) -> list[ChatMessage]:
-        """Return `messages` as a list."""
         if isinstance(self.messages, str):
             return [{"role": "user", "content": self.messages}] if self.messages else []
         return list(self.messages)
 
 
 class Conversation(ABC):
-    """One rollout of an item, seen from the other side: a game, a user, a set of tools.
+    """The environment's side of one rollout: a game, a user, a set of tools.
 
-    An instance serves one rollout and may keep its state in attributes. What `opening` or `reply`
-    raises fails the rollout.
+    An instance is used for one rollout and may keep state in attributes. An exception of `opening`
+    or `reply` fails the rollout.
 
     Attributes:
-        unfinished_reward: added to the last turn when a limit ended the conversation; a number,
-            or named parts as in a `Reply`.
+        unfinished_reward: added to the last turn if a limit ends the conversation; a number, or
+            named parts as in a `Reply`.
     """
 
     unfinished_reward: Reward = 0.0
 
     @abstractmethod
     def opening(self) -> Sequence[ChatMessage]:
-        """Return the messages the policy reads first."""
+        """Return the first messages for the policy."""
 
     @abstractmethod
     async def reply(self, turn: Turn) -> Reply:
-        """Answer a turn; called after every one that was not cut short by a limit."""
+        """Answer a turn; not called for one that a limit truncated."""
 
     async def close(self) -> None:
-        """Release what the conversation holds; called once, however it ended."""
+        """Release resources; called once, also after an error."""
         return

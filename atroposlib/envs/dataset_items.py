@@ -1,11 +1,11 @@
-"""`DatasetItems`: items that are the rows of local files, or of a data set of the hub.
+"""`DatasetItems`: the rows of local files, or of a data set of the hub, as items.
 
     hub data set ─┐
-    dataset_path ─┴► rows ─► train rows ─► get_next_item, from the start again after the last
+    dataset_path ─┴► rows ─► train rows ─► get_next_item, repeated after the last row
                           └► test rows  ─► eval_items
 
-Name it before the kind of environment: `class MyEnv(DatasetItems, SingleTurnEnv)`. The settings are
-`LocalItemsConfig` for files only, `HubItemsConfig` for either.
+List it before the other base class: `class MyEnv(DatasetItems, SingleTurnEnv)`. The settings are
+`LocalItemsConfig` for files only, `HubItemsConfig` for both.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 def hub_rows(
     path: str, *, split: str, subset: str | None = None, shuffle_seed: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rows of a split; blocks until they are here.
+    """Download a split and return its rows.
 
     Args:
         path: name of the data set, `owner/name`.
         split: `train`, `test`, ...
-        subset: name of its configuration, where it has several.
-        shuffle_seed: seed of their order; None keeps that of the data set.
+        subset: name of its configuration, if it has several.
+        shuffle_seed: seed of the order; None keeps that of the data set.
 
     Raises:
-        ConfigError: it cannot be loaded; the message says that local files do as well.
+        ConfigError: the data set cannot be loaded.
     """
     rows = hub_dataset(path, split=split, subset=subset)
     if shuffle_seed is not None:
@@ -48,10 +48,7 @@ def hub_rows(
 
 
 def hub_dataset(path: str, *, split: str, subset: str | None = None) -> Any:
-    """Return a split whose rows are decoded when they are asked for, as images should be.
-
-    Arguments and errors are those of `hub_rows`.
-    """
+    """Return a split whose rows are decoded on access; arguments and errors as for `hub_rows`."""
     import datasets
 
     try:
@@ -67,7 +64,7 @@ Row = dict[str, Any]
 
 
 class HubSource(TypedDict):
-    """One split of a data set of the hub, by the arguments of `hub_rows`."""
+    """Arguments of `hub_rows` for one split."""
 
     path: str
     subset: str | None
@@ -75,19 +72,19 @@ class HubSource(TypedDict):
 
 
 class LocalItemsConfig(BaseEnvConfig):
-    """Which files the rows are read from."""
+    """Source of the rows: local files."""
 
     dataset_path: str = Field(
         "data.jsonl",
         description="JSONL, JSON or Parquet file, or folder with a train and a test file.",
     )
     dataset_seed: int = Field(
-        0, description="Seed of the order, and of the test rows taken from a single file."
+        0, description="Seed of the order, and of the choice of test rows from a single file."
     )
 
 
 class HubItemsConfig(LocalItemsConfig):
-    """Which files, or which data set of the hub, the rows are read from."""
+    """Source of the rows: local files, or a data set of the hub."""
 
     dataset_path: str | None = Field(  # type: ignore[assignment]
         None,
@@ -96,32 +93,32 @@ class HubItemsConfig(LocalItemsConfig):
     )
     dataset_name: str | None = Field(
         None,
-        description="Another data set of the hub, in columns that the environment reads; None is "
-        "its own.",
+        description="Data set of the hub with the environment's columns; None uses the "
+        "environment's own.",
     )
     dataset_subset: str | None = Field(
         None, description="Configuration of that data set, if it has several."
     )
     dataset_split: str = Field(
-        "train", description="Its split; a part is kept for evaluations, and is not trained on."
+        "train", description="Split of that data set; a part is reserved for evaluations."
     )
     dataset_seed: int = Field(
-        42, description="Seed of the order, and of the test rows taken from a single file."
+        42, description="Seed of the order, and of the choice of test rows from a single file."
     )
 
 
 class DatasetItems(BaseEnv):
-    """Reads the rows at `setup` and returns them in turn; checkpoints keep the position.
+    """Reads the rows in `setup` and returns them in order; checkpoints store the position.
 
     Attributes:
-        columns: what each row must have; other columns are left out.
-        optional_columns: columns a row may lack; None stands in for them.
-        hub_dataset: name on the hub, read unless the settings name another or a path.
+        columns: required columns; other columns are dropped.
+        optional_columns: optional columns; None replaces a missing value.
+        hub_dataset: name on the hub, unless the settings have another name or a path.
         hub_subset: name of its configuration.
-        hub_test_split: split of `hub_dataset` for evaluations; None keeps a part of the other.
-        test_fraction: part of a single split or file that is kept for evaluations.
-        num_test_rows: number of rows of a split of the hub instead.
-        iter: training rows returned so far.
+        hub_test_split: split of `hub_dataset` for evaluations; None reserves a part of the other.
+        test_fraction: fraction of a single split or file that is reserved for evaluations.
+        num_test_rows: number of rows of a hub split instead of a fraction.
+        iter: number of training rows returned.
         train: training rows, shuffled.
         test: test rows, shuffled.
     """
@@ -143,27 +140,24 @@ class DatasetItems(BaseEnv):
 
     @classmethod
     def check_inputs(cls, config: BaseEnvConfig) -> None:
-        """Find out whether the data set is there; one of the hub is left to `setup`."""
+        """Check that local files exist and have the columns."""
         if isinstance(config, LocalItemsConfig) and config.dataset_path:
             require_data(Path(config.dataset_path), cls.columns)
 
     async def setup(self) -> None:
-        """Read the rows; a `ConfigError` names the files or columns that are missing."""
+        """Read the rows; raises `ConfigError` if files or columns are missing."""
         self.train, self.test = await asyncio.to_thread(self._read)
         logger.info("%d training and %d test rows", len(self.train), len(self.test))
 
     async def get_next_item(self) -> dict[str, Any]:
-        """Return the next training row."""
         row = self.train[self.iter % len(self.train)]
         self.iter += 1
         return row
 
     def eval_items(self) -> Sequence[dict[str, Any]]:
-        """Return the test rows."""
         return self.test
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Keep the position."""
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def _read(self) -> tuple[Any, Any]:
@@ -182,7 +176,7 @@ class DatasetItems(BaseEnv):
         rows = self._rows_of(source)
         if self.hub_test_split and not self.config.dataset_name:
             return rows, self._rows_of({**source, "split": self.hub_test_split})
-        num_test = self._num_test_rows(len(rows))
+        num_test = self.num_test_rows or max(1, round(self.test_fraction * len(rows)))
         return rows[num_test:] or rows, rows[:num_test]
 
     def _hub_source(self) -> HubSource:
@@ -192,9 +186,6 @@ class DatasetItems(BaseEnv):
             "subset": subset or (None if name else self.hub_subset),
             "split": self.config.dataset_split,
         }
-
-    def _num_test_rows(self, num_rows: int) -> int:
-        return self.num_test_rows or max(1, round(self.test_fraction * num_rows))
 
     def _rows_of(self, source: HubSource) -> list[Row]:
         loaded = hub_rows(**source, shuffle_seed=self.config.dataset_seed)

@@ -1,10 +1,10 @@
-"""Say what the environment in a file is and how it is set, without running it.
+"""Describe the environment of a script and its settings, without running it.
 
     python -m atroposlib.envs.describe_script SCRIPT [--env.group_size 8 ...] ─► one line of JSON
 
-A program that starts environments, such as `atropos-train`, learns here in a process of its own
-what a file would serve. The file is executed as `python SCRIPT` would execute it, up to its call of
-`cli()`; the flags are read and checked as `serve` reads them.
+Programs that start environments, such as `atropos-train`, run this in a separate process. The
+script is executed as by `python SCRIPT`, up to its call of `cli()`; flags are read and checked as
+by `serve`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atroposlib.utils.cli import refused_values
 __all__ = ["describe_script", "main"]
 
 _WITHOUT_ITEMS = ("atroposlib.envs.single_turn_env", "atroposlib.envs.multi_turn_env")
-"""Modules whose `evaluate` asks `eval_items`, and whose `eval_items` gives none."""
+"""Modules whose `evaluate` calls `eval_items`, and whose `eval_items` returns no items."""
 
 
 class _Found(BaseException):
@@ -40,20 +40,20 @@ class _Found(BaseException):
 
 
 def describe_script(script: Path, words: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what a script would serve.
+    """Return a description of the environment of a script.
 
     Args:
         script: The environment's file.
-        words: Flags of `serve`, as the shell split them.
+        words: Flags of `serve`, as split by the shell.
 
     Returns:
         `class_name`, `name`, `group_size`, `max_token_length`, `num_servers` (inference servers in
-        its defaults), `limits_conversation` (whether `max_token_length` covers the prompt as
-        well as the completion) and `is_evaluated` (whether `evaluate` measures anything).
+        its defaults), `limits_conversation` (whether `max_token_length` includes the prompt) and
+        `is_evaluated` (whether `evaluate` measures anything).
 
     Raises:
-        ConfigError: the script runs no environment, is not complete, or refuses a setting.
-        Exception: whatever the script itself raises.
+        ConfigError: the script runs no environment, is not complete, or rejects a setting.
+        Exception: an exception of the script itself.
     """
     env_cls = _environment_of(script, words)
     missing = missing_methods(env_cls)
@@ -83,10 +83,10 @@ def describe_script(script: Path, words: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def main() -> NoReturn:
-    """Describe the script that the command line names; exit code 2 with one line on a refusal."""
+    """Describe the script that the command line names; exit with 2 and one line on an error."""
     script, words = Path(sys.argv[1]), sys.argv[2:]
     try:
-        # The script may print; stdout is for the answer.
+        # Output of the script must not mix with the description.
         with contextlib.redirect_stdout(sys.stderr):
             facts = describe_script(script, words)
     except AtroposError as error:
@@ -97,7 +97,7 @@ def main() -> NoReturn:
 
 
 def _environment_of(script: Path, words: Sequence[str]) -> type[Any]:
-    """Execute a script up to its call of `cli()` and return the class that was called."""
+    """Execute a script up to its call of `cli()` and return the class."""
 
     def found(env_cls: type[Any]) -> NoReturn:
         raise _Found(env_cls)
@@ -132,7 +132,6 @@ def _environment_of(script: Path, words: Sequence[str]) -> type[Any]:
 
 
 def _defining_module(env_cls: type[Any], method: str) -> str | None:
-    """Return the module of the class that a method comes from; None where there is no such."""
     owner = next((base for base in env_cls.__mro__ if method in vars(base)), None)
     return None if owner is None else owner.__module__
 

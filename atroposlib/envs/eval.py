@@ -1,8 +1,6 @@
-"""Evaluations outside of an environment: a data set, a model, averaged metrics, files.
+"""Evaluations outside an environment, and the files of evaluation results.
 
-setup_data -> run_item x all, at the same time -> mean per metric -> metrics.json, samples.jsonl
-
-Files an evaluation leaves behind: `metrics.json` and `samples.jsonl` of the latest result.
+setup_data -> run_item x all, concurrently -> mean per metric -> metrics.json, samples.jsonl
 """
 
 from __future__ import annotations
@@ -44,21 +42,21 @@ def evaluate_log(
     samples: Sequence[Any] | None = None,
     verbose: bool = True,
 ) -> None:
-    """Write the result of one evaluation, and print it.
+    """Write and print the result of one evaluation.
 
-    `metrics.json` and `samples.jsonl` are always the latest result; an earlier result is kept as
+    `metrics.json` and `samples.jsonl` are the latest result; earlier results are renamed to
     `metrics-1.json`, `samples-1.jsonl`, then `-2` and so on.
 
     Args:
         metrics: name to value; may be empty.
-        eval_dir: folder to write to, created when missing; None writes nothing and warns.
-        task_name: the results stand under `atropos|<task_name>|0` and under `all`.
-        model_name: the model evaluated.
+        eval_dir: folder to write to, created if missing; None only logs a warning.
+        task_name: name of the results: `atropos|<task_name>|0`.
+        model_name: name of the model.
         start_time: seconds since the epoch; None means now.
         end_time: seconds since the epoch; None means now.
-        generation_parameters: sampling settings that were used.
-        samples: one record per question, any JSON value; what has no JSON form becomes text.
-        verbose: print a table of the metrics.
+        generation_parameters: sampling settings.
+        samples: one JSON value per item; values without a JSON form are converted to text.
+        verbose: Whether to print a table of the metrics.
     """
     started = time.time() if start_time is None else start_time
     ended = time.time() if end_time is None else end_time
@@ -112,12 +110,12 @@ logger = logging.getLogger(__name__)
 
 
 def pass_at_k(m: int, c: int, k: int) -> float:
-    """Return the chance that at least one of `k` samples is correct.
+    """Estimate the probability that at least one of `k` samples is correct.
 
     Args:
-        m: Samples drawn.
-        c: Correct ones among them.
-        k: Samples that may be tried.
+        m: Number of samples drawn.
+        c: Number of correct samples among them.
+        k: Number of attempts.
 
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
     arXiv:2107.03374, section 2.1: `1 - C(m - c, k) / C(m, k)`.
@@ -128,15 +126,14 @@ def pass_at_k(m: int, c: int, k: int) -> float:
 
 
 class EvalBase(ABC):
-    """One evaluation; write `setup_data` and `run_item`, then await an instance with servers.
+    """One evaluation; implement `setup_data` and `run_item`, then call and await an instance.
 
-    Every further keyword becomes an attribute. `temperature`, `top_p` and `max_tokens` are sent
-    with each request; `eval_dir` is where the files go, None writes none; `verbose` also prints
-    the table that `evaluate_log` has.
+    `temperature`, `top_p` and `max_tokens` are sent with each request. `eval_dir` and `verbose` are
+    those of `evaluate_log`.
 
     Args:
-        pass_at_n: Tries an item has.
-        pass_at_n_samples: Completions sampled for it; more than `pass_at_n` measure it better.
+        pass_at_n: Number of attempts per item.
+        pass_at_n_samples: Number of completions per item, if larger; for a better estimate.
         **kwargs: Attributes of this instance.
 
     Example:
@@ -158,22 +155,21 @@ class EvalBase(ABC):
 
     @abstractmethod
     def setup_data(self) -> list[Any]:
-        """Return the items; called once, by the constructor, after the attributes are set."""
+        """Return the items; called once by the constructor, after the attributes are set."""
 
     @abstractmethod
     async def run_item(self, server: Any, data_item: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Ask the model about one item.
+        """Evaluate the model on one item.
 
         Args:
-            server: What the instance was awaited with, usually a `ServerManager`.
-            data_item: One of `setup_data`.
+            server: The argument of the instance's call, usually a `ServerManager`.
+            data_item: An item of `setup_data`.
 
         Returns:
-            Metrics by name, the same names for every item, and what to keep as its sample.
+            Metrics by name, with the same names for every item, and a record for `samples.jsonl`.
         """
 
     def get_generation_params(self) -> dict[str, Any]:
-        """Return the sampling settings of every request."""
         return {
             "temperature": self.temperature,
             "n": max(self.pass_at_n_samples, self.pass_at_n),
@@ -182,15 +178,14 @@ class EvalBase(ABC):
         }
 
     async def chat_completion(self, server: Any, messages: list[Any]) -> Any:
-        """Ask a server with the sampling settings of this evaluation."""
         return await server.chat_completion(messages=messages, **self.get_generation_params())
 
     async def __call__(self, server_manager: Any) -> dict[str, Any]:
-        """Run all items at the same time, write and print the averages, and return them.
+        """Run all items concurrently; write, print and return the averages.
 
         Raises:
             ConfigError: `setup_data` returned no items.
-            Exception: The first one that an item raised.
+            Exception: The first exception of an item.
         """
         if not self.data:
             raise ConfigError(f"{type(self).__name__}.setup_data returned no items")
@@ -209,12 +204,11 @@ class EvalBase(ABC):
             samples=[result[1] for result in results],
             verbose=self.verbose,
         )
-        print(metrics)  # noqa: T201 - the result, of a program that is run for it
+        print(metrics)  # noqa: T201 - the result of the program
         return metrics
 
 
 def _averages(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of every metric that the first item has; each item must have them."""
     for position, row in enumerate(rows):
         missing = ", ".join(rows[0].keys() - row.keys())
         if missing:
@@ -223,14 +217,7 @@ def _averages(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def eval_runner(eval_env: EvalBase) -> dict[str, Any]:
-    """Run an evaluation against the server of `--server-url` and `--model-name`.
-
-    Args:
-        eval_env: The evaluation.
-
-    Returns:
-        Its metrics.
-    """
+    """Run an evaluation on the server of `--server-url` and `--model-name`; return its metrics."""
     parser = CommandParser(description=(type(eval_env).__doc__ or "").partition("\n")[0])
     parser.add_argument("--server-url", default="http://localhost:8000", help="%(default)s")
     parser.add_argument("--model-name", default=None, help="as the server knows it")

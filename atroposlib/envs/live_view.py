@@ -1,17 +1,17 @@
-"""The live view of a running environment: the lowest lines of the terminal, log lines above them.
+"""The live view of a running environment, in the last lines of the terminal, below the log lines.
 
     take_snapshot ──every 0.4 s──► RunView ──┐
     log lines, print ──► LineStream ─────────┴──► terminal, in a thread
 
 The view is written to the terminal itself and log lines to their own streams: W&B records these
-streams, and a view that is redrawn twice a second does not belong there. Only bold, dim and red
-are used; they are readable on light and dark backgrounds.
+streams, and must not record a view that is redrawn twice a second. Bold, dim and red are readable
+on light and dark backgrounds.
 
 Invariants:
-    - While the view is up, nothing else writes to the terminal: `sys.stdout`, `sys.stderr` and
-      the log handlers that write there are diverted, and restored when it ends.
+    - While the view is active, nothing else writes to the terminal: `sys.stdout`, `sys.stderr` and
+      the log handlers that write there are diverted, and restored at the end.
     - The event loop only takes snapshots; a slow or stopped terminal delays a thread.
-    - A view that fails ends itself, and the run continues.
+    - If the view fails, it ends and the run continues.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ __all__ = [
 
 
 class ScoreBar(NamedTuple):
-    """How many scores have one value, or lie in one range."""
+    """Number of scores with one value, or in one range."""
 
     label: str
-    """The value, or where the range begins and ends."""
+    """The value, or both ends of the range."""
     num_scores: int
 
 
 def score_bars(scores: Sequence[float], *, max_bars: int = 5) -> list[ScoreBar]:
-    """Count scores by value when they have few values, else by equal ranges, lowest first.
+    """Count scores by value if they have few values, else by equal ranges, lowest first.
 
     Args:
         scores: finite numbers.
-        max_bars: most values counted one by one, and the number of ranges otherwise.
+        max_bars: maximum number of values, and the number of ranges.
 
     Example:
         score_bars([1.0, -1.0, 1.0]) == [ScoreBar("-1", 1), ScoreBar("1", 2)]
@@ -98,12 +98,7 @@ MAX_COUNTS = 6
 
 
 class RunView:
-    """A snapshot as rich renders it: a panel as wide as the terminal, at most `WIDEST`.
-
-    Args:
-        snapshot: what to show.
-        max_lines: lines of the terminal the panel may take.
-    """
+    """A snapshot as a panel of rich, at most `WIDEST` columns and `max_lines` lines."""
 
     def __init__(self, snapshot: RunSnapshot, *, max_lines: int = 40) -> None:
         self._snapshot = snapshot
@@ -133,15 +128,15 @@ class RunView:
 def view_lines(
     snapshot: RunSnapshot, *, width: int, max_lines: int = 40, ascii_only: bool = False
 ) -> list[Text]:
-    """Return what is shown, line by line, none wider than `width`.
+    """Return the lines of the view.
 
-    When there is less room the histogram goes first, then errors, then the rest from below.
+    If there is less room, the histogram is omitted first, then errors, then the last lines.
 
     Args:
-        snapshot: what to show.
-        width: columns of a line.
-        max_lines: most lines.
-        ascii_only: the terminal can show nothing else.
+        snapshot: the state to show.
+        width: maximum columns of a line.
+        max_lines: maximum number of lines.
+        ascii_only: Whether the terminal shows ASCII only.
     """
     figures = [*_figure_lines(snapshot, width), *_count_lines(snapshot, width)]
     errors = _error_lines(snapshot.errors)
@@ -178,7 +173,6 @@ def _cell(label: str, value: str) -> Text:
 
 
 def _in_columns(cells: list[Text], width: int) -> list[Text]:
-    """Put two cells on a line where both fit."""
     if width < 2 * COLUMN_WIDTH:
         return cells
     lines = []
@@ -284,12 +278,9 @@ def _error_lines(errors: tuple[ErrorLine, ...]) -> list[Text]:
         moment = time.strftime("%H:%M:%S", time.localtime(error.time_s))
         times = f"{error.count}x " if error.count > 1 else ""
         text = inert_line(error.text, max_characters=WIDEST)
-        lines.append(Text.assemble((f"{moment} {times}", "dim"), (text, _style(error))))
+        style = "red" if error.is_error else ""
+        lines.append(Text.assemble((f"{moment} {times}", "dim"), (text, style)))
     return lines
-
-
-def _style(error: ErrorLine) -> str:
-    return "red" if error.is_error else ""
 
 
 logger = logging.getLogger(__name__)
@@ -300,11 +291,10 @@ LONGEST_LAST_DRAW_S = 2.0
 
 
 class TerminalDisplay:
-    """The live view, from `async with` to its end.
+    """Async context manager that shows the live view.
 
     Args:
-        take_snapshot: called on the event loop; None while there is nothing to show yet, which
-            leaves the terminal alone.
+        take_snapshot: called on the event loop; returns None while there is nothing to show.
         stream: the terminal.
         interval_s: seconds between two snapshots.
     """
@@ -320,12 +310,12 @@ class TerminalDisplay:
         self._interval_s = interval_s
         self._stream = stream
         self._console = Console(file=stream)
-        self._frame: LiveRender | None = None  # what stands on the terminal
+        self._frame: LiveRender | None = None  # currently on the terminal
         self._drawing = threading.RLock()
         self._view = RunView(NOTHING_YET)
         self._terminal = contextlib.ExitStack()
-        self._give_back = contextlib.ExitStack()
-        self._lines: list[tuple[TextIO, str]] = []  # and where they were to go
+        self._diversions = contextlib.ExitStack()
+        self._lines: list[tuple[TextIO, str]] = []  # with their original streams
         self._lines_lock = threading.Lock()
         self._printed_at = 0.0
         self._over = asyncio.Event()
@@ -341,7 +331,7 @@ class TerminalDisplay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Draw a last time and leave the picture standing; never waits long for the terminal."""
+        """Draw a last time; waits for the terminal only briefly."""
         self._over.set()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=LONGEST_LAST_DRAW_S)
@@ -354,7 +344,7 @@ class TerminalDisplay:
                     await asyncio.wait_for(self._over.wait(), self._interval_s)
             await self._draw_next()
         except Exception:
-            logger.exception("the live view failed; the run goes on without it")
+            logger.exception("the live view failed; the run continues without it")
         finally:
             await asyncio.to_thread(self._leave)
 
@@ -365,7 +355,7 @@ class TerminalDisplay:
 
     def _draw(self, snapshot: RunSnapshot) -> None:
         if self._frame is None:
-            self._console = self._terminal.enter_context(_console_beside(self._stream))
+            self._console = self._terminal.enter_context(_separate_console(self._stream))
             self._divert()
             self._console.show_cursor(False)
         with self._drawing:
@@ -373,7 +363,7 @@ class TerminalDisplay:
             self._show(view)
 
     def _show(self, view: RunView) -> None:
-        """Print the lines there are, and the view below them, in the place of the last one."""
+        """Replace the last view by the waiting lines and the new view below them."""
         with self._lines_lock:
             lines, self._lines = self._lines, []
         self._printed_at = time.monotonic()
@@ -386,15 +376,14 @@ class TerminalDisplay:
                 stream.flush()
             self._console.print(self._frame)
         else:
-            with self._console:  # one write, so that nothing flickers
+            with self._console:  # one write, which does not flicker
                 self._console.control(erasing)
                 self._console.print(self._frame)
         self._view = view
 
     def _leave(self) -> None:
-        """Give the terminal back."""
-        # Without the lock: a thread that logs meanwhile holds a handler and waits for the lock.
-        self._give_back.close()
+        # Without the lock: a thread that is logging holds a handler and waits for the lock.
+        self._diversions.close()
         with self._drawing:
             if self._frame is not None:
                 self._show(self._view)
@@ -403,19 +392,17 @@ class TerminalDisplay:
             self._terminal.close()
 
     def _divert(self) -> None:
-        """Send what others write to the terminal through this view."""
         for name in ("stdout", "stderr"):
             original = getattr(sys, name)
             if not original.isatty():
                 continue
             above = diverted(original, partial(self._add_line, original), name=name)
-            self._give_back.enter_context(above)
+            self._diversions.enter_context(above)
 
     def _add_line(self, stream: TextIO, line: str) -> None:
-        """Take a line for above the view; several of a moment are printed together."""
         with self._lines_lock:
             self._lines.append((stream, line))
-        # Else a loop that hangs would hide what was logged before it did.
+        # Otherwise a blocked event loop would hide the last lines of the log.
         if time.monotonic() - self._printed_at > 2 * self._interval_s:
             with self._drawing:
                 if self._frame is not None:
@@ -423,8 +410,8 @@ class TerminalDisplay:
 
 
 @contextlib.contextmanager
-def _console_beside(stream: TextIO) -> Iterator[Console]:
-    """A console on the terminal of a stream that goes past the stream itself."""
+def _separate_console(stream: TextIO) -> Iterator[Console]:
+    """Open a console on the terminal of a stream that does not write to the stream object."""
     try:
         descriptor = os.dup(stream.fileno())
     except (OSError, ValueError):  # no real terminal

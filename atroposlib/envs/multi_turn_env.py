@@ -1,30 +1,23 @@
 """`MultiTurnEnv`: an environment whose items are played as conversations.
 
-    get_next_item ─► G x (start_conversation ─► play) ─► postprocess_histories ─► group
+    get_next_item ─► G x (start_conversation ─► play) ─► [G] Rollout ─► group_of_rollouts ─► group
 
-Evaluations play the same conversations on any server that answers chats.
+A rollout has the exact tokens of every turn, from a managed server. Evaluations play the same
+conversations on any server that answers chats.
 
-Playing conversations: turns until the end or a limit, with the exact tokens of every turn.
-
-    Conversation ─► play ─► Rollout ─┐
-    Conversation ─► play ─► Rollout ─┴─► group_of_rollouts ─► tokens, masks, scores, advantages
-
-A conversation belongs to one rollout and is closed when that ends, however it ends.
-
-What samples the turns of a conversation: a managed server with exact tokens, or any chat.
-
-A turn is continued by the text a chat template puts *behind* a reply, never by rendering the reply
-again: a template that trims, drops thinking or rewrites history cannot break the sequence.
+The next prompt is the sequence so far plus the text that the chat template writes *after* a reply.
+The reply is never rendered again: a template that trims, drops thinking or rewrites history cannot
+break the sequence.
 
     sequence so far   <user>…<assistant> r e p l y
-    template shows    <user>…<assistant> MARK </s><user> n e x t <assistant>
+    template output   <user>…<assistant> MARK </s><user> n e x t <assistant>
     next prompt       <user>…<assistant> r e p l y </s><user> n e x t <assistant>
 
-Rewards of turns into advantages of tokens; pure.
+Rewards of turns become advantages of tokens:
 
     rewards [G][T] ─► turn_advantages ─► [G][T] ─► token_advantages ─► [L] for each sequence
 
-Worked example, two rollouts, discount 1, normalised by "returns":
+Example with two rollouts, discount 1, normalized by "returns":
 
     rewards      [0, 1]     [0]
     returns      [1, 1]     [0]        mean 2/3, deviation √2/3
@@ -101,26 +94,25 @@ __all__ = [
 ]
 
 Normalization = Literal["returns", "rewards", "none"]
-"""What is set in relation to the group: the discounted returns, the rewards before they are
-summed, or nothing."""
+"""Values that are normalized within the group: discounted returns, rewards, or none."""
 
 MIN_DEVIATION = 1e-8
-"""A group whose rewards differ by less carries no signal."""
+"""Deviation below which a group has no signal."""
 
 
 class TurnSpan(NamedTuple):
-    """Where one turn's sampled tokens lie in a sequence."""
+    """Positions of one turn's sampled tokens in a sequence."""
 
     turn: int
     """Index of the turn in its rollout."""
     start: int
     """Position of its first token."""
     end: int
-    """Position behind its last token."""
+    """Position after its last token."""
 
 
 def discounted_return(rewards: Sequence[float], *, discount: float = 1.0) -> float:
-    """Return the sum of all rewards of a rollout, later ones discounted once per turn."""
+    """Return the sum of the rewards of a rollout, discounted once per turn."""
     return sum(reward * discount**step for step, reward in enumerate(rewards))
 
 
@@ -130,17 +122,16 @@ def turn_advantages(
     discount: float = 1.0,
     normalization: Normalization = "returns",
 ) -> list[list[float]]:
-    """Turn the rewards of the turns of a group into one advantage per turn.
+    """Convert the rewards of a group to one advantage per turn, from its discounted return.
 
-    A turn is credited with its own reward and the later ones, discounted. Set in relation to the
-    group, equal rewards yield zeros: such a group carries no signal.
+    Normalized values of a group with equal rewards are zeros.
 
     Args:
-        rewards: [G][T] one finite reward per turn; rollouts may differ in their number of turns.
+        rewards: [G][T] one finite reward per turn; T may differ between rollouts.
         discount: weight of the next turn's return, 0 to 1.
         normalization: `returns` subtracts the mean of the returns of all turns of the group and
             divides by their population deviation; `rewards` does so with the rewards, before
-            they are summed (process supervision); `none` gives the returns.
+            they are summed (process supervision); `none` returns the returns.
 
     Returns:
         [G][T] advantages.
@@ -180,15 +171,12 @@ def _standardized(rows: list[list[float]]) -> list[list[float]]:
 def token_advantages(
     masks: Sequence[int], spans: Sequence[TurnSpan], advantages: Sequence[float]
 ) -> list[float]:
-    """Give every sampled token the advantage of its turn.
+    """Return [L] the advantage of each token's turn, 0.0 on masked tokens.
 
     Args:
-        masks: [L] `IGNORE_INDEX` where a token is not trained on.
-        spans: the turns of this sequence.
-        advantages: [T] by turn of the rollout.
-
-    Returns:
-        [L] advantages, 0.0 on masked tokens.
+        masks: [L] `IGNORE_INDEX` on tokens that are not trained.
+        spans: turns of this sequence.
+        advantages: [T] advantages of the turns of the rollout.
     """
     row = [0.0] * len(masks)
     for span in spans:
@@ -199,37 +187,33 @@ def token_advantages(
 
 
 REPLY_MARK = "\ue010reply\ue011"
-"""Stands for a reply while a template shows what it writes behind one; private-use characters."""
+"""Placeholder for a reply in the output of a template, of private-use characters."""
 
 
 @dataclass
 class TokenSequence:
-    """One token sequence of a rollout, with the turns sampled in it."""
+    """One token sequence of a rollout, with its turns."""
 
     tokens: list[int]
-    """[L] ids as the engine reported them, or those of its texts."""
+    """[L] ids from the engine, or those of its texts."""
     masks: list[int]
-    """[L] the id where it was sampled, -100 elsewhere."""
+    """[L] ids of sampled tokens, -100 elsewhere."""
     inference_logprobs: list[float]
     """[L] the policy's logprobs, 1.0 where masked."""
     messages: list[ChatMessage]
-    """The chat, as far as it goes in this sequence."""
+    """The chat of this sequence."""
     spans: list[TurnSpan]
-    """The turns."""
     finish_reason: str | None = None
-    """Why the engine ended the last turn; None where unknown."""
+    """Reason why the engine ended the last turn; None if unknown."""
 
 
 class Written(Protocol):
-    """What a policy wrote."""
+    """A completion, and whether the token limit truncated it."""
 
     @property
-    def text(self) -> str:
-        """The completion."""
-
+    def text(self) -> str: ...
     @property
-    def is_cut(self) -> bool:
-        """Whether the token limit ended it."""
+    def is_cut(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -239,25 +223,25 @@ class _Written:
 
 
 class Policy(Protocol):
-    """What samples the turns."""
+    """Samples the turns of a conversation."""
 
     def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
-        """Return how many tokens the next turn may have; below 1 there is no room."""
+        """Return the maximum number of tokens of the next turn; below 1 there is no room."""
 
     async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
-        """Wait for the next turn."""
+        """Sample the next turn."""
 
     def sequences(self) -> list[TokenSequence]:
-        """Return what was sampled so far, the turns numbered from 0."""
+        """Return the sequences so far, with turns numbered from 0."""
 
 
 class ChatPolicy:
-    """A server asked for chats, without tokens: evaluations, and other people's models.
+    """A server that answers chats, without tokens, for evaluations.
 
     Args:
-        server: anything with `chat_completion`.
-        tokenizer: measures prompts.
-        sampling: what else each request carries, as `temperature` or `split`.
+        server: an object with `chat_completion`.
+        tokenizer: tokenizer for the length of prompts.
+        sampling: further parameters of each request, such as `temperature` or `split`.
     """
 
     def __init__(self, server: Any, tokenizer: Any, **sampling: Any) -> None:
@@ -266,11 +250,9 @@ class ChatPolicy:
         self._sampling = sampling
 
     def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
-        """Return the tokens left behind the rendered chat."""
         return completion_budget(self._tokenizer, chat, max_token_length=max_tokens)
 
     async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
-        """Wait for the answer to a chat."""
         answer = await self._server.chat_completion(
             messages=list(chat), n=1, max_tokens=max_tokens, **self._sampling
         )
@@ -278,17 +260,16 @@ class ChatPolicy:
         return _Written(choice.message.content or "", choice.finish_reason == "length")
 
     def sequences(self) -> list[TokenSequence]:
-        """Return nothing: there are no tokens."""
         return []
 
 
 class TokenPolicy:
-    """A managed server that continues one sequence by its tokens, turn after turn.
+    """A managed server that continues a sequence turn by turn.
 
     Args:
-        managed: the session; used by this conversation alone.
-        tokenizer: renders prompts.
-        sampling: what else each request carries, as `temperature`.
+        managed: a session for this conversation only.
+        tokenizer: tokenizer for rendering prompts.
+        sampling: further parameters of each request, such as `temperature`.
     """
 
     def __init__(self, managed: Any, tokenizer: Any, **sampling: Any) -> None:
@@ -302,7 +283,6 @@ class TokenPolicy:
         self._num_turns = 0
 
     def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
-        """Return the tokens left behind the sequence and what the chat adds to it."""
         added = self._added_text(chat)
         if self._node is None or added is None:
             prompt = render_messages(self._tokenizer, chat)
@@ -313,7 +293,7 @@ class TokenPolicy:
         return max_tokens - num_tokens - RESERVED_TOKENS
 
     async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
-        """Wait for the next turn; a chat that does not go on from the last starts a sequence."""
+        """Sample the next turn; a chat that does not continue the last one starts a sequence."""
         added = self._added_text(chat)
         if self._node is None or added is None:
             self._finish_sequence()
@@ -322,8 +302,8 @@ class TokenPolicy:
             prompt = self._node.full_text + added
         known_length = 0 if self._node is None else len(self._node.tokens)
         sampling = {"n": 1, "max_tokens": max_tokens, **self._sampling}
-        if getattr(self._managed, "is_text_only", False):  # which servers of users need not have
-            # A provider renders chats by itself, perhaps with another template.
+        if getattr(self._managed, "is_text_only", False):  # custom servers may lack it
+            # A provider renders chats itself, maybe with another template.
             [answer] = await ask(self._managed, self._tokenizer, chat, **sampling)
         else:
             [answer] = await complete(self._managed, prompt, chat=chat, **sampling)
@@ -336,15 +316,11 @@ class TokenPolicy:
         return _Written(answer.completion, answer.finish_reason == "length")
 
     def sequences(self) -> list[TokenSequence]:
-        """Return the sequences in the order they were started."""
         current = self._current_sequence()
         return self._finished if current is None else [*self._finished, current]
 
     def _added_text(self, chat: Sequence[ChatMessage]) -> str | None:
-        """Return what the template writes behind the last turn; None when the chat is another.
-
-        Raises nothing of its own; a template may refuse the roles it is given.
-        """
+        """Return the template's text after the last turn; None if the chat does not continue it."""
         length = len(self._chat)
         if self._node is None or length == 0 or list(chat[:length]) != self._chat:
             return None
@@ -375,7 +351,7 @@ class TokenPolicy:
 
 
 def _start_of_last_run(masks: Sequence[int], at_least: int) -> int:
-    """Return where the sampled tokens at the end begin, not before `at_least`."""
+    """Return the start of the sampled tokens at the end, at least `at_least`."""
     start = len(masks)
     while start > at_least and masks[start - 1] != IGNORE_INDEX:
         start -= 1
@@ -384,34 +360,33 @@ def _start_of_last_run(masks: Sequence[int], at_least: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a conversation that does not end by itself."""
+    """Limits of a conversation."""
 
     max_turns: int = 8
     """Turns of the policy."""
     max_tokens: int = 2048
-    """Tokens of one whole sequence, prompt included; it stays a little shorter."""
+    """Tokens of one sequence, including the prompt; a few of them remain unused."""
     max_turn_tokens: int | None = None
-    """Tokens of one turn; None leaves what is left of `max_tokens`."""
+    """Tokens of one turn; None allows the rest of `max_tokens`."""
     timeout_s: float | None = None
-    """Seconds for the whole conversation; None waits."""
+    """Seconds of the whole conversation; None: no limit."""
 
 
 @dataclass
 class Rollout:
-    """What became of one conversation."""
+    """The record of one conversation."""
 
     sequences: list[TokenSequence] = field(default_factory=list)
     """One, or one for each history; none without exact tokens or without a turn."""
     rewards: list[float] = field(default_factory=list)
     """[T] one per turn."""
     reward_parts: list[dict[str, float]] = field(default_factory=list)
-    """[T] named parts of each reward, before they were weighed; empty where it was a number."""
+    """[T] unweighted parts of each reward; empty if it is a number."""
     messages: list[ChatMessage] = field(default_factory=list)
-    """The chat at the end."""
+    """The final chat."""
     outcome: Outcome = "done"
-    """How it ended."""
     conversation: Conversation | None = None
-    """What was played, in its last state."""
+    """The conversation, in its final state."""
 
 
 async def play(
@@ -423,18 +398,18 @@ async def play(
 ) -> Rollout:
     """Play a conversation to its end or to a limit.
 
-    A turn cut by a token limit ends it unanswered: a cut move is not played. Whatever happens,
-    `conversation.close` is awaited. Cancelling is safe.
+    A turn that is truncated by a token limit ends it without a reply. `conversation.close` is
+    always awaited. Cancelling is safe.
 
     Args:
-        conversation: used by this call alone.
-        policy: writes the turns.
-        limits: what ends it.
-        reward_weights: of the named parts of rewards; a part without one counts as it is.
+        conversation: used by this call only.
+        policy: samples the turns.
+        limits: limits of the conversation.
+        reward_weights: weights of the named parts of rewards; 1 by default.
 
     Raises:
-        TimeoutError: not one turn was written within `limits.timeout_s`.
-        Exception: what the conversation or the inference server raised.
+        TimeoutError: no turn was written within `limits.timeout_s`.
+        Exception: an exception of the conversation or the inference server.
     """
     if inspect.iscoroutine(conversation):
         conversation.close()  # otherwise Python warns that it was never awaited
@@ -510,9 +485,9 @@ async def _play_turns(
     return "out_of_turns"
 
 
-def _add_reward(rollout: Rollout, reward: Any, weights: Mapping[str, float], said: str) -> None:
-    """Add to the reward of the last turn; `said` is how an error goes on after the class name."""
-    weighed = weigh(reward, weights, f"{type(rollout.conversation).__name__}.{said}")
+def _add_reward(rollout: Rollout, reward: Any, weights: Mapping[str, float], source: str) -> None:
+    """Add to the reward of the last turn; an error starts with the class name and `source`."""
+    weighed = weigh(reward, weights, f"{type(rollout.conversation).__name__}.{source}")
     rollout.rewards[-1] += weighed.total
     parts = rollout.reward_parts[-1]
     for name, value in weighed.parts.items():
@@ -537,7 +512,7 @@ def _next_chat(
 
 
 def parts_of(rollout: Rollout, *, discount: float) -> dict[str, float]:
-    """Return the discounted sum of each named part of a rollout's rewards, before weighing."""
+    """Return the discounted sum of each unweighted part of a rollout's rewards."""
     names = dict.fromkeys(name for parts in rollout.reward_parts for name in parts)
     return {
         name: discounted_return(
@@ -555,17 +530,17 @@ def group_of_rollouts(
     generation_params: Mapping[str, Any] | None = None,
     include_messages: bool = False,
 ) -> ScoredDataGroup:
-    """Put the rollouts of one item together, each turn's tokens with its advantage.
+    """Combine the rollouts of one item, with the advantage of its turn for each token.
 
-    A rollout's score is its discounted return; the named parts of its rewards are summed likewise.
-    Rollouts of several sequences give a row for each; `group_overrides` then names their number.
+    The score of a rollout is its discounted return, and the parts of its rewards are summed in the
+    same way. A rollout of several sequences gives a row for each; `group_overrides` has the total.
 
     Args:
-        rollouts: [G], each with a sequence.
-        discount: of later turns, in scores and advantages.
+        rollouts: [G] rollouts with at least one sequence.
+        discount: weight of the next turn's return, 0 to 1.
         normalization: see `turn_advantages`.
         generation_params: sampling settings, for the record.
-        include_messages: add the chats.
+        include_messages: Whether to add the chats.
     """
     by_turn = turn_advantages(
         [rollout.rewards for rollout in rollouts], discount=discount, normalization=normalization
@@ -600,17 +575,14 @@ logger = logging.getLogger(__name__)
 
 
 class MultiTurnEnvConfig(BaseEnvConfig):
-    """Limits of a conversation, and how the rewards of its turns become advantages.
-
-    `max_token_length` is the limit of a whole conversation, not of one turn.
-    """
+    """Limits and rewards of conversations; `max_token_length` limits a whole conversation."""
 
     max_turns: int = Field(8, ge=1, description="Turns of the policy in one conversation.")
     max_turn_tokens: int | None = Field(
-        None, ge=1, description="Tokens of one turn; None leaves what the conversation has left."
+        None, ge=1, description="Token limit of one turn; None: the rest of the conversation's."
     )
     conversation_timeout_s: float | None = Field(
-        None, gt=0, description="Seconds one conversation may take; None waits."
+        None, gt=0, description="Time limit of one conversation in seconds; None: no limit."
     )
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
     eval_temperature: float = Field(0.0, ge=0, description="Sampling temperature of evaluations.")
@@ -619,20 +591,20 @@ class MultiTurnEnvConfig(BaseEnvConfig):
     )
     reward_weights: RewardWeights = Field(
         default_factory=dict,
-        description="Weights of the named parts of a reward, by name; a part without one counts 1.",
+        description="Weights of the named parts of a reward, by name; the default weight is 1.",
     )
     advantage_normalization: Normalization = Field(
         "returns",
-        description="What is set in relation to the group: the turns' returns, their rewards "
-        "before they are summed, or none of them.",
+        description="Values that are normalized within the group: the turns' returns, their "
+        "rewards before they are summed, or none.",
     )
 
 
 class MultiTurnEnv(BaseEnv):
-    """Write `start_conversation` and `get_next_item`; `eval_items` for evaluations.
+    """Implement `start_conversation` and `get_next_item`; `eval_items` for evaluations.
 
     Attributes:
-        rollouts_since_log: finished rollouts whose figures the next log carries.
+        rollouts_since_log: finished rollouts since the last log.
     """
 
     env_config_cls = MultiTurnEnvConfig
@@ -647,11 +619,11 @@ class MultiTurnEnv(BaseEnv):
         """Return a new conversation about an item; called for each of the G rollouts."""
 
     def eval_items(self) -> Sequence[Item]:
-        """Return the items `evaluate` plays; none by default."""
+        """Return the items for `evaluate`; none by default."""
         return ()
 
     async def collect_trajectory(self, item: Item) -> tuple[Rollout, list[Item]]:
-        """Play one conversation about an item on a server that gives token ids."""
+        """Play one conversation about an item on a managed server."""
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             policy = TokenPolicy(managed, self.tokenizer, temperature=self.config.temperature)
             rollout = await play(
@@ -663,11 +635,7 @@ class MultiTurnEnv(BaseEnv):
         return rollout, []
 
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
-        """Put the conversations about one item together; None when one has no turn.
-
-        Args:
-            trajectories: [G] from `collect_trajectory`, fewer when stragglers were left out.
-        """
+        """Combine the [G] conversations about one item; return None if one has no turn."""
         if not all(rollout.sequences for rollout in trajectories):
             logger.warning(
                 "item skipped: its first prompt leaves no room in max_token_length (%d)",
@@ -716,7 +684,7 @@ class MultiTurnEnv(BaseEnv):
         await self.wandb_log(metrics)
 
     async def play_for_evaluation(self, item: Item) -> Rollout:
-        """Play one conversation on any server that answers chats."""
+        """Play one conversation on a server that answers chats."""
         policy = ChatPolicy(
             self.server, self.tokenizer, temperature=self.config.eval_temperature, split="eval"
         )
@@ -733,20 +701,20 @@ class MultiTurnEnv(BaseEnv):
         check_weight_names(self.config.reward_weights, given, f"{owner}.reply")
 
     def score_of(self, rollout: Rollout) -> float:
-        """Return what an evaluated conversation is worth: its return unless overridden."""
+        """Return the score of an evaluated conversation; the default is its return."""
         return discounted_return(rollout.rewards, discount=self.config.reward_discount)
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
-        """Return the figures of finished rollouts; override it to add those of a game.
+        """Return metrics of finished rollouts; override it to add those of a game.
 
         Args:
-            rollouts: since the last log, or of one evaluation; their `conversation` is the game.
-            area: `train` or `eval`, for the names.
+            rollouts: rollouts since the last log, or of one evaluation.
+            area: first part of the names, `train` or `eval`.
         """
         return rollout_metrics(rollouts, area, discount=self.config.reward_discount)
 
     def limits(self) -> Limits:
-        """Return the limits of a conversation under the settings of this run and its trainer."""
+        """Return the limits of a conversation, from the settings and the trainer."""
         max_tokens = self.config.max_token_length
         if self.max_token_len > 0:
             max_tokens = min(max_tokens, self.max_token_len)
@@ -758,7 +726,6 @@ class MultiTurnEnv(BaseEnv):
         )
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the figures of the conversations since the last log."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         finished, self.rollouts_since_log = self.rollouts_since_log, []
         metrics.update(self.metrics_of(finished, "train"))
@@ -766,7 +733,7 @@ class MultiTurnEnv(BaseEnv):
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], area: str, *, discount: float) -> dict[str, float]:
-    """Return mean return, mean number of turns and share of finished conversations."""
+    """Return mean return, mean number of turns and fraction of finished conversations."""
     if not rollouts:
         return {}
     returns = [discounted_return(rollout.rewards, discount=discount) for rollout in rollouts]

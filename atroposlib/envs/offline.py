@@ -1,9 +1,7 @@
-"""Running an environment without a trajectory service: `process` and `evaluate`.
+"""Run an environment without a trajectory service: `process` and `evaluate`.
 
-Both drive an environment from outside and call every hook on it, so that overrides take part.
-
-    process: items -> concurrent rollouts -> groups with gold answers, in the order of the items
-             -> JSONL, until enough; then a page of them
+process: items -> concurrent rollouts -> groups with gold answers, in the order of the items
+         -> JSONL; at the end an HTML page of the file
 """
 
 from __future__ import annotations
@@ -19,14 +17,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.rollouts import (
-    Delivery,
-    as_pair,
-    mark_tokenized_from_text,
-    stamp_finish_reasons,
-)
+from atroposlib.envs.rollouts import Delivery, annotate_groups, as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
-from atroposlib.envs.scheduler import DrivenEnv, cancelled, expect_engine_tokenizer, setup_error_of
+from atroposlib.envs.scheduler import DrivenEnv, expect_engine_tokenizer, setup_error_of
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.service_session import EngineWatch, Registration
 from atroposlib.errors import InferenceError, NoDataError
@@ -38,15 +31,13 @@ __all__ = ["ProcessRun", "evaluate_once"]
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_GROUPS_IN_A_ROW = 100
-"""`process` gives up after so many items without data; without a limit it would never end."""
+"""Number of items in a row without data after which `process` ends."""
 
 MAX_UNWRITTEN = 4
-"""Groups started for each that may run at once: finished ones wait for those before them."""
+"""Unwritten groups per running one: finished groups wait for those of earlier items."""
 
 
 class _Rollout(NamedTuple):
-    """What came of one item under `process`."""
-
     item: Any
     collected: Any
     duration_s: float
@@ -56,10 +47,10 @@ class ProcessRun:
     """One run of `process`.
 
     Args:
-        env: The environment; its `process` command has set how many groups to make.
+        env: The environment; `process` has set its number of groups.
         reporter: Counts groups and opens the metrics.
         registration: Holds the number of groups made as `curr_step`.
-        delivery: Knows which groups were dropped as unusable.
+        delivery: Counts unusable groups.
     """
 
     def __init__(
@@ -77,7 +68,7 @@ class ProcessRun:
         self._scores: list[list[Any]] = []
 
     async def run(self) -> None:
-        """Make the groups, write them and a page of them; see `BaseEnv.process_manager`."""
+        """Implement `BaseEnv.process_manager`."""
         env, reasons = self._env, self._errors
         async with AsyncExitStack() as ending:  # runs from the last line to the first
             logging.getLogger().addHandler(reasons)
@@ -110,7 +101,7 @@ class ProcessRun:
             )
 
     async def _deliver_finished(self, started: deque[asyncio.Task[_Rollout]]) -> None:
-        """Write the finished groups of later items when an earlier one ends the run."""
+        """Write the finished groups of later items after an earlier item ended the run."""
         for task in started:
             if not task.done() or task.cancelled() or task.exception() is not None:
                 continue
@@ -118,10 +109,10 @@ class ProcessRun:
                 await self._write_rollout(task.result())
 
     async def _deliver_in_order(self, started: deque[asyncio.Task[_Rollout]]) -> None:
-        """Roll out as many items at once as `max_num_workers` allows; write groups in item order.
+        """Roll out up to `max_num_workers` items at once; write groups in item order.
 
         Args:
-            started: rollouts whose groups are not written yet, in item order; changed in place.
+            started: rollouts with unwritten groups, in item order; changed in place.
         """
         num_empty, has_items = 0, True
         while self._registration.curr_step < self._env.n_groups_to_process:
@@ -165,7 +156,7 @@ class ProcessRun:
             self._report_processed_groups(collected, duration_s=duration_s)
 
     async def _start_rollouts(self, started: deque[asyncio.Task[_Rollout]]) -> bool:
-        """Start what may start; tell whether there may be more items."""
+        """Start rollouts; return False if no items are left."""
         most = max(1, self._registration.max_num_workers)
         while True:
             num_running = sum(not task.done() for task in started)
@@ -174,7 +165,7 @@ class ProcessRun:
             if num_wanted <= 0 or num_running >= most or len(started) >= MAX_UNWRITTEN * most:
                 return True
             if is_failed:
-                return True  # what it raised ends the run once the groups before it are written
+                return True  # its error ends the run after the groups before it are written
             item = await settle(self._env.get_next_item())
             if item is None:
                 return False
@@ -191,15 +182,14 @@ class ProcessRun:
                     collected = await settle(self._env.postprocess_histories(collected))
         finally:
             self._reporter.run_figures.end_item(number)
-        stamp_finish_reasons(collected, sampled)
-        mark_tokenized_from_text(collected, has_text=sampled.has_text)
+        annotate_groups(collected, sampled)
         return _Rollout(item, collected, time.monotonic() - started_at)
 
     async def _add_gold_answer(self, collected: Any, item: Any) -> None:
-        """Write the gold answer of an item into its groups, to compare scores with."""
+        """Add the gold answer of an item to its groups."""
         try:
             gold = await settle(self._env.check_gold_answer(item))
-        except Exception:  # a hook of the author's; the groups are worth having without it
+        except Exception:  # an author's hook; the groups are useful without its answer
             logger.warning("check_gold_answer failed; the group has no gold answer", exc_info=True)
             return
         if gold is None:
@@ -229,7 +219,7 @@ class ProcessRun:
         )
 
     def _report_scores(self) -> None:
-        """Log the mean score, and how many groups give a trainer nothing to compare."""
+        """Log the mean score and the number of groups with equal scores."""
         numbers = [s for scores in self._scores for s in scores if isinstance(s, Real)]
         if not numbers:
             return
@@ -248,12 +238,12 @@ class ProcessRun:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Write the page; a run that failed before its first group leaves neither page nor file."""
+        """Write the page, or remove the empty file of a run that failed before its first group."""
         if self._delivery.jsonl_writer is None:
             return
         path = self._delivery.jsonl_writer.path
         if error is not None and path.stat().st_size == 0:
-            path.unlink()  # or the next run would have to take another name
+            path.unlink()  # otherwise the next run would need another name
             return
         from atroposlib.frontend.jsonl2html import generate_html
 
@@ -262,7 +252,7 @@ class ProcessRun:
 
 
 async def evaluate_once(env: DrivenEnv, reporter: Reporter) -> None:
-    """Set up and evaluate once, without a service; see `BaseEnv._run_evaluate`."""
+    """Implement `BaseEnv._run_evaluate`."""
     async with AsyncExitStack() as ending:  # runs from the last line to the first
         ending.push(env._close_records)
         ending.push_async_callback(env._run_close_hook)
@@ -281,21 +271,12 @@ async def while_engines_stay(env: DrivenEnv, work: Coroutine[Any, Any, None]) ->
     """Await `work`, which needs an inference server.
 
     Raises:
-        InferenceError: No server was up for `engine_timeout`, once one had answered.
+        InferenceError: no server was up for `engine_timeout`, once one had answered.
     """
     watch = EngineWatch.of(env.server)
     limit_s = env.config.engine_timeout
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(watch.wait_until_away(limit_s))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
+    if not await watch.guard(work, limit_s=limit_s):
         raise InferenceError(
-            f"no inference server was up for {limit_s:g} s ({watch.names}); start "
-            "it, then this command again. --env.engine_timeout sets how long is waited, 0 "
-            "without limit"
+            f"no inference server was up for {limit_s:g} s ({watch.names}); start it, then this "
+            "command again. --env.engine_timeout sets the time limit, 0 waits without limit"
         )
-    finally:
-        await cancelled(watching)
-        await cancelled(working)

@@ -1,23 +1,21 @@
 """Metrics, rollout tables, evaluation results and checkpoints of an environment.
 
-`Reporter` is a member of every environment: it holds the metric buffers and counters of the
-contract (`completion_lengths`, `task_duration`, ...), the metrics log and the recent figures that
-the live view shows. It calls `create_rollout_table` and `perf_stats` on its environment, so that
-overrides take part.
+`Reporter` is a member of every environment: it holds the public metric buffers and counters
+(`completion_lengths`, `task_duration`, ...) and the metrics log. It calls `create_rollout_table`
+and `perf_stats` on its environment, so that overrides apply.
 
     rollouts, drops, failures -> buffers -> wandb_log -> W&B, metrics.jsonl, TensorBoard
 
-`RunFigures` holds recent groups, tokens, scores and staleness; memory is bounded whatever the
-length of the run, and adding costs O(1).
+`RunFigures` holds recent groups, tokens, scores and staleness for the live view, in bounded memory.
 
 A checkpoint is one JSON object per trainer step:
 
     <checkpoint_dir>/env_checkpoints/<prepend>/step-<step>.json
 
-`prepend` is the name the service gave the environment: its own name and a number. A restarted
-environment gets the next number, so loading also looks at the other numbers of the same name.
+`prepend` is the registered name: the environment's name and a number. A restarted environment gets
+the next number, so loading also searches the other numbers of the same name.
 
-A reward may consist of named parts, which are weighed, summed and logged: `{"answer": 1.0,
+A reward may consist of named parts, which are weighted, summed and logged: `{"answer": 1.0,
 "format": 0.5}` with the weights `{"format": 0.2}` is 1.1.
 """
 
@@ -73,73 +71,70 @@ __all__ = [
 ]
 
 Reward: TypeAlias = float | Mapping[str, float]
-"""What an author's method returns: a number, or numbers by the name of a part."""
+"""Return value of a scoring method: a number, or numbers by part name."""
 
 
-def as_number(value: Any, said: str) -> float:
-    """Return what an author's method gave as a float.
+def as_number(value: Any, source: str) -> float:
+    """Return a value of an author's method as a float.
 
     Args:
-        value: what it gave.
-        said: how the error begins, as `MyEnv.score returned`.
+        value: the value.
+        source: start of the error message, such as `MyEnv.score returned`.
 
     Raises:
-        TypeError: it is not a number; a string with a number in it is refused too.
+        TypeError: it is not a number; strings are rejected.
     """
     try:
         if not isinstance(value, str | bytes):
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise TypeError(f"{said} {value!r}; expected a number")
+    raise TypeError(f"{source} {value!r}; expected a number")
 
 
 RewardWeights: TypeAlias = dict[str, Annotated[float, Field(allow_inf_nan=False)]]
 
 
 class WeighedReward(NamedTuple):
-    """One reward, summed."""
+    """The weighted sum of a reward."""
 
     total: float
     parts: dict[str, float]
-    """By name, before they were weighed; empty where the reward was a number."""
+    """Unweighted parts by name; empty if the reward was a number."""
 
 
-def weigh(reward: Any, weights: Mapping[str, float], said: str) -> WeighedReward:
-    """Sum a reward by the weights of its parts; a part without a weight counts as it is.
+def weigh(reward: Any, weights: Mapping[str, float], source: str) -> WeighedReward:
+    """Return the weighted sum of the parts of a reward.
 
     Args:
-        reward: what an author's method gave, a number or numbers by name.
-        weights: by name of a part; a reward that is a number has no parts and is not weighed.
-        said: how an error begins, as `MyEnv.score returned`.
+        reward: value of an author's method: a number, which has no parts, or numbers by name.
+        weights: weight of each part; 1 by default.
+        source: start of the error message, such as `MyEnv.score returned`.
 
     Raises:
         TypeError: the reward, or one of its parts, is not a number.
     """
     if not isinstance(reward, Mapping):
-        return WeighedReward(as_number(reward, said), {})
+        return WeighedReward(as_number(reward, source), {})
     if not reward:
-        raise TypeError(f"{said} an empty mapping; expected a number, or numbers by name")
+        raise TypeError(f"{source} an empty mapping; expected a number, or numbers by name")
     parts: dict[str, float] = {}
     for name, value in reward.items():
         if not isinstance(name, str):
-            raise TypeError(f"{said} a part named {name!r}; expected a string as its name")
-        parts[name] = as_number(value, f"{said} as the part {name!r}")
+            raise TypeError(f"{source} a part named {name!r}; expected a string as its name")
+        parts[name] = as_number(value, f"{source} as the part {name!r}")
     return WeighedReward(sum(weights.get(n, 1.0) * value for n, value in parts.items()), parts)
 
 
 def check_weight_names(
     weights: Mapping[str, float], parts: Iterable[Mapping[str, float]], method: str
 ) -> None:
-    """Refuse a weight whose part is in none of the rewards of a group.
+    """Raise `ConfigError` if a weight has no part in any of the rewards.
 
     Args:
         weights: the setting `reward_weights`.
-        parts: of every reward of the group.
-        method: what gave the rewards, as `MyEnv.score`.
-
-    Raises:
-        ConfigError: names the weight and the parts there are.
+        parts: parts of each reward.
+        method: method that returned the rewards, such as `MyEnv.score`.
     """
     known = sorted({name for row in parts for name in row}) if weights else []
     for name in sorted(weights):
@@ -153,19 +148,16 @@ def check_weight_names(
 
 
 def complete_parts(parts: Sequence[Mapping[str, float]]) -> list[dict[str, float]] | None:
-    """Return [G] parts with the same names everywhere, 0.0 where one was left out.
-
-    None when no reward had parts.
-    """
+    """Return [G] parts with the same names, 0.0 for missing ones; None if no reward has parts."""
     names = list(dict.fromkeys(name for row in parts for name in row))
     return [{name: row.get(name, 0.0) for name in names} for row in parts] if names else None
 
 
 def part_means(parts: Sequence[Mapping[str, float]], area: str) -> dict[str, float]:
-    """Return `<area>/reward/<part>`, the mean of each part over all rewards; empty without parts.
+    """Return the mean of each part, with 0.0 for missing ones, as `<area>/reward/<part>`.
 
     Args:
-        parts: of each reward; a part that one of them lacks counts as 0.0 there.
+        parts: parts of each reward.
         area: `train` or `eval`.
     """
     sums = PartSums()
@@ -180,7 +172,7 @@ class PartSums:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def add(self, parts: Any) -> None:
-        """Add the parts of a group; what is not a finite number by name is left out."""
+        """Add the parts of a group; values that are not finite numbers are skipped."""
         for row in parts if isinstance(parts, list | tuple) else ():
             for name, value in row.items() if isinstance(row, Mapping) else ():
                 if isinstance(value, int | float) and math.isfinite(value):
@@ -188,7 +180,6 @@ class PartSums:
                     self._sums[name] = total + value, count + 1
 
     def means(self, area: str) -> dict[str, float]:
-        """Return `<area>/reward/<part>` by name."""
         return {f"{area}/reward/{name}": total / n for name, (total, n) in self._sums.items()}
 
 
@@ -196,14 +187,14 @@ COUNT_NAMES = {
     "succeeded_task_duration": "train/items_sent_to_api",
     "failed_task_duration": "train/items_rejected",
 }
-"""Buffers whose length is a metric of its own."""
+"""Buffers whose length is a metric, and its name."""
 
 
 def completion_length_metrics(lengths: Sequence[int], *, max_token_len: int) -> dict[str, Any]:
-    """Summarise completion lengths.
+    """Summarize completion lengths.
 
     Args:
-        lengths: one count of trained tokens per trajectory.
+        lengths: number of trained tokens of each trajectory.
         max_token_len: the trainer's limit; `_p95` is the fraction of lengths above 95% of it.
     """
     if not lengths:
@@ -217,10 +208,10 @@ def completion_length_metrics(lengths: Sequence[int], *, max_token_len: int) -> 
 
 
 def duration_metrics(name: str, values: Sequence[float]) -> dict[str, Any]:
-    """Summarise one performance buffer as `train_perf/<name>_mean`, `_std`, `_max`, `_min`.
+    """Summarize a buffer as `train_perf/<name>_mean`, `_std`, `_max`, `_min`.
 
     Args:
-        name: the buffer's name; those of `COUNT_NAMES` add their number of values.
+        name: name of the buffer; those of `COUNT_NAMES` add the number of values.
         values: seconds, or counts.
     """
     metrics: dict[str, Any] = {}
@@ -237,18 +228,18 @@ NUM_RECENT_STALENESS = 128
 
 
 class RunFigures:
-    """Recent figures of one environment.
+    """Recent measurements of one environment.
 
     Args:
         now: clock, seconds.
 
     Attributes:
-        begun_at: when rollouts began, None before.
-        num_groups: groups made since then, dropped ones included.
+        begun_at: time of the first rollout, None before it.
+        num_groups: groups made since then, including dropped ones.
         num_tokens: trained tokens in the well-formed ones of them.
-        recent_scores: the latest scores, of dropped groups too.
+        recent_scores: latest scores, including those of dropped groups.
         recent_staleness: trainer steps between the start of a rollout and its group.
-        is_over: whether rollouts have ended.
+        is_over: Whether all rollouts have ended.
     """
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -259,37 +250,30 @@ class RunFigures:
         self.recent_scores: deque[float] = deque(maxlen=NUM_RECENT_SCORES)
         self.recent_staleness: deque[int] = deque(maxlen=NUM_RECENT_STALENESS)
         self._now = now
-        self._arrivals: deque[tuple[float, int]] = deque()  # when, tokens
+        self._arrivals: deque[tuple[float, int]] = deque()  # time, tokens
         self._counted_from = 0.0
         self._items_begun_at: dict[int, float] = {}
         self._num_items_begun = 0
 
     def begin(self) -> None:
-        """Start the clock: rollouts begin now."""
+        """Start the clock, before the first rollout."""
         if self.begun_at is None:
             self.begun_at = self._counted_from = self._now()
 
     def begin_item(self) -> int:
-        """Note that the rollout of an item begins now; return what `end_item` takes."""
+        """Record the start of an item's rollout; return a number for `end_item`."""
         self._num_items_begun += 1
         self._items_begun_at[self._num_items_begun] = self._now()
         return self._num_items_begun
 
     def end_item(self, number: int) -> None:
-        """Note that the rollout of an item has ended."""
         self._items_begun_at.pop(number, None)
 
     def end(self) -> None:
-        """Note that no rollout runs any more."""
         self.is_over = True
 
     def add_group(self, group: Any, *, num_tokens: int) -> None:
-        """Count a finished group.
-
-        Args:
-            group: its scores are kept; whatever else a malformed one has there is ignored.
-            num_tokens: trained tokens, 0 when they cannot be counted.
-        """
+        """Count a finished group, which may be malformed, with its number of trained tokens."""
         self.num_groups += 1
         self.num_tokens += num_tokens
         self._arrivals.append((self._now(), num_tokens))
@@ -298,7 +282,6 @@ class RunFigures:
             self.recent_scores.extend(_finite_numbers(group.get("scores")))
 
     def add_staleness(self, steps: int) -> None:
-        """Note how many trainer steps went by while a group was made."""
         self.recent_staleness.append(steps)
 
     @property
@@ -308,23 +291,22 @@ class RunFigures:
 
     @property
     def num_items_running(self) -> int:
-        """Items whose rollouts are running."""
         return len(self._items_begun_at)
 
     @property
     def oldest_item_s(self) -> float | None:
-        """Seconds the longest running item has taken; None when nothing runs."""
+        """Seconds since the start of the oldest running item; None if nothing runs."""
         begun_at = min(self._items_begun_at.values(), default=None)
         return None if begun_at is None else self._now() - begun_at
 
     def rates(self) -> tuple[float, float]:
-        """Return groups and tokens per second of the last minute, or of the latest groups."""
+        """Return groups and tokens per second in the last minute, or of the latest groups."""
         self._forget_old()
         span_s = max(self._now() - self._counted_from, 1e-9)
         return len(self._arrivals) / span_s, sum(n for _, n in self._arrivals) / span_s
 
     def _forget_old(self) -> None:
-        """Keep what arrived in the window, and a few more where little arrives."""
+        """Keep the arrivals of the last minute, and at least a few."""
         oldest = self._now() - RATE_WINDOW_S
         while len(self._arrivals) > FEWEST_IN_WINDOW and self._arrivals[0][0] < oldest:
             self._counted_from, _ = self._arrivals.popleft()
@@ -337,7 +319,7 @@ def _finite_numbers(values: Any) -> Iterable[float]:
 
 
 UNNAMED = "env"
-"""Folder of an environment that has no name."""
+"""Folder of an environment without a name."""
 
 STEP_FILE = re.compile(r"step-(\d+)\.json")
 NUMBER_SUFFIX = re.compile(r"_\d+$")
@@ -346,18 +328,13 @@ NUMBER_SUFFIX = re.compile(r"_\d+$")
 def save_env_checkpoint(
     checkpoint_dir: str | Path, prepend: str | None, step: int, data: Mapping[str, Any]
 ) -> Path:
-    """Write the state of an environment at one step.
-
-    The file appears whole or not at all, so a process killed while writing leaves the earlier one.
+    """Write the state of an environment at one step, atomically, and return the path of the file.
 
     Args:
-        checkpoint_dir: the trainer's checkpoint folder; created when missing.
+        checkpoint_dir: the trainer's checkpoint folder; created if missing.
         prepend: registered name of the environment.
         step: trainer step.
         data: attribute name to JSON value; NumPy values are converted.
-
-    Returns:
-        The file written.
 
     Raises:
         ValueError: a value has no JSON form; the message names its key.
@@ -374,22 +351,21 @@ def save_env_checkpoint(
 def load_env_checkpoint(
     checkpoint_dir: str | Path, prepend: str | None, step: int
 ) -> dict[str, Any] | None:
-    """Read the checkpoint of this step, or the newest earlier one under the same name.
+    """Read the checkpoint of this step, or the latest earlier one under the same name.
 
-    Files of later steps are left alone: they belong to a run that went further than this one.
-    A file that cannot be read is skipped with a warning.
+    Files of later steps belong to another run and are ignored. Unreadable files are skipped with a
+    warning.
 
     Args:
         checkpoint_dir: the trainer's checkpoint folder.
-        prepend: registered name of the environment; other numbers of it count as the same name.
-        step: trainer step the environment starts at.
+        prepend: registered name of the environment; its number may differ.
+        step: trainer step at which the environment starts.
 
     Returns:
-        Attribute name to value, or None when nothing fits.
+        Attribute name to value, or None without a checkpoint.
     """
     own = _folder(checkpoint_dir, prepend)
-    exact = own / f"step-{step}.json"
-    for path in [exact, *_earlier_checkpoints(own, step)]:
+    for path in [own / f"step-{step}.json", *_earlier_checkpoints(own, step)]:
         data = _read(path)
         if data is not None:
             return data
@@ -397,9 +373,9 @@ def load_env_checkpoint(
 
 
 def restore_attributes(env: object, data: Mapping[str, Any] | None) -> None:
-    """Set the attributes of `data` that the environment has; name the others in the log."""
+    """Set the attributes of `data` that exist; log the names of the others."""
     for key, value in (data or {}).items():
-        # The file names attributes of the author's class, which only the instance knows.
+        # The attributes are those of the author's class.
         if hasattr(env, key) and not callable(getattr(env, key)):
             setattr(env, key, value)
         else:
@@ -411,7 +387,7 @@ def _folder(checkpoint_dir: str | Path, prepend: str | None) -> Path:
 
 
 def _earlier_checkpoints(own: Path, step: int) -> list[Path]:
-    """Files of all numbers of one name up to a step, the newest first."""
+    """Return the files of all numbers of one name up to a step, latest first."""
     base = NUMBER_SUFFIX.sub("", own.name)
     if not own.parent.is_dir():
         return []
@@ -444,7 +420,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 logger = logging.getLogger(__name__)
 
 OTHER_CLIENTS = frozenset({"aiohttp", "anthropic", "httpx", "litellm", "openai", "requests"})
-"""Packages by which an environment may ask models past its server manager."""
+"""Packages through which an environment may send requests without its server manager."""
 
 
 def dated_run_name(stem: str, *, now: float) -> str:
@@ -454,18 +430,17 @@ def dated_run_name(stem: str, *, now: float) -> str:
 
 
 def _run_opened_elsewhere() -> Any:
-    """The run an environment opened by calling `wandb.init` itself, or None."""
+    """Return the run that an environment opened with `wandb.init`, or None."""
     wandb = sys.modules.get("wandb")
     return None if wandb is None else wandb.run
 
 
 def _is_measured(value: Any) -> bool:
-    """Whether a metric says that something was measured: any value but 0 and NaN."""
     return isinstance(value, int | float) and value != 0 and not math.isnan(value)
 
 
 class ReportedEnv(Protocol):
-    """What the reporter reads and calls on its environment."""
+    """Attributes and methods of an environment that `Reporter` uses."""
 
     name: str | None
     config: BaseEnvConfig
@@ -488,26 +463,22 @@ class ReportedEnv(Protocol):
 
 
 class Reporter:
-    """Holds the metrics of one environment until they are logged, and logs them.
+    """Collects and logs the metrics of one environment.
 
-    Buffers are emptied when they are logged; counters run for the whole life of the environment.
-    Authors may replace a buffer by a new list at any time.
-
-    Args:
-        env: The environment whose metrics these are.
+    Buffers are emptied when they are logged; counters are never reset. Authors may replace a buffer
+    by a new list at any time.
 
     Attributes:
-        run_log: Where the metrics go.
-        run_figures: What was made lately, for the view in the terminal.
+        run_log: Log of the metrics.
+        run_figures: Recent measurements, for the live view.
         errors: Logs each distinct error with its traceback once.
-        drop_counts: Groups not sent, by reason; `drops/<reason>` in the metrics.
+        drop_counts: Dropped groups, by reason; `drops/<reason>` in the metrics.
         failure_counts: Failed rollouts and hooks, by exception name; `failures/<name>`.
         note_counts: Admitted groups with a note, by its name; `groups/tokenized_from_text`.
         straggler_counts: Rollouts that took too long, by outcome; `stragglers/retried`,
             `stragglers/left_out`, `stragglers/given_up`.
         reward_parts_since_log: Means of the `reward_parts` of groups; `train/reward/<part>`.
-        settings_yaml: Effective settings of the command, written next to the metrics; None once
-            they are written, or if there is no command.
+        settings_yaml: Effective settings, to be written next to the metrics; None once written.
     """
 
     def __init__(self, env: ReportedEnv) -> None:
@@ -537,41 +508,34 @@ class Reporter:
         self._num_answered_before: int | None = None
 
     def count_failure(self, name: str) -> None:
-        """Count a failed rollout, evaluation or hook under a name."""
         self.failure_counts[name] += 1
 
     def count_straggler(self, name: str) -> None:
-        """Count a straggling rollout under its outcome."""
         self.straggler_counts[name] += 1
 
     async def tolerate(self, result: Any, hook: str) -> None:
-        """Await a hook without which the run can go on; count and log its failure."""
+        """Await the result of a hook; count and log its exception instead of raising it."""
         try:
             await settle(result)
-        except Exception as error:  # noqa: BLE001 - logged, with its traceback where it is new
+        except Exception as error:  # noqa: BLE001 - counted and logged
             self.count_failure(type(error).__name__)
             self.errors.log(f"{hook} failed", error)
 
     def add_rollout(self, *, duration_s: float, has_data: bool) -> None:
-        """Record how long a rollout took; one without data has failed."""
         self.task_duration.append(duration_s)
         self.task_successful.append(int(has_data))
         durations = self.succeeded_task_duration if has_data else self.failed_task_duration
         durations.append(duration_s)
 
     def name_metrics_file(self, registered_name: str) -> None:
-        """Choose the metrics file unless the config names one, and save the settings next to it."""
+        """Set the path of the metrics, if not configured, and save the settings next to it once."""
         if self.run_log.metrics_path is None:
             self.run_log.metrics_path = Path("logs", registered_name, "metrics.jsonl")
             logger.info("metrics go to %s", self.run_log.metrics_path)
-        self._save_settings(self.run_log.metrics_path)
-
-    def _save_settings(self, metrics_path: Path) -> None:
-        """Write the effective settings beside the metrics, once; `--config` reads them."""
         text, self.settings_yaml = self.settings_yaml, None
         if text is None:
             return
-        path = metrics_path.with_suffix(".settings.yaml")
+        path = self.run_log.metrics_path.with_suffix(".settings.yaml")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
@@ -581,7 +545,6 @@ class Reporter:
             logger.info("all settings are in %s", path)
 
     def start_run_log(self, *, name: str | None) -> None:
-        """Open the metrics log under the project and group of the trainer."""
         self.run_log.start(
             project=self._env.wandb_project or None,
             group=self._env.wandb_group or None,
@@ -590,12 +553,12 @@ class Reporter:
         )
 
     def start_local_run(self) -> None:
-        """Open the metrics of a run without a service, as `process` and `evaluate` need them."""
+        """Open the metrics log of a run without a service."""
         self.name_metrics_file(self._env.desired_name)
         self.start_run_log(name=dated_run_name(self._env.desired_name, now=time.time()))
 
     async def log(self, metrics: dict[str, Any]) -> None:
-        """Log `metrics` and everything since the last call; see `BaseEnv.wandb_log`."""
+        """Implement `BaseEnv.wandb_log`."""
         env = self._env
         limit = env.max_token_len if env.max_token_len > 0 else env.config.max_token_length
         metrics.update(completion_length_metrics(self.completion_lengths, max_token_len=limit))
@@ -619,9 +582,9 @@ class Reporter:
         self.run_log.log(metrics, step=env.curr_step)
 
     def add_rollout_table(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add the kept rollouts as the table `train/rollouts`."""
+        """Implement `BaseEnv.create_rollout_table`."""
         names = ["text", "score", *self._env.rollout_columns]
-        # Environments may keep more than these columns, for tables of their own, or fewer.
+        # Environments may keep more columns, for their own tables, or fewer.
         padding = (None,) * len(names)
         rows = [
             (*row, *padding)[: len(names)] for group in self.rollouts_for_wandb for row in group
@@ -631,7 +594,7 @@ class Reporter:
         return metrics
 
     async def add_rollouts(self, scored_data: ScoredDataGroup, item: Any) -> None:
-        """Keep the first trajectories of a group as `(decoded text, score)` for the table."""
+        """Implement `BaseEnv.add_rollouts_for_wandb`."""
         wanted = self._env.config.num_rollouts_per_group_for_logging
         if wanted == -1:
             wanted = self._env.config.group_size
@@ -649,7 +612,7 @@ class Reporter:
             self.rollouts_for_wandb = self.rollouts_for_wandb[excess:]
 
     def add_durations(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add durations of rollouts and of the loop; a buffer counts with two or more values."""
+        """Add statistics of each buffer that has two or more values."""
         buffers: dict[str, list[Any]] = {
             "task_duration": self.task_duration,
             "succeeded_task_duration": self.succeeded_task_duration,
@@ -673,13 +636,7 @@ class Reporter:
         generation_parameters: Mapping[str, Any] | None,
         **options: Any,
     ) -> None:
-        """Write the result of an evaluation, with what the environment knows filled in.
-
-        `options` are passed on to `atroposlib.envs.eval.evaluate_log`.
-
-        Raises:
-            NoDataError: No request was answered since the evaluation began, and every metric is 0.
-        """
+        """Implement `BaseEnv.evaluate_log`; `options` are passed on to `envs.eval.evaluate_log`."""
         env = self._env
         if model_name is None:
             model_name = getattr(env.config, "model_name", None)  # a field subclasses may add
@@ -700,8 +657,8 @@ class Reporter:
         """Close the metrics log and log the counts of the run.
 
         Args:
-            error: What ended the run; counted as a failure if there was none before.
-            step: Trainer step at which the run ended.
+            error: Error that ended the run, counted if no other failure was; or None.
+            step: Last trainer step of the run.
         """
         if isinstance(error, Exception) and not self.failure_counts:
             self.count_failure(type(error).__name__)
@@ -714,17 +671,17 @@ class Reporter:
         )
 
     def begin_evaluation(self) -> None:
-        """Count the requests answered from now on as those of the evaluation."""
+        """Count the answered requests of an evaluation from now on."""
         self._num_answered_before = self._num_answered()
 
     def _num_answered(self) -> int:
         return self._env.server.num_answered if isinstance(self._env.server, ServerManager) else 0
 
     def require_answers(self, metrics: Mapping[str, Any] | None) -> None:
-        """Refuse the result of an evaluation that had no answer from a model.
+        """Raise `NoDataError` if an evaluation had no answer from a model.
 
         Args:
-            metrics: the result; None: there is none.
+            metrics: its result; None if it has not reported one.
         """
         before, server = self._num_answered_before, self._env.server
         if before is None or not isinstance(server, ServerManager) or self._env.testing:
@@ -732,24 +689,24 @@ class Reporter:
         if self._num_answered() > before:
             return
         if metrics is not None and any(_is_measured(value) for value in metrics.values()):
-            self._num_answered_before = None  # asked through a client of its own
+            self._num_answered_before = None  # requests were sent through another client
             return
         if server.setup_error is not None:
             raise server.setup_error
         if metrics is None and _has_own_client(self._env):
             return
-        how = server.failures_text()
+        failures = server.failures_text()
         text = "the evaluation made no request to a model, so nothing was measured"
-        if how:
-            text = f"the evaluation had no answer from a model: of its requests {how}"
-        if metrics is None and not how:
+        if failures:
+            text = f"the evaluation had no answer from a model: of its requests {failures}"
+        if metrics is None and not failures:
             logger.warning("%s; are there items to evaluate?", text)
             return
         raise NoDataError(f"{text}; no result is reported")
 
 
 def _has_own_client(env: ReportedEnv) -> bool:
-    """Whether an attribute of the environment may have sent requests that are not counted here."""
+    """Whether an attribute of the environment may have sent requests that are not counted."""
     return any(
         isinstance(value, ServerManager)
         or type(value).__module__.partition(".")[0] in OTHER_CLIENTS
@@ -759,7 +716,6 @@ def _has_own_client(env: ReportedEnv) -> bool:
 
 
 def _score_pool_metrics(pool: ScorePool | None) -> dict[str, int]:
-    """Counts of scoring calls so far, `score_pool/<count>`; empty before the first."""
     if pool is None or not pool.counts:
         return {}
     names = ("calls", "timeouts", "crashes", "errors")

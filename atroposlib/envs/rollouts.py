@@ -1,26 +1,26 @@
 """From the rollouts of one item to a delivered group.
 
-`gather_rollouts` runs the G rollouts of an item at the same time. The straggler policy decides what
-happens to rollouts that take longer than the others:
+`gather_rollouts` runs the G rollouts of an item concurrently. The straggler policy selects what
+happens to rollouts that exceed their time limit:
 
-    WAIT     start x G ──────────────────────────────► [G] outcomes
-    RETRY    a rollout past its time is started again, up to N times; then its group is dropped
-    SHRINK   at the time, and once enough are done: the rest is ended, the group goes without it;
-             its size divides G, so that services that put groups of one sender together can
-    GIVE_UP  at the time: the group is given up
+    WAIT     wait for all G outcomes
+    RETRY    restart the rollout, up to N times; then drop the group
+    SHRINK   once enough others are done, cancel it and send the group without it; the size of the
+             group divides G, so that the service can combine groups of one environment
+    GIVE_UP  drop the group
 
-Invariant: every task that is started here has ended, or was told to and is named in the log, when
-the outcome of the group is known; also when the group itself is cancelled.
+Invariant: when the outcome of a group is known, or the group is cancelled, all its tasks have
+ended; the log names a task that ignores its cancellation.
 
-`assemble_group` merges whole trajectories into one group. Other results are returned as a list that
+`assemble_group` merges trajectories into one group. Other results are returned as a list that
 the environment scores later; a result of None means that there is no group.
 
-`check_signal`, `check_lengths` and `Vocabulary` decide whether a group is used. These are pure
-rules, and each reason is the name of a counter, `drops/<reason>` in the metrics.
+`check_signal`, `check_lengths` and `Vocabulary` are the pure rules of admission. Each reason to
+drop a group is the name of a counter, `drops/<reason>` in the metrics.
 
 `Delivery` is a member of every environment. It holds the JSON Lines writer and the number of
 groups sent, and calls `complete_groups`, `add_rollouts_for_wandb` and `_send_scored_data_to_api`
-on its environment, so that overrides take part.
+on its environment, so that overrides apply.
 
     groups -> signal and size -> lengths -> vocabulary -> messages -> table -> JSONL -> service
 """
@@ -33,6 +33,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
@@ -61,42 +62,39 @@ __all__ = [
     "StragglerError",
     "StragglerRule",
     "Vocabulary",
+    "annotate_groups",
     "as_pair",
     "assemble_group",
     "check_lengths",
     "check_signal",
     "completion_lengths",
     "gather_rollouts",
-    "mark_tokenized_from_text",
     "run_group",
-    "stamp_finish_reasons",
-    "stamp_policy_version",
     "wrong_number",
 ]
 
 ENDING_S = 5.0
-"""How long a cancelled rollout may take to end before it is left behind."""
+"""Seconds to wait for cancelled rollouts."""
 
 
 class StragglerError(InferenceError, TimeoutError):
-    """A group was given up because rollouts of it took too long."""
+    """A group was dropped because its rollouts took too long."""
 
 
 @dataclass(frozen=True)
 class StragglerRule:
-    """What happens to rollouts that take longer than others can wait."""
+    """Treatment of rollouts that exceed a time limit; see `BaseEnvConfig`."""
 
     policy: StragglerPolicyEnum = StragglerPolicyEnum.WAIT
     timeout_s: float = 0.0
-    """Seconds one rollout may take before it is a straggler; 0 or less: none ever is."""
+    """Time limit of one rollout in seconds; 0 or less: no limit."""
     retries: int = 0
-    """How often a straggler is started again before its group is dropped."""
+    """Number of restarts before the group is dropped."""
     min_group_size: int = 2
-    """Fewest trajectories a shrunk group may have."""
+    """Minimum number of trajectories of a shrunk group."""
 
     @classmethod
     def from_config(cls, config: BaseEnvConfig) -> StragglerRule:
-        """Read the rule from an environment's settings."""
         return cls(
             policy=config.straggler_policy,
             timeout_s=config.straggler_timeout_s,
@@ -105,12 +103,12 @@ class StragglerRule:
         )
 
     def shrunk_sizes(self, group_size: int) -> list[int]:
-        """Return the sizes a group of G may shrink to, the smallest first."""
+        """Return the sizes to which a group of G may shrink, smallest first."""
         return [n for n in range(max(1, self.min_group_size), group_size) if group_size % n == 0]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether every rollout is waited for, however long it takes."""
+        """Whether rollouts have no time limit."""
         return self.policy == StragglerPolicyEnum.WAIT or self.timeout_s <= 0
 
 
@@ -121,34 +119,31 @@ async def run_group(
     rule: StragglerRule,
     count: Callable[[str], None] = lambda _: None,
 ) -> list[Any]:
-    """Run `start()` a number of times at the same time.
-
-    Cancelling is safe and ends every rollout.
+    """Run `start()` G times concurrently. Cancelling is safe and cancels every rollout.
 
     Args:
         start: one rollout.
-        group_size: [G] rollouts.
-        rule: what happens to stragglers.
-        count: told `retried`, `left_out` or `given_up` for each straggler.
+        group_size: G.
+        rule: treatment of stragglers.
+        count: called with `retried`, `left_out` or `given_up` for each straggler.
 
     Returns:
-        [G] what each rollout returned or, as a value, raised; a divisor of G of them under SHRINK.
+        [G] results or exceptions of the rollouts; under SHRINK, a divisor of G of them.
 
     Raises:
-        StragglerError: the group was given up.
+        StragglerError: the group was dropped.
     """
-    if rule.is_waiting:
+    sizes = rule.shrunk_sizes(group_size)
+    if rule.is_waiting or (rule.policy == StragglerPolicyEnum.SHRINK and not sizes):
         return await asyncio.gather(*(start() for _ in range(group_size)), return_exceptions=True)
     if rule.policy == StragglerPolicyEnum.RETRY:
         return await _run_with_retries(start, group_size, rule, count)
-    sizes = rule.shrunk_sizes(group_size)
-    if rule.policy == StragglerPolicyEnum.SHRINK and not sizes:
-        return await asyncio.gather(*(start() for _ in range(group_size)), return_exceptions=True)
     rollouts = [asyncio.ensure_future(start()) for _ in range(group_size)]
     try:
         _, late = await asyncio.wait(rollouts, timeout=rule.timeout_s)
         if late and rule.policy == StragglerPolicyEnum.GIVE_UP:
-            _count_all(count, "given_up", late)
+            for _ in late:
+                count("given_up")
             raise _given_up(f"{len(late)} of {group_size} rollouts took more than", rule)
         while late and group_size - len(late) < sizes[0]:
             _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +153,8 @@ async def run_group(
     if not late or any(isinstance(outcome, BaseException) for outcome in outcomes):
         return outcomes
     kept = max(size for size in sizes if size <= len(outcomes))
-    _count_all(count, "left_out", range(group_size - kept))
+    for _ in range(group_size - kept):
+        count("left_out")
     return outcomes[:kept]
 
 
@@ -187,7 +183,6 @@ async def _run_with_retries(
 async def _run_until_in_time(
     start: Callable[[], Awaitable[Any]], rule: StragglerRule, count: Callable[[str], None]
 ) -> Any:
-    """Begin a rollout again until it ends in time, at most `retries` times."""
     for tries_left in range(rule.retries, -1, -1):
         rollout = asyncio.ensure_future(start())
         try:
@@ -205,11 +200,6 @@ def _given_up(what: str, rule: StragglerRule) -> StragglerError:
     return StragglerError(f"{what} straggler_timeout_s = {limit:g} s; the group is given up")
 
 
-def _count_all(count: Callable[[str], None], name: str, rollouts: Iterable[object]) -> None:
-    for _ in rollouts:
-        count(name)
-
-
 def _outcome(rollout: asyncio.Future[Any]) -> Any:
     if rollout.cancelled():
         return asyncio.CancelledError()
@@ -217,7 +207,6 @@ def _outcome(rollout: asyncio.Future[Any]) -> Any:
 
 
 async def _end(rollouts: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs and wait for it; what does not obey is named in the log."""
     running = {rollout for rollout in rollouts if not rollout.done()}
     for rollout in running:
         rollout.cancel()
@@ -242,23 +231,21 @@ async def gather_rollouts(
     rule: StragglerRule = StragglerRule(),
     count_straggler: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Any], list[Any]]:
-    """Roll out one item `group_size` times at the same time.
-
-    All rollouts finish before one that raised fails the group, so nothing runs on unowned.
+    """Roll out one item G times concurrently; an exception is raised after all have ended.
 
     Args:
         collect: one rollout; returns `(result, backlog)`, a bare result, or None.
-        item: passed to every rollout as it is.
-        group_size: rollouts to make.
-        rule: what happens to rollouts that lag behind.
-        count_straggler: told what happened to each of them.
+        item: passed to every rollout.
+        group_size: G.
+        rule: treatment of stragglers.
+        count_straggler: called with the outcome of each straggler.
 
     Returns:
-        [G] results, fewer when stragglers were left out, and all backlog items in rollout order.
+        [G] results, fewer without stragglers, and all backlog items in rollout order.
 
     Raises:
-        StragglerError: the group was given up for its stragglers.
-        Exception: the first one a rollout raised; more than one are counted in the log.
+        StragglerError: the group was dropped because of its stragglers.
+        Exception: the first exception of a rollout; the log counts further ones.
     """
     outcomes = await run_group(
         lambda: collect(item), group_size=group_size, rule=rule, count=count_straggler
@@ -274,7 +261,7 @@ async def gather_rollouts(
         )
     if errors:
         if isinstance(errors[0], asyncio.CancelledError):
-            # Passed on as it is, it would look as if this whole group had been cancelled.
+            # Raised unchanged, it would look like a cancellation of the whole group.
             raise RuntimeError("a rollout was cancelled by its own environment") from errors[0]
         raise errors[0]
     pairs = [as_pair(outcome) for outcome in outcomes]
@@ -283,7 +270,7 @@ async def gather_rollouts(
 
 
 def as_pair(outcome: Any) -> tuple[Any, list[Any]]:
-    """Split what a collecting hook returned into result and backlog; both may be left out."""
+    """Split the return value of a collecting hook into result and backlog; both are optional."""
     if isinstance(outcome, tuple) and len(outcome) == 2:
         result, backlog = outcome
         return result, list(backlog or [])
@@ -294,16 +281,16 @@ def assemble_group(results: list[Any], *, is_scored_later: bool) -> Any:
     """Merge the trajectories of one item.
 
     Args:
-        results: [G] what the rollouts returned.
-        is_scored_later: the environment overrides `postprocess_histories` and may build the
-            group there, out of results of any kind.
+        results: [G] results of the rollouts.
+        is_scored_later: Whether the environment overrides `postprocess_histories`, which may build
+            the group from results of any type.
 
     Returns:
         The merged group; or the results that are not None, for `postprocess_histories`; or None
-        when a rollout gave nothing.
+        if a result is None.
 
     Raises:
-        GroupError: a result is not a trajectory and `build_group` is not overridden.
+        GroupError: a result is not a trajectory and `postprocess_histories` is not overridden.
     """
     if results and all(_is_trajectory(result) for result in results):
         group, partial_fields = merge_items(results)
@@ -342,16 +329,15 @@ def _describe(position: int, result: Any) -> str:
 
 
 class Admission(NamedTuple):
-    """The answer to whether a group is used."""
+    """Decision whether a group is used."""
 
     reason: str | None = None
-    """Why it is dropped, as a counter name; None when it is used."""
+    """Reason to drop the group, as a counter name; None if it is used."""
     detail: str = ""
-    """What is wrong with it, for the log."""
+    """Description of the problem, for the log."""
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the group is used."""
         return self.reason is None
 
 
@@ -366,10 +352,10 @@ def check_signal(
     """Check that a group is well-formed, of the right size, and carries a training signal.
 
     Args:
-        group: what an environment returned as a group; may be anything.
-        group_size: [G] trajectories expected; `group_overrides["group_size"]` goes before it.
-        scores_must_differ: drop groups of two or more trajectories with one and the same score.
-        smallest_size: fewest trajectories of a group that lost stragglers; None: none may.
+        group: a value that an environment returned as a group.
+        group_size: expected G; `group_overrides["group_size"]` overrides it.
+        scores_must_differ: Whether to drop groups of two or more trajectories with equal scores.
+        smallest_size: minimum G of a group without stragglers; None requires all trajectories.
 
     Returns:
         Accepted, or a drop for `malformed`, `wrong_size` or `scores_equal`.
@@ -401,11 +387,9 @@ def check_signal(
 
 
 def wrong_number(path: str, values: Sequence[Any]) -> str | None:
-    """Return the error of the first value that is not a number, or None.
+    """Return a message about the first value that is not a number, or None.
 
-    For example `scores[0] is 'right'; expected a number`.
-
-    NumPy's numbers and tensors of one element are numbers; texts are not, whatever they spell.
+    Numbers include those of NumPy and tensors of one element, but not strings.
     """
     for i, value in enumerate(values):
         try:
@@ -416,7 +400,6 @@ def wrong_number(path: str, values: Sequence[Any]) -> str | None:
 
 
 def _wrong_number_of(group: Mapping[str, Any]) -> str | None:
-    """Look at the fields whose numbers `check_group` adds up."""
     wrong = wrong_number("scores", group["scores"])
     rows = group.get("inference_logprobs")
     if wrong or not isinstance(rows, list | tuple):
@@ -434,7 +417,7 @@ def check_lengths(tokens: Sequence[Sequence[int]], *, max_token_len: int) -> Adm
 
     Args:
         tokens: [G][L] token ids.
-        max_token_len: the first length that is refused; 0 or less lifts the limit.
+        max_token_len: smallest length that is too long; 0 or less removes the limit.
 
     Returns:
         Accepted, or a drop for `too_long`.
@@ -447,11 +430,7 @@ def check_lengths(tokens: Sequence[Sequence[int]], *, max_token_len: int) -> Adm
 
 
 class Vocabulary:
-    """The token ids a tokenizer knows, looked up once.
-
-    Args:
-        tokenizer: of the environment. One that does not say what it knows is asked nothing.
-    """
+    """The token ids of a tokenizer, looked up once; one without `len()` accepts every id."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -459,20 +438,13 @@ class Vocabulary:
         self._is_exact = False
 
     def check(self, tokens: Sequence[Sequence[int]]) -> Admission:
-        """Check that every token is one of the tokenizer.
-
-        Args:
-            tokens: [G][L] token ids.
-
-        Returns:
-            Accepted, or a drop for `outside_vocabulary`.
-        """
+        """Check [G][L] token ids; return Accepted, or a drop for `outside_vocabulary`."""
         for i, sequence in enumerate(tokens):
             if len(sequence) == 0 or not self._num_ids:
                 continue
             low, high = min(sequence), max(sequence)
             if high >= self._num_ids and not self._is_exact:
-                # Where ids have gaps the largest is beyond their number; to find it takes long.
+                # If ids have gaps, the largest exceeds their number; finding it is slow.
                 self._num_ids = max(self._num_ids, _largest_id(self.tokenizer) + 1)
                 self._is_exact = True
             if low < 0 or high >= self._num_ids:
@@ -486,10 +458,9 @@ class Vocabulary:
 
 
 def _num_ids(tokenizer: Any) -> int:
-    """Return how many ids a tokenizer says it has, 0 when it says nothing."""
     try:
         return len(tokenizer)
-    except Exception:  # noqa: BLE001 -- authors bring tokenizers of every kind
+    except Exception:  # noqa: BLE001 -- authors use tokenizers of every kind
         return 0
 
 
@@ -501,7 +472,7 @@ def _largest_id(tokenizer: Any) -> int:
 
 
 def completion_lengths(masks: Sequence[Sequence[int]]) -> list[int]:
-    """Return [G] how many tokens of each trajectory are trained on."""
+    """Return [G] numbers of trained tokens."""
     return [
         len(mask) - mask.count(IGNORE_INDEX)
         if isinstance(mask, list | tuple)
@@ -511,16 +482,13 @@ def completion_lengths(masks: Sequence[Sequence[int]]) -> list[int]:
 
 
 class GroupWriter:
-    """Appends groups to a new JSON Lines file, one flushed line each.
+    """Appends groups to a new JSON Lines file, one flushed line each; thread-safe.
 
-    An existing file is never overwritten: `_1`, `_2`, ... is added to the stem of the path asked
-    for. A killed process loses nothing it has written. Safe to call from several threads.
-
-    Args:
-        path: where to write; missing parent folders are created.
+    An existing file is never overwritten: `_1`, `_2`, ... is added to the stem of the path. Missing
+    parent folders are created.
 
     Attributes:
-        path: the file really written.
+        path: the file that is written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -528,25 +496,22 @@ class GroupWriter:
         self._lock = threading.Lock()
 
     def write(self, group: Mapping[str, Any]) -> None:
-        """Add a group as one line and flush it.
-
-        Args:
-            group: NumPy numbers and arrays are converted.
+        """Write a group, with NumPy values converted.
 
         Raises:
-            GroupError: a value has no JSON form or is not finite; the message names its key.
-                Nothing is written then.
+            GroupError: a value has no JSON form or is not finite; the message names its key, and
+                nothing is written.
         """
         try:
             line = encode_mapping(group)
         except ValueError as error:
             raise GroupError(f"the group cannot be written to {self.path}: {error}") from error
-        with self._lock:  # one group stays one line
+        with self._lock:
             self._file.write(line + "\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless."""
+        """Close the file; may be called more than once."""
         self._file.close()
 
 
@@ -555,7 +520,7 @@ def _create_free(wanted: Path) -> tuple[Path, TextIO]:
     path, attempt = wanted, 0
     while True:
         try:
-            # Mode "x" makes the choice of a name atomic among processes.
+            # Mode "x" chooses the name atomically among processes.
             return path, path.open("x", encoding="utf-8")
         except FileExistsError:
             attempt += 1
@@ -563,9 +528,9 @@ def _create_free(wanted: Path) -> tuple[Path, TextIO]:
 
 
 UNUSABLE = ("malformed", "wrong_size", "not_encodable", "outside_vocabulary")
-"""Reasons that lie in the environment's code."""
-NUM_DROPS_TOLD = 10
-"""Drops for one reason that are told each; later ones ever more rarely."""
+"""Reasons that are errors of the environment."""
+NUM_DROPS_LOGGED = 10
+"""Number of drops for one reason that are all logged as warnings; later only some are."""
 DEFAULTED_FIELDS = (
     "ref_logprobs",
     "overrides",
@@ -573,11 +538,11 @@ DEFAULTED_FIELDS = (
     "distill_token_ids",
     "distill_logprobs",
 )
-"""Set to None when an environment leaves them out."""
+"""Set to None if missing."""
 
 
 class DeliveringEnv(Protocol):
-    """What delivery reads and calls on its environment."""
+    """Attributes and methods of an environment that `Delivery` uses."""
 
     config: BaseEnvConfig
     tokenizer: Any
@@ -597,12 +562,12 @@ class Delivery:
     """Admits, records and sends the groups of one environment.
 
     Args:
-        env: The environment whose groups these are.
-        reporter: Counts groups and what happened to them.
-        side_thread: Reads long groups without holding up other rollouts.
+        env: The environment.
+        reporter: Counts groups and drops.
+        side_thread: Thread in which long groups are read, so that other rollouts continue.
 
     Attributes:
-        jsonl_writer: Where admitted groups are saved, or None.
+        jsonl_writer: Writer of admitted groups, or None.
         items_sent_this_step: Groups sent since metrics were last logged.
     """
 
@@ -625,7 +590,7 @@ class Delivery:
         is_sent: bool,
         limits_length: bool,
     ) -> None:
-        """Admit, record and send groups; see `BaseEnv.handle_send_to_api`."""
+        """Implement `BaseEnv.handle_send_to_api`."""
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
         admitted = [
             group
@@ -646,15 +611,17 @@ class Delivery:
             self.jsonl_writer.close()
 
     async def _admit_group(self, group: Any, *, limit_length: bool) -> bool:
-        """Check one group; tell whether it goes on."""
+        """Check one group; return whether it is admitted."""
         _make_plain(group)
-        # In a thread, here and below: reading a long group takes longer than others can wait.
+        config = self._env.config
+        is_shrinking = config.straggler_policy == StragglerPolicyEnum.SHRINK
+        # In a thread, here and below: reading a long group would block other rollouts.
         admission = await self._side_thread.run(
             check_signal,
             group,
-            group_size=self._env.config.group_size,
-            scores_must_differ=self._env.config.ensure_scores_are_not_same,
-            smallest_size=self._smallest_group(),
+            group_size=config.group_size,
+            scores_must_differ=config.ensure_scores_are_not_same,
+            smallest_size=config.min_group_size if is_shrinking else None,
         )
         is_well_formed = admission.reason in (None, "scores_equal")
         lengths = (
@@ -672,15 +639,16 @@ class Delivery:
             if limit_length:
                 admission = check_lengths(group["tokens"], max_token_len=self._env.max_token_len)
         if admission.is_accepted:
-            vocabulary = self._vocabulary_now()
-            admission = await self._side_thread.run(vocabulary.check, group["tokens"])
+            if self._vocabulary is None or self._vocabulary.tokenizer is not self._env.tokenizer:
+                self._vocabulary = Vocabulary(self._env.tokenizer)
+            admission = await self._side_thread.run(self._vocabulary.check, group["tokens"])
         if not admission.is_accepted:
             self._drop_group(admission)
             return False
         return True
 
     async def _record_group(self, group: ScoredDataGroup, item: Item | None) -> bool:
-        """Keep an admitted group for the table and the file; tell whether it goes on."""
+        """Add an admitted group to the table and the file; return whether it can be sent."""
         if self._env.config.include_messages and not group.get("messages"):
             group["messages"] = [
                 [{"role": "user", "content": await decode_long(self._env.tokenizer, tokens)}]
@@ -689,18 +657,6 @@ class Delivery:
         if group.get("tokenized_from_text"):
             self._reporter.note_counts["tokenized_from_text"] += 1
         await settle(self._env.add_rollouts_for_wandb(group, item))
-        return await self._save_group(group)
-
-    def _vocabulary_now(self) -> Vocabulary:
-        if self._vocabulary is None or self._vocabulary.tokenizer is not self._env.tokenizer:
-            self._vocabulary = Vocabulary(self._env.tokenizer)
-        return self._vocabulary
-
-    def _smallest_group(self) -> int | None:
-        is_shrinking = self._env.config.straggler_policy == StragglerPolicyEnum.SHRINK
-        return self._env.config.min_group_size if is_shrinking else None
-
-    async def _save_group(self, group: ScoredDataGroup) -> bool:
         if self.jsonl_writer is None:
             return True
         try:
@@ -711,15 +667,15 @@ class Delivery:
         return True
 
     def num_unusable_groups(self) -> int:
-        """Return how many groups were dropped so far because they were unusable."""
+        """Return the number of groups dropped because of errors of the environment."""
         return sum(self._reporter.drop_counts[reason] for reason in UNUSABLE)
 
     def is_unusable(self, collected: Any, *, before: int) -> bool:
-        """Whether of what a rollout gave every group was dropped as unusable.
+        """Whether all groups of a rollout were dropped because of errors of the environment.
 
         Args:
-            collected: a group, or a list of groups and Nones; it has been handled.
-            before: `num_unusable_groups` before that.
+            collected: a delivered group, or a list of groups and Nones.
+            before: `num_unusable_groups` before the delivery.
         """
         groups = collected if isinstance(collected, list) else [collected]
         num_groups = sum(group is not None for group in groups)
@@ -728,17 +684,17 @@ class Delivery:
     def _drop_group(self, admission: Admission, *, num_groups: int = 1) -> None:
         self._reporter.drop_counts[str(admission.reason)] += num_groups
         count = self._reporter.drop_counts[str(admission.reason)]
-        is_told = count < NUM_DROPS_TOLD or is_milestone(count, added=num_groups)
+        is_shown = count < NUM_DROPS_LOGGED or is_milestone(count, added=num_groups)
         logger.log(
-            logging.WARNING if is_told else logging.DEBUG,
+            logging.WARNING if is_shown else logging.DEBUG,
             "group dropped (%s): %s%s",
             admission.reason,
             admission.detail,
-            f"; {count} so far" if count >= NUM_DROPS_TOLD else "",
+            f"; {count} so far" if count >= NUM_DROPS_LOGGED else "",
         )
 
     async def send(self, scored_data: ScoredDataGroup | list[ScoredDataGroup]) -> None:
-        """Send one group, or several in one request; a refusal is logged and counted."""
+        """Send one group, or several in one request; log and count a rejection."""
         if self._env.service_session is None:
             raise RuntimeError("groups can only be sent while serving; there is no registration")
         num_groups = len(scored_data) if isinstance(scored_data, list) else 1
@@ -750,58 +706,32 @@ class Delivery:
             self._drop_group(Admission("not_encodable", str(error)), num_groups=num_groups)
 
 
-def stamp_policy_version(groups: Any, version: int | None) -> None:
-    """Write into finished groups, in place, under which weights they were sampled.
+def annotate_groups(
+    groups: Any, sampled: SampledVersions, *, policy_version: int | None = None
+) -> None:
+    """Add to the groups of a rollout, in place, how their tokens were sampled.
+
+    Fields that a group already has are kept. Groups whose tokens were made from a server's text are
+    marked `tokenized_from_text` and lose their logprobs. Where only some groups of a rollout have
+    such tokens, they are those without a logprob for a trained token.
 
     Args:
-        groups: what a rollout returned: a group or a list of groups and Nones.
-        version: the oldest version its tokens were sampled under, from the engine where that
-            names its weights, else what the service called the policy when they were asked for;
-            for a rollout that recorded no tokens, when it started. None if unknown. A group
-            that names its version keeps it.
-    """
-    if version is None:
-        return
-    for group in groups if isinstance(groups, list) else [groups]:
-        if isinstance(group, MutableMapping):
-            group.setdefault("policy_version", version)
-
-
-def stamp_finish_reasons(groups: Any, sampled: SampledVersions) -> None:
-    """Write into finished groups, in place, why the engine ended each trajectory's last completion.
-
-    Args:
-        groups: what a rollout returned: a group or a list of groups and Nones. A group that has
-            the field keeps it; one whose tokens were changed after sampling gets none.
-        sampled: what the rollout recorded.
+        groups: result of a rollout: a group or a list of groups and Nones.
+        sampled: record of the rollout.
+        policy_version: oldest version of the weights that sampled the tokens; None if unknown.
     """
     for group in groups if isinstance(groups, list) else [groups]:
-        if isinstance(group, MutableMapping) and group.get("finish_reasons") is None:
-            try:
+        if not isinstance(group, MutableMapping):
+            continue
+        if policy_version is not None:
+            group.setdefault("policy_version", policy_version)
+        if group.get("finish_reasons") is None:
+            # Tokens of another type are reported at admission.
+            with suppress(TypeError, ValueError):
                 reasons = sampled.finish_reasons(group.get("tokens") or ())
-            except (TypeError, ValueError):
-                continue  # not rows of tokens: admission says what is wrong with them
-            if reasons is not None:
-                group["finish_reasons"] = reasons
-
-
-def mark_tokenized_from_text(groups: Any, *, has_text: bool) -> None:
-    """Mark finished groups whose tokens were made from a server's text, in place.
-
-    A group with such tokens carries no logprobs, since they are unknown. Which groups of a rollout
-    they are follows from the logprobs, which are missing where such a token is trained; all
-    of them where an environment sends no logprobs.
-
-    Args:
-        groups: what a rollout returned: a group or a list of groups and Nones.
-        has_text: whether the rollout made tokens from text at all.
-    """
-    if not has_text:
-        return
-    for group in groups if isinstance(groups, list) else [groups]:
-        if isinstance(group, MutableMapping) and _lacks_logprobs(group):
-            group["inference_logprobs"] = None
-            group["tokenized_from_text"] = True
+                group.update({} if reasons is None else {"finish_reasons": reasons})
+        if sampled.has_text and _lacks_logprobs(group):
+            group.update(inference_logprobs=None, tokenized_from_text=True)
 
 
 def _lacks_logprobs(group: Mapping[str, Any]) -> bool:
@@ -816,10 +746,7 @@ def _lacks_logprobs(group: Mapping[str, Any]) -> bool:
 
 
 def _make_plain(group: Any) -> None:
-    """Turn whole fields that are NumPy arrays into lists, in place.
-
-    An empty list in the place of logprobs that were never filled becomes None.
-    """
+    """Convert NumPy arrays to lists, and empty optional rows to None, in place."""
     if not isinstance(group, MutableMapping):
         return
     for field in GROUP_FIELDS:
@@ -830,4 +757,4 @@ def _make_plain(group: Any) -> None:
             try:
                 group[field.name] = to_plain(value)
             except TypeError:
-                continue  # encoding the group reports what is wrong with it
+                continue  # reported when the group is encoded

@@ -1,8 +1,7 @@
-"""The state of a running environment at one moment, and its latest warnings and errors.
+"""The state of a running environment for the live view, and its latest warnings and errors.
 
-`RunSnapshot` is what the live view draws. `RepeatedErrors` logs an error with its traceback once
-and then counts it; `RecentErrors` keeps the latest lines of the log for the view. Importing this
-module does not import rich: plain runs do not need it.
+`RepeatedErrors` logs an error with its traceback once and then counts it; `RecentErrors` keeps the
+latest lines of the log for the view. This module does not import rich.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class ErrorLine:
     """A warning or an error of the log."""
 
     time_s: float
-    """When it came last, seconds since the epoch."""
+    """Time of its latest occurrence, seconds since the epoch."""
     text: str
-    """One line; may hold anything, what a model wrote included."""
+    """One line, untrusted: it may contain text of a model."""
     count: int = 1
-    """How often it came."""
+    """Number of occurrences."""
     is_error: bool = True
     """False for a warning."""
 
@@ -44,70 +43,65 @@ class RunSnapshot:
     """
 
     name: str
-    """As registered."""
     activity: str
-    """What it does, in a few words."""
+    """Current activity, in a few words."""
     elapsed_s: float
-    """Seconds since rollouts began."""
+    """Seconds since the first rollout."""
     step: int
     """Trainer steps done; groups made under `process`."""
     total_steps: int
-    """Where the run ends; negative when it does not."""
+    """Last step of the run; negative without one."""
     step_word: str = "step"
-    """What a step is: `step` or `group`."""
+    """`step`, or `group` under `process`."""
     group_size: int = 1
-    """Rollouts of a group."""
     groups_running: int = 0
     """Groups in the making."""
     most_groups_running: int | None = None
-    """Groups that may be in the making; None where that is one."""
+    """Maximum of `groups_running`; None if unknown."""
     groups_sending: int = 0
-    """Finished groups that are on their way to the service."""
+    """Finished groups that are being sent."""
     oldest_rollout_s: float | None = None
-    """Seconds the longest group in the making has taken; None when nothing runs."""
+    """Seconds since the start of the oldest group in the making; None if nothing runs."""
     groups_done: int = 0
-    """Groups made, dropped ones included."""
+    """Groups made, including dropped ones."""
     groups_per_s: float = 0.0
-    """Of the last minute."""
+    """Rate over the last minute."""
     tokens_done: int = 0
     """Trained tokens of these groups."""
     tokens_per_s: float = 0.0
-    """Of the last minute."""
+    """Rate over the last minute."""
     queue_groups: int | None = None
-    """Groups waiting at the service; None without one."""
+    """Groups in the service's queue; None without a service."""
     queue_batches: float | None = None
-    """The same in batches; None when the batch size is unknown."""
+    """The same in batches; None if the batch size is unknown."""
     staleness_mean: float | None = None
-    """Trainer steps that went by while a group was made; None when nothing is known."""
+    """Mean number of trainer steps during recent rollouts; None if unknown."""
     staleness_max: int | None = None
-    """The most of the latest groups."""
+    """Maximum of the same."""
     scores: tuple[float, ...] = ()
-    """The latest scores, of dropped groups too."""
+    """Latest scores, including those of dropped groups."""
     drops: Mapping[str, int] = field(default_factory=lambda: NOTHING)
-    """Groups dropped, by reason."""
+    """Dropped groups, by reason."""
     failures: Mapping[str, int] = field(default_factory=lambda: NOTHING)
     """Failed rollouts and hooks, by name."""
     stragglers: Mapping[str, int] = field(default_factory=lambda: NOTHING)
-    """Rollouts that took too long, by what became of them."""
+    """Rollouts that took too long, by outcome."""
     errors: tuple[ErrorLine, ...] = ()
-    """The latest warnings and errors, oldest first."""
+    """Latest warnings and errors, oldest first."""
 
 
 MAX_CHARACTERS = 500
 MAX_TEXTS = 10
-"""Different messages of one error that are told each."""
+"""Maximum number of different messages of one error that are logged."""
 MAX_KINDS = 200
-"""Different errors told apart; beyond that all count as one."""
+"""Maximum number of distinguished errors; all others count as one."""
 
 
 class RepeatedErrors:
-    """Logs an error with its traceback once; the same error again is only counted.
+    """Logs each error with its traceback once, and counts its repetitions.
 
-    Errors are the same when they have one type and were raised at one place. Another message of
-    such an error is told in one line, a few times; the count is told at 10, 100 and so on.
-
-    Args:
-        logger: where the lines go.
+    Errors are equal if they have the same type and line of code. The first few new messages of such
+    an error are logged in one line each; the count is logged at 10, 100 and so on.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -116,12 +110,7 @@ class RepeatedErrors:
         self._texts: dict[tuple[str, ...], set[str]] = {}
 
     def log(self, what: str, error: BaseException) -> None:
-        """Log one error.
-
-        Args:
-            what: what failed, in a few words: "a rollout failed".
-            error: what it raised.
-        """
+        """Log one error; `what` describes the failure, such as "a rollout failed"."""
         kind = (what, type(error).__name__, *_place_of(error))
         if kind not in self._counts and len(self._counts) >= MAX_KINDS:
             kind = (what, "others")
@@ -131,10 +120,10 @@ class RepeatedErrors:
             self._texts[kind] = {_without_numbers(text)}
             self._logger.error("%s: %s", what, text, exc_info=error)
             return
-        told = self._texts[kind]
-        is_new = _without_numbers(text) not in told and len(told) < MAX_TEXTS
+        texts = self._texts[kind]
+        is_new = _without_numbers(text) not in texts and len(texts) < MAX_TEXTS
         if is_new:
-            told.add(_without_numbers(text))
+            texts.add(_without_numbers(text))
         if is_new or is_milestone(count):
             name = type(error).__name__
             self._logger.error("%s, %d times so far with %s: %s", what, count, name, text)
@@ -152,10 +141,10 @@ def _without_numbers(text: str) -> str:
 
 
 class RecentErrors(logging.Handler):
-    """A log handler that keeps the latest warnings and errors, equal ones as one.
+    """A log handler that keeps the latest warnings and errors; equal ones count as one.
 
     Args:
-        capacity: lines kept.
+        capacity: maximum number of lines.
     """
 
     def __init__(self, *, capacity: int = 8) -> None:
@@ -173,10 +162,9 @@ class RecentErrors(logging.Handler):
             self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record; a record that cannot be formatted is left to the other handlers."""
         try:
             text = _summary(record)
-        except Exception:  # noqa: BLE001 - the handler that prints the record reports it
+        except Exception:  # noqa: BLE001 - a record with a wrong format; other handlers report it
             return
         known = self._lines.pop(text, None)
         self._lines[text] = ErrorLine(
@@ -190,7 +178,6 @@ class RecentErrors(logging.Handler):
 
 
 def _summary(record: logging.LogRecord) -> str:
-    """What was raised, which says most, and the message."""
     message = record.getMessage()[:MAX_CHARACTERS]
     error = record.exc_info[1] if record.exc_info else None
     if error is None:

@@ -1,7 +1,4 @@
-"""Call an environment's constructor with the arguments it accepts.
-
-Run a coroutine to its end as the work of this process, and answer its signals.
-"""
+"""Construct an environment with the arguments that it accepts, and run it in the foreground."""
 
 from __future__ import annotations
 
@@ -47,20 +44,18 @@ def build_environment(
 ) -> Any:
     """Construct an environment from the settings of a run.
 
-    One bare server config goes in as a list of one. What of `extra` the class has an attribute for
-    is set on the instance before its constructor runs, so that constructors need not pass it on.
-    Constructors that name `slurm` otherwise, such
-    as `slurm_job_id`, get it under their own name, and those that take no names at all get the four
-    by position; an argument that a constructor does not take is left out, with a warning if it was
-    given.
+    A single server config is passed as a list. Entries of `extra` that are attributes of the class
+    are set on the instance before its constructor runs. Constructors that have another name for
+    `slurm`, such as `slurm_job_id`, get it under that name, and those without named parameters get
+    the four arguments by position. Other arguments are omitted, with a warning if they are set.
 
     Args:
         env_cls: The environment's class.
         settings: Effective settings of the run.
-        extra: Further settings, by the name of the attribute or of the constructor's argument.
+        extra: Additional settings, by the name of an attribute or a constructor argument.
 
     Raises:
-        ConfigError: the class lacks methods that its author must write.
+        ConfigError: the class lacks abstract methods.
     """
     missing = missing_methods(env_cls)
     if missing:
@@ -78,7 +73,7 @@ def build_environment(
     extra = extra or {}
     attributes = {name: value for name, value in extra.items() if hasattr(env_cls, name)}
     others = {name: extra[name] for name in extra if name not in attributes or name in parameters}
-    env: Any = env_cls.__new__(env_cls)  # type: ignore[call-overload]  # its class is only Any
+    env: Any = env_cls.__new__(env_cls)  # type: ignore[call-overload]  # the class is Any
     vars(env).update(attributes)
     if _takes_positions_only(parameters):
         env.__init__(*standard.values())
@@ -89,7 +84,7 @@ def build_environment(
 
 
 def missing_methods(env_cls: type[Any]) -> dict[str, str]:
-    """Return the abstract methods a class leaves open, each with the line it begins with.
+    """Return the abstract methods that a class does not implement, with their first lines.
 
     Example:
         missing_methods(BaseEnv)["get_next_item"] == "async def get_next_item(self)"
@@ -124,14 +119,13 @@ def accepted_arguments(
 ) -> dict[str, Any]:
     """Match arguments to the parameters of a constructor.
 
-    A standard argument is passed under its name when the constructor knows it. Otherwise it takes
-    the parameter in its place, if that one is required or resembles it by name; otherwise it goes
-    into `**kwargs`, if there is one.
+    A standard argument is passed under its name if the constructor has it. Otherwise it is passed
+    as the parameter at its position, if that is required or starts with the name, or in `**kwargs`.
 
     Args:
-        parameters: Of the constructor, without `self`.
-        standard: The four arguments every environment has, in their order.
-        extra: Arguments only some constructors have.
+        parameters: Parameters of the constructor, without `self`.
+        standard: The four arguments of every environment, in order.
+        extra: Arguments of some constructors only.
     """
     named = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -151,7 +145,7 @@ def accepted_arguments(
 
 
 def _takes_positions_only(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a constructor hands on what it gets by position, as `(self, *args)`."""
+    """Whether a constructor takes positional arguments only, such as `(self, *args)`."""
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return False
@@ -166,12 +160,11 @@ def _stands_for(parameter: inspect.Parameter, name: str) -> bool:
 
 
 def _without_bare_server(servers: ServerConfigs) -> Any:
-    """A bare server means that one server; left bare it would read as a request for discovery."""
+    # Without a list, it would mean server discovery.
     return [servers] if isinstance(servers, APIServerConfig) else servers
 
 
 def _configure_manager(env: Any, manager: ServerManagerConfig, given: frozenset[str]) -> None:
-    """Set what constructors have no argument for, if it was given."""
     if "max_n_completions" in given:
         env.server.max_n_completions = manager.max_n_completions
     if "proxy_url" in given:
@@ -182,19 +175,18 @@ def _configure_manager(env: Any, manager: ServerManagerConfig, given: frozenset[
 Result = TypeVar("Result")
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep the interpreter from another that wants it; 5 ms by default."""
+"""Switch interval of threads; Python's default is 5 ms."""
 
 COLLECTIONS_BEFORE_FULL = 1_000
-"""Collections of younger garbage before one that walks through everything; 10 by default."""
+"""Garbage collections of younger objects per full one; Python's default is 10."""
 
 
 def favour_event_loop() -> None:
-    """Keep short what holds up the event loop of this process.
+    """Shorten interruptions of the event loop of this process.
 
-    Threads that check and encode groups give the interpreter back sooner. Collections of garbage
-    leave out what exists by now: walking through all modules takes a tenth of a second. Those of
-    everything else are rare: a thousand rollouts and their tokens take tens of milliseconds, and
-    they hardly ever leave garbage behind that is not freed at once.
+    Threads that check and encode groups release the interpreter sooner. Garbage collection skips
+    the objects that exist now: traversing all modules takes 0.1 s. Full collections are rare: those
+    of a thousand rollouts take tens of milliseconds and free almost nothing.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
@@ -203,30 +195,27 @@ def favour_event_loop() -> None:
 
 
 def outside_event_loop(function: Callable[[], Result]) -> Result:
-    """Call `function` where it may start an event loop of its own.
-
-    In a notebook a loop runs already; there the call happens in a thread, and this one waits.
-    """
+    """Call `function`, in a thread if this one runs an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         is_inside = False
     else:
         is_inside = True
-    if not is_inside:  # not called in `except`: errors of the run would all name the one above
+    if not is_inside:  # not in `except`, which would become the context of the run's errors
         return function()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="environment") as pool:
         return pool.submit(function).result()
 
 
 def run_foreground(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run `main()` in a new event loop until it ends or the process is asked to stop.
+    """Run `main()` in a new event loop until it ends or a signal stops it.
 
-    The first SIGINT or SIGTERM cancels the coroutine once, so that it can close what it holds. A
-    second SIGINT, an impatient Ctrl-C, interrupts the closing; a repeated SIGTERM does not.
+    The first SIGINT or SIGTERM cancels the coroutine, so that it can release its resources. A
+    second SIGINT interrupts that; a second SIGTERM does not.
 
     Raises:
-        SystemExit: after a signal, with the customary code 128 + signal number.
+        SystemExit: after a signal, with code 128 + signal number.
     """
     received: list[int] = []
     favour_event_loop()
@@ -256,7 +245,7 @@ async def _until_signalled(
     if threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
-            # Not offered on Windows, where Ctrl-C still interrupts the loop.
+            # Not available on Windows, where Ctrl-C still interrupts the loop.
             with suppress(NotImplementedError):
                 loop.add_signal_handler(signum, stop, signum)
     await main()

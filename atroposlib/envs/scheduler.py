@@ -2,30 +2,28 @@
 
 `ServingLoop` is a member of every environment and drives it. It calls every hook on the
 environment (`get_status`, `env_step_checks`, `add_train_workers`, `handle_send_to_api`, ...), so
-that overrides take part, and holds only the counts that pace the loop.
+that overrides apply.
 
     setup -> wandb -> register -> info -> [ status -> step checks ] every `status_interval_s`
                                           [ fill -> handle_env -> send ] whenever there is room
     at the end: rollouts end, last metrics, close(), disconnect, logs closed
 
-`RolloutScheduler` owns the rollout tasks: it starts, times out, sets aside and ends them. It is
-given functions, and knows neither the service nor what a rollout does.
+`RolloutScheduler` owns the rollout tasks: it starts, times out, sets aside and ends them.
 
     next_item / backlog --> start --> run_rollout(uuid) --> done --> next start, at once
                   ^           ^           |                   |
-                  |    limit() says    time is up       wakes `run`
-                  |      how many         |
-                  +---- tried again ------+----> given up
+                  |     up to limit()  time is up       wakes `run`
+                  |                       |
+                  +------- retried -------+----> given up
 
 Invariants:
-    - An item is in one place: the backlog, those to be tried again, `running_items`, or handed to
-      its rollout for good.
-    - Every task it creates is in `workers` or in `_ending`; `shut_down` ends all.
+    - An item is in one place: the backlog, the retries, `running_items`, or its finished rollout.
+    - Every task is in `workers` or in `_ending`; `shut_down` ends all.
     - A running rollout is cancelled for three reasons only: its time is up, an evaluation stops
-      training, or the run ends. Never because the queue filled.
+      training, or the run ends. A full queue is not a reason.
 
-`EvaluationRunner` owns the task of the evaluation: one at a time. If more are wanted while one
-runs, one more follows it.
+`EvaluationRunner` owns the evaluation task: one at a time. Requests during an evaluation start one
+more after it.
 """
 
 from __future__ import annotations
@@ -34,21 +32,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, StragglerPolicyEnum
 from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.rollouts import (
-    Delivery,
-    as_pair,
-    mark_tokenized_from_text,
-    stamp_finish_reasons,
-    stamp_policy_version,
-)
+from atroposlib.envs.rollouts import Delivery, annotate_groups, as_pair
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -67,7 +59,6 @@ __all__ = [
     "EvaluationRunner",
     "RolloutScheduler",
     "ServingLoop",
-    "cancelled",
     "expect_engine_tokenizer",
     "setup_error_of",
 ]
@@ -79,18 +70,18 @@ class RolloutScheduler:
     """The rollouts of one environment.
 
     Args:
-        run_rollout: produces, and delivers, the group of the item running under a uuid. It removes
-            the uuid from `running_items` once the group exists; from then on it is not cancelled.
-        next_item: the next item, None when there is none now.
-        count_failure: told the name of every failure seen here.
-        count_straggler: told `retried` for each rollout whose item is tried again.
+        run_rollout: makes and delivers the group of the item with a uuid. Once the group exists, it
+            removes the uuid from `running_items`, after which the rollout is not cancelled.
+        next_item: returns the next item, or None if none is available now.
+        count_failure: called with the name of every failure.
+        count_straggler: called with `retried` for each rollout that is started again.
         now: clock, seconds.
 
     Attributes:
         workers: tasks of the rollouts.
         backlog: items to roll out before new ones; a stack.
         running_items: uuid to `{"item", "worker", "start_time"}`.
-        last_completed_item: what the latest successful rollout returned.
+        last_completed_item: result of the latest successful rollout.
     """
 
     def __init__(
@@ -103,14 +94,14 @@ class RolloutScheduler:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.workers: set[asyncio.Task[Any]] = set()
-        self.backlog: list[Any] = []  # items may be anything
+        self.backlog: list[Any] = []
         self.running_items: dict[str, dict[str, Any]] = {}
         self.last_completed_item: Any = None
         self._run_rollout = run_rollout
         self._next_item = next_item
         self._count_failure = count_failure
         self._count_straggler = count_straggler
-        self._second_tries: list[tuple[Any, int]] = []  # item, tries it has left
+        self._retries: list[tuple[Any, int]] = []  # item, retries left
         self._now = now
         self._ending: set[asyncio.Task[Any]] = set()
         self._errors = RepeatedErrors(logger)
@@ -126,16 +117,16 @@ class RolloutScheduler:
         fill: Callable[[], Awaitable[None]],
         interval_s: float,
     ) -> None:
-        """Keep rollouts running until `refresh` says that the run is over.
+        """Keep rollouts running until `refresh` returns False.
+
+        Cancelling is safe; `shut_down` ends the rollouts. Raises the exceptions of both functions,
+        and the error passed to `stop`.
 
         Args:
             refresh: fetches the service's status and acts on a new step; False ends the run.
-                Called every `interval_s` and after `request_refresh`, in a task of its own.
-            fill: starts what may start. Called after every refresh, rollout and `wake`.
+                Called every `interval_s` and after `request_refresh`, in its own task.
+            fill: starts rollouts. Called after every refresh, rollout and `wake`.
             interval_s: seconds between two refreshes.
-
-        Cancelling is safe; `shut_down` ends what is still running. Exceptions of both functions,
-        and what `stop` was given, are passed on.
         """
         if not await refresh():
             return
@@ -176,31 +167,31 @@ class RolloutScheduler:
             await self._changed.wait()
 
     def stop(self, error: BaseException) -> None:
-        """Have `run` raise an error: no rollout can succeed. The first one counts."""
+        """End `run` with an error; only the first one is raised."""
         if self._fatal is None:
             self._fatal = error
         self._is_stopped.set()
 
     def wake(self) -> None:
-        """Have `run` fill again: something else than a rollout made room."""
+        """Call `fill` again; for changes other than a finished rollout."""
         self._changed.set()
 
     def request_refresh(self) -> None:
-        """Ask for the service's status soon; something was sent."""
+        """Refresh the service's status soon, as after sending."""
         self._refresh_wanted.set()
 
     async def fill(self, limit: Callable[[], int], *, timeout_s: float, retries: int = 0) -> None:
         """Start rollouts until `limit` workers run or no item is left.
 
         Args:
-            limit: workers allowed now; asked again before each start, since it may sink while an
-                item is awaited. Rollouts above it are left alone.
-            timeout_s: seconds one rollout may take, 0 or less for ever.
-            retries: times an item is tried again whose rollout took longer.
+            limit: returns the allowed number of workers; called before each start, since it may
+                fall while an item is awaited. Running rollouts above it continue.
+            timeout_s: time limit of one rollout in seconds; 0 or less: no limit.
+            retries: number of retries of an item whose rollout exceeds the limit.
         """
         while len(self.workers) < limit():
-            if self._second_tries:
-                item, tries_left = self._second_tries.pop()
+            if self._retries:
+                item, tries_left = self._retries.pop()
                 self.start(item, timeout_s=timeout_s, retries=tries_left)
                 continue
             item = self.backlog.pop() if self.backlog else await self._next_item()
@@ -212,7 +203,7 @@ class RolloutScheduler:
             self.start(item, timeout_s=timeout_s, retries=retries)
 
     def start(self, item: Any, *, timeout_s: float = 0.0, retries: int = 0) -> str:
-        """Start the rollout of an item and return its uuid; see `fill` for the limits."""
+        """Start the rollout of an item and return its uuid; arguments as for `fill`."""
         item_uuid = str(uuid.uuid4())
         worker = asyncio.create_task(self._work(item_uuid))
         record = {"item": item, "worker": worker, "start_time": self._now()}
@@ -247,12 +238,12 @@ class RolloutScheduler:
             self.last_completed_item = worker.result()
 
     def _expire(self, item_uuid: str, timeout_s: float, tries_left: int) -> None:
-        """End a rollout that took too long; its item is tried again, or dropped and counted."""
+        """Cancel a rollout that took too long; retry its item, or drop and count it."""
         record = self._cancel(item_uuid)
         if record is None:
             return
         if tries_left > 0:
-            self._second_tries.append((record["item"], tries_left - 1))
+            self._retries.append((record["item"], tries_left - 1))
             self._count_straggler("retried")
             outcome = "started again"
         else:
@@ -261,7 +252,7 @@ class RolloutScheduler:
         logger.warning("rollout %s took more than %g s; %s", item_uuid, timeout_s, outcome)
 
     def _cancel(self, item_uuid: str) -> dict[str, Any] | None:
-        """Cancel a rollout whose group does not exist yet; return its record, or None."""
+        """Cancel a rollout that has no group yet and return its record; otherwise return None."""
         record = self.running_items.get(item_uuid)
         if record is None or record["worker"].done():
             return None
@@ -274,24 +265,21 @@ class RolloutScheduler:
         return record
 
     def set_running_aside(self) -> int:
-        """Cancel all rollouts and put their items on the backlog; return how many.
-
-        A rollout that already delivers its group is left to finish.
-        """
+        """Cancel rollouts without a group, move their items to the backlog, return the count."""
         records = [self._cancel(item_uuid) for item_uuid in list(self.running_items)]
         items = [record["item"] for record in records if record is not None]
         self.backlog.extend(items)
         return len(items)
 
     async def shut_down(self, *, grace_s: float, rollout_grace_s: float = 0.0) -> None:
-        """End everything: rollouts and deliveries, each within a grace period.
+        """End all rollouts and deliveries, each within a grace period.
 
-        Cancelling it skips what is left of the rollouts' period.
+        Cancelling skips the rest of `rollout_grace_s`.
 
         Args:
-            grace_s: seconds for rollouts that already send their group. What does not obey a
-                cancellation within another such period is named in the log.
-            rollout_grace_s: seconds for all others, before they are cancelled.
+            grace_s: seconds for rollouts that already send their group. The log names tasks that
+                ignore a cancellation for another such period.
+            rollout_grace_s: seconds for the other rollouts, before they are cancelled.
         """
         try:
             if rollout_grace_s > 0:
@@ -303,7 +291,7 @@ class RolloutScheduler:
         if not self.running_items:
             return
         num_running = len(self.running_items)
-        logger.info("%d rollouts may go on for up to %g s", num_running, grace_s)
+        logger.info("%d rollouts may continue for up to %g s", num_running, grace_s)
         await asyncio.wait(set(self.workers), timeout=grace_s)
         num_left = len(self.running_items)
         logger.info("%d of them finished, %d are cancelled", num_running - num_left, num_left)
@@ -322,7 +310,7 @@ class RolloutScheduler:
 async def _cancel_all(
     tasks: Iterable[asyncio.Task[Any]], *, timeout_s: float | None = None
 ) -> set[asyncio.Task[Any]]:
-    """Cancel tasks and wait until they have ended; return those still running."""
+    """Cancel tasks and wait until they have ended; return those that still run."""
     unfinished = {task for task in tasks if not task.done()}
     for task in unfinished:
         task.cancel()
@@ -333,15 +321,15 @@ async def _cancel_all(
 
 
 class EvaluationRunner:
-    """The evaluations of one environment; a failure is counted and goes no further.
+    """The evaluations of one environment; failures are counted and logged.
 
     Args:
-        on_end: called when evaluations have ended, however they did, and none is wanted.
-        count_failure: told the exception name of an evaluation that failed.
+        on_end: called when all requested evaluations have ended.
+        count_failure: called with the name of an evaluation's exception.
 
     Attributes:
-        task: the running evaluations or the latest, None before the first.
-        num_ended: evaluations that have ended, failed ones included.
+        task: the current or latest task; None before the first evaluation.
+        num_ended: number of evaluations that have ended, including failed ones.
     """
 
     def __init__(self, *, on_end: Callable[[], None], count_failure: Callable[[str], None]) -> None:
@@ -354,18 +342,16 @@ class EvaluationRunner:
 
     @property
     def is_running(self) -> bool:
-        """Whether an evaluation is running."""
         return self.task is not None and not self.task.done()
 
-    def start(self, evaluate: Callable[[], Awaitable[Any]]) -> bool:
-        """Start an evaluation, now or when the running one has ended; tell whether it is now."""
+    def start(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
+        """Start an evaluation, now or after the running one."""
         if self.is_running:
             logger.warning("the previous evaluation is still running; the next one waits for it")
             self._wanted = evaluate
-            return False
+            return
         self.task = asyncio.create_task(self._evaluate_in_turn(evaluate))
         self.task.add_done_callback(lambda _: self._on_end())
-        return True
 
     async def _evaluate_in_turn(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
         await self._evaluate(evaluate)
@@ -376,13 +362,13 @@ class EvaluationRunner:
     async def _evaluate(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
         try:
             await evaluate()
-        except Exception as error:  # noqa: BLE001 - counted and logged, training goes on
+        except Exception as error:  # noqa: BLE001 - counted and logged, training continues
             self._count_failure(type(error).__name__)
             self._errors.log("the evaluation failed", error)
         self.num_ended += 1
 
     async def finish(self) -> None:
-        """Wait for the running evaluation and one that waits for it, if there are any."""
+        """Wait for the running evaluation and the next one, if any."""
         if self.task is not None:
             await asyncio.wait({self.task})
 
@@ -398,7 +384,7 @@ class EvaluationRunner:
 
 
 class DrivenEnv(Protocol):
-    """What `serve`, `process` and `evaluate` read and call on an environment."""
+    """Attributes and methods of an environment that `serve`, `process` and `evaluate` use."""
 
     config: BaseEnvConfig
     server: Any
@@ -449,13 +435,13 @@ class ServingLoop:
     Args:
         env: The environment to serve.
         reporter: Counts failures and durations.
-        registration: What the service says.
-        delivery: Knows which groups were dropped as unusable.
+        registration: Settings and status of the service.
+        delivery: Counts unusable groups.
         scheduler: Owns the rollout tasks.
         evaluations: Owns the evaluation task.
 
     Attributes:
-        last_loop_time: Seconds since the epoch of the latest look at the service, None before it.
+        last_loop_time: Time of the latest status request, seconds since the epoch; None before it.
     """
 
     def __init__(
@@ -476,12 +462,12 @@ class ServingLoop:
         self._scheduler = scheduler
         self._evaluations = evaluations
         self._failures_in_a_row = 0
-        self._failures_told = 0
+        self._failures_logged = 0
         self._num_evaluations_logged = 0
         self._step_logged = 0
 
     async def run(self) -> None:
-        """Serve until the trainer has done its steps; see `BaseEnv.env_manager`."""
+        """Implement `BaseEnv.env_manager`."""
         env, session = self._env, self._registration.open_session()
         watch = EngineWatch.of(env.server)
         async with AsyncExitStack() as ending:  # runs from the last line to the first
@@ -497,68 +483,44 @@ class ServingLoop:
             await settle(env.register_env())
             await settle(env.get_server_info())
             self._reporter.run_figures.begin()
-            async with self._ending_without_engines(watch):
-                await self._scheduler.run(
-                    refresh=self._refresh_status,
-                    fill=self._fill_workers,
-                    interval_s=env.status_interval_s,
+            serving = self._scheduler.run(
+                refresh=self._refresh_status,
+                fill=self._fill_workers,
+                interval_s=env.status_interval_s,
+            )
+            if not await watch.guard(serving, limit_s=env.config.engine_timeout):
+                raise InferenceError(
+                    f"no inference server was up for {env.config.engine_timeout:g} s "
+                    f"({watch.names}), and step {self._registration.curr_step} of "
+                    f"{env.config.total_steps} is not the last: the engine may have left with the "
+                    "trainer. Start them again, then this environment; --env.engine_timeout sets "
+                    "the time limit, 0 waits without limit"
                 )
             logger.info("%s", self._ending_text())
             await self._finish_evaluation(watch)
 
     def _ending_text(self) -> str:
-        """Say at which step serving ends, and whose last step that is."""
         total_steps = self._env.config.total_steps
         if total_steps < self._registration.trainer_steps:
             return (
-                f"done: step {total_steps} is reached (--env.total_steps); the trainer goes on to "
-                f"step {self._registration.trainer_steps} without this environment"
+                f"done: step {total_steps} is reached (--env.total_steps); the trainer continues "
+                f"to step {self._registration.trainer_steps} without this environment"
             )
         return f"done: the training run has ended with step {total_steps}"
 
-    @asynccontextmanager
-    async def _ending_without_engines(self, watch: EngineWatch) -> AsyncIterator[None]:
-        """Have the rollouts end when no inference server has been up for `engine_timeout`."""
-        config = self._env.config
-        limit_s = config.engine_timeout
-
-        async def stop_without_engines() -> None:
-            await watch.wait_until_away(limit_s)
-            self._scheduler.stop(
-                InferenceError(
-                    f"no inference server was up for {limit_s:g} s ({watch.names}), "
-                    f"and step {self._registration.curr_step} of {config.total_steps} is not the "
-                    "last: the engine may have left with the trainer. Start them again, then this "
-                    "environment; --env.engine_timeout sets how long is waited, 0 without limit"
-                )
-            )
-
-        watching = asyncio.create_task(stop_without_engines())
-        try:
-            yield
-        finally:
-            await cancelled(watching)
-
     async def _finish_evaluation(self, watch: EngineWatch) -> None:
-        """Wait for the final evaluation as long as there is an inference server for it."""
+        """Wait for the final evaluation, as long as an inference server is up."""
         limit_s = self._env.final_engine_timeout_s
         if self._env.config.engine_timeout:
             limit_s = min(limit_s, self._env.config.engine_timeout)
-        finishing = asyncio.create_task(self._evaluations.finish())
-        watching = asyncio.create_task(watch.wait_until_away(limit_s))
-        try:
-            await asyncio.wait({finishing, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not finishing.done():
-                self._reporter.count_failure("final_evaluation")
-                logger.error(
-                    "the final evaluation is given up: no inference server was up for %g s (%s). "
-                    "The training run is over, the engine may have left with the trainer",
-                    limit_s,
-                    watch.names,
-                )
-        finally:
-            await cancelled(finishing)
-            await cancelled(watching)
+        if not await watch.guard(self._evaluations.finish(), limit_s=limit_s):
+            self._reporter.count_failure("final_evaluation")
+            logger.error(
+                "the final evaluation is given up: no inference server was up for %g s (%s). "
+                "The training run is over, the engine may have left with the trainer",
+                limit_s,
+                watch.names,
+            )
 
     async def _end_rollouts(
         self,
@@ -566,7 +528,7 @@ class ServingLoop:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the rollouts; those of a run that is stopped, not over, get time to finish."""
+        """End the rollouts; if the run is stopped early, they have time to finish."""
         is_stopped = isinstance(error, asyncio.CancelledError)
         await self._scheduler.shut_down(
             grace_s=self._env.shutdown_grace_s,
@@ -574,7 +536,7 @@ class ServingLoop:
         )
 
     async def _log_last_metrics(self) -> None:
-        """Log what nothing has logged yet: the last step, its rollouts, the final evaluation."""
+        """Log metrics if there is a step, rollout or evaluation since the last log."""
         has_rollouts = self._delivery.items_sent_this_step > 0 or bool(
             self._reporter.rollouts_for_wandb
         )
@@ -589,7 +551,7 @@ class ServingLoop:
         await self._reporter.tolerate(_called(self._env.wandb_log, {}), "wandb_log")
 
     async def _refresh_status(self) -> bool:
-        """Look at the service once; tell whether the run goes on."""
+        """Fetch the status and act on it; return whether the run continues."""
         now = time.time()
         if self.last_loop_time is not None:
             self._reporter.mainloop_timings.append(now - self.last_loop_time)
@@ -602,7 +564,7 @@ class ServingLoop:
         )
 
     async def act_on_step(self) -> None:
-        """Act on a new trainer step; see `BaseEnv.env_step_checks`."""
+        """Implement `BaseEnv.env_step_checks`."""
         config, registration = self._env.config, self._registration
         queue = registration.queue_status()
         old_step, new_step = registration.curr_step, queue.current_step
@@ -648,21 +610,21 @@ class ServingLoop:
             logger.info("evaluating; %d running rollouts are set aside", num_items)
 
     async def _fill_workers(self) -> None:
-        """Start what may start, slowly while every rollout fails."""
+        """Start rollouts, after a pause if many failed in a row."""
         pause_s = failure_pause_s(self._failures_in_a_row)
         if pause_s > 0:
-            is_told = self._failures_in_a_row >= 10 * self._failures_told
+            is_shown = self._failures_in_a_row >= 10 * self._failures_logged
             logger.log(
-                logging.WARNING if is_told else logging.DEBUG,
+                logging.WARNING if is_shown else logging.DEBUG,
                 "%d rollouts failed in a row; waiting %.1f s before the next (failures so far: %s)",
                 self._failures_in_a_row,
                 pause_s,
                 dict(self._reporter.failure_counts),
             )
-            self._failures_told = self._failures_in_a_row if is_told else self._failures_told
+            self._failures_logged = self._failures_in_a_row if is_shown else self._failures_logged
             await asyncio.sleep(pause_s)
         else:
-            self._failures_told = 0
+            self._failures_logged = 0
         if (
             len(self._scheduler.workers) < self._registration.max_num_workers
             and not self._registration.are_starts_held_back
@@ -711,29 +673,25 @@ class ServingLoop:
         duration_s = time.time() - record["start_time"]
         self._reporter.add_rollout(duration_s=duration_s, has_data=scored is not None)
         if scored:
-            stamp_policy_version(scored, policy_version)
-            stamp_finish_reasons(scored, sampled)
-            mark_tokenized_from_text(scored, has_text=sampled.has_text)
-            if (
-                self._registration.curr_step >= first_step
-            ):  # else the trainer went back to a checkpoint
-                self._reporter.run_figures.add_staleness(self._registration.curr_step - first_step)
+            annotate_groups(scored, sampled, policy_version=policy_version)
+            staleness = self._registration.curr_step - first_step
+            if staleness >= 0:  # else the trainer went back to a checkpoint
+                self._reporter.run_figures.add_staleness(staleness)
             num_unusable = self._delivery.num_unusable_groups()
             await self._reporter.tolerate(
                 self._env.handle_send_to_api(scored, record["item"]), "sending a group"
             )
-            # A rollout with unusable groups has failed too, and delays the next.
+            # A rollout with unusable groups only counts as failed and delays the next ones.
             is_unusable = self._delivery.is_unusable(scored, before=num_unusable)
             self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
             self._scheduler.request_refresh()
         await settle(self._env.cleanup())
         if not scored:
-            # Else an environment that swallows errors would run through its data set in seconds.
+            # Else an environment that suppresses errors would consume its data set in seconds.
             await asyncio.sleep(max(0.0, self._env.empty_rollout_s - duration_s))
         return scored
 
     async def _collect_scored_groups(self, item: Any) -> Any:
-        """Collect and postprocess one item; None when that fails."""
         try:
             collected, backlog = as_pair(await settle(self._env.collect_trajectories(item)))
             self._scheduler.backlog.extend(backlog)
@@ -751,9 +709,9 @@ class ServingLoop:
         return collected
 
     def _end_over(self, error: Exception | None) -> bool:
-        """End the run over wrong settings met before the first group; tell whether it ends.
+        """End the run on an error of the settings before the first group; return whether it ends.
 
-        Later the same error is a failed rollout: an engine may be restarted with other settings.
+        Later, such an error fails one rollout: an engine may be restarted with other settings.
         """
         is_final = isinstance(error, ConfigError | MissingExtraError)
         if error is None or not is_final or self._reporter.run_figures.num_groups:
@@ -763,24 +721,16 @@ class ServingLoop:
 
 
 def setup_error_of(server: Any) -> EngineSetupError | None:
-    """Return why no request was answered so far, if the engine's settings are wrong."""
+    """Return the error of the engine's settings because of which no request was answered."""
     return server.setup_error if isinstance(server, ServerManager) else None
 
 
 def expect_engine_tokenizer(server: Any, tokenizer: Any, *, name: str) -> None:
-    """Have the engines' token ids compared with those of the environment's tokenizer."""
+    """Let the server manager compare the engines' token ids with those of a tokenizer."""
     if isinstance(server, ServerManager):
         server.expect_tokenizer(tokenizer, name=name, is_for_all=True)
 
 
-async def cancelled(task: asyncio.Task[None]) -> None:
-    """Cancel a task of ours and wait until it has ended; what it failed with is raised."""
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.result()
-
-
-async def _called(hook: Any, *args: Any) -> Awaitable[Any]:
-    """Call a hook inside a coroutine, so that what it raises is raised where it is awaited."""
-    return await settle(hook(*args))  # type: ignore[no-any-return]
+async def _called(hook: Any, *args: Any) -> Any:
+    """Call a hook in a coroutine, so that its errors are raised where it is awaited."""
+    return await settle(hook(*args))

@@ -1,26 +1,21 @@
 """The connection of one environment to the trajectory service, and to its inference servers.
 
-`EnvSession` repeats requests while the service is down or has no trainer yet, logs what it waits
-for, and holds sends back while the environment is not registered. A group is sent under one key
-until it is accepted: services that honor keys store it once, older ones at least once.
+`EnvSession` retries requests while the service is down or has no trainer yet, and holds back groups
+while the environment is not registered. A group keeps one idempotency key until it is accepted:
+services that honor keys store it once, older ones at least once.
 
-`Registration` is a member of every environment. It holds what the trainer and the service say:
-registered name, step, limits, queue status. It calls `register_env`, `_register_env`,
-`get_server_info` and `load_checkpoint` on its environment, so that overrides take part.
+`Registration` is a member of every environment. It holds the registered name, step, limits and
+queue status. It calls `register_env`, `_register_env`, `get_server_info` and `load_checkpoint` on
+its environment, so that overrides apply.
 
     wandb_info (waits for the trainer) -> register-env (waits for it to start) -> info
-    status-env, again and again; an id that the service does not know goes back to register-env
+    status-env, repeatedly; after an unknown id again register-env
 
-`EngineWatch` measures for how long no inference server has been up:
+`EngineWatch` measures for how long no inference server has been up: since the last answered request
+or probe. A server that is down holds its requests until it is back (`server_handling`); the watch
+ends the wait for an engine that does not return.
 
-    look --> a request was answered since the last look, or a probe is --> last seen now
-         `-> neither --> away since it was last seen
-
-A server that is down holds its requests until it is back (`server_handling`); the watch ends the
-wait for an engine that does not return.
-
-`worker_limit` computes how many rollouts may run, from what the service says and what the config
-allows. The letters of the formulas are
+`worker_limit` computes how many rollouts may run. The letters of the formulas are
 
     B = batch_size, K = max_batches_offpolicy, G = group_size, M = largest group in the queue,
     a = min_batch_allocation, q = own groups in the queue.
@@ -36,7 +31,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -75,29 +70,29 @@ LONGEST_FAILURE_PAUSE_S = 5.0
 
 @dataclass(frozen=True)
 class QueueStatus:
-    """What the service says about its queue, seen by one environment."""
+    """State of the service's queue for one environment."""
 
     current_step: int
     """Trainer step."""
     queue_groups: int
-    """Groups waiting in the whole queue, in units of the asker's groups."""
+    """Groups in the whole queue, in units of this environment's groups."""
     own_queue_groups: int = 0
-    """Groups of the asker waiting in the queue."""
+    """Groups of this environment in the queue."""
     max_group_size: int = 1
     """Sequences in the largest group of the queue."""
     unallocated_fraction: float = 1.0
     """Share of a batch that no environment has reserved, 0 to 1."""
     groups_to_start: int | None = None
-    """Groups the service lets the asker have in the making, running ones included; None: any."""
+    """Maximum number of groups in the making, including running ones; None: no limit."""
 
     @classmethod
     def from_reply(cls, reply: Mapping[str, Any], *, unreported_groups: int = 0) -> QueueStatus:
-        """Read a `/status-env` reply; keys an older service lacks take neutral values.
+        """Read a `/status-env` reply; keys that an older service lacks take neutral values.
 
         Args:
             reply: decoded reply.
-            unreported_groups: groups accepted by the service after it took this picture; they
-                count as queued, so that a stale picture never starts too many rollouts.
+            unreported_groups: groups that the service has accepted since; they count as queued, so
+                that an outdated reply never starts too many rollouts.
         """
         status = cls(
             current_step=int(reply["current_step"]),
@@ -119,16 +114,16 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class CapacityLimits:
-    """The part of an environment's config that bounds its rollouts."""
+    """Settings of an environment that limit its rollouts."""
 
     group_size: int
     """Sequences per group."""
     batch_size: int
-    """Sequences per batch; -1 when the trainer has not said."""
+    """Sequences per batch; -1 when unknown."""
     max_batches_offpolicy: int
-    """Batches the environment may run ahead of the trainer; 0 or less lifts the limit."""
+    """Maximum number of batches ahead of the trainer; 0 or less removes the limit."""
     max_workers: int
-    """Rollouts at once, whatever the queue."""
+    """Maximum number of concurrent rollouts."""
     total_steps: int = -1
     """Trainer steps of the run; negative when unknown."""
     min_batch_allocation: float | None = None
@@ -136,10 +131,9 @@ class CapacityLimits:
 
 
 def crossed_boundary(*, old_step: int, new_step: int, interval: int) -> int | None:
-    """Return the last multiple of `interval` passed on the way from old to new step, or None.
+    """Return the largest multiple of `interval` in (old_step, new_step], or None.
 
-    Compares integer quotients, so a jump over several boundaries reports once and none is missed:
-    interval 2 and a jump from 0 to 3 give 2. An interval of 0 or less never fires.
+    For example 2 for interval 2 and a change from 0 to 3. None for an interval of 0 or less.
     """
     if interval <= 0 or new_step // interval <= old_step // interval:
         return None
@@ -147,17 +141,17 @@ def crossed_boundary(*, old_step: int, new_step: int, interval: int) -> int | No
 
 
 def is_run_finished(*, current_step: int, total_steps: int) -> bool:
-    """Tell whether the trainer has done its steps; a negative total never ends."""
+    """Whether the trainer has done its steps; a negative total means no end."""
     return 0 <= total_steps <= current_step
 
 
 def derived_batch_size(
     *, batch_size: int, unallocated_fraction: float, min_batch_allocation: float | None
 ) -> int:
-    """Return how many sequences of each batch this environment may fill; -1 when unknown.
+    """Return the number of sequences of each batch that this environment may fill, -1 when unknown.
 
-    That is the unreserved part plus what this environment reserved itself: B = 16, half of it
-    unallocated and a quarter its own give 12.
+    It is the sum of the unreserved and the environment's own share: B = 16 with half of it
+    unallocated and a = 0.25 gives 12.
     """
     if batch_size == UNKNOWN_BATCH_SIZE:
         return UNKNOWN_BATCH_SIZE
@@ -165,14 +159,14 @@ def derived_batch_size(
 
 
 def is_queue_full(status: QueueStatus, limits: CapacityLimits) -> bool:
-    """Tell whether no rollout may start now because enough sequences wait for the trainer.
+    """Whether enough sequences wait for the trainer, so that no rollout may start.
 
-    The queue is full when it holds K batches, unless a reserved share is still unfilled:
-    `ceil(a*B*K / M) * (M // G) - q > 0`. It also counts as full when the batch size is unknown,
-    and when what is queued already takes the trainer past the end of the run.
+    The queue is full when it holds K batches, unless a reserved share is unfilled:
+    `ceil(a*B*K / M) * (M // G) - q > 0`. It is also full when the batch size is unknown, and when
+    the queued sequences suffice until the end of the run.
 
-    M counts at least G here. With smaller groups of others in the queue the formula would call
-    an empty share filled, and batches that need this environment would never form.
+    M is at least G here. Otherwise smaller groups of other environments would make an empty share
+    appear filled, and batches that need this environment would never form.
     """
     if limits.batch_size == UNKNOWN_BATCH_SIZE:
         return True
@@ -204,10 +198,10 @@ def _reserved_packs(limits: CapacityLimits, *, pack_sequences: int) -> int:
 
 
 def own_share_groups(status: QueueStatus, limits: CapacityLimits) -> int:
-    """Return how many groups the environment must make to fill its reserved share.
+    """Return the number of groups that the environment must make to fill its reserved share.
 
     `max(0, ceil(((ceil(a*B*K / M) + M // G) * M - q*G) / G))`: the reserved sequences in whole
-    packs of M, some slack, less what already waits in the queue.
+    packs of M, plus some slack, minus the environment's queued sequences.
 
     With B = 16, K = 3, a = 0.25, M = 8, G = 2, q = 5: (2 + 4) * 8 = 48 sequences wanted, 10
     waiting, so 38 sequences or 19 groups.
@@ -223,18 +217,16 @@ def own_share_groups(status: QueueStatus, limits: CapacityLimits) -> int:
 def worker_limit(
     status: QueueStatus, limits: CapacityLimits, *, evaluation_ratio: float = 1.0
 ) -> int:
-    """Return how many workers may run; running ones above it are left to finish.
+    """Return the maximum number of workers; running ones above it continue.
 
     Args:
-        status: the service's latest picture of the queue.
-        limits: the environment's config.
-        evaluation_ratio: share of the workers allowed by a running evaluation: 0 stops
-            training, 1 leaves it alone.
+        status: latest state of the queue.
+        limits: the environment's settings.
+        evaluation_ratio: share of the workers that a running evaluation allows, 0 to 1.
 
     Returns:
-        At least 0, at most `int(max_workers * evaluation_ratio)` and at most what the service
-        lets start; within that, what keeps queue and running rollouts within K derived batches,
-        or more to fill a reserved share.
+        The number that keeps queue and running rollouts within K derived batches, or more to fill a
+        reserved share; at most `int(max_workers * evaluation_ratio)` and the service's limit.
     """
     most = int(limits.max_workers * evaluation_ratio)
     if status.groups_to_start is not None:
@@ -254,10 +246,10 @@ def worker_limit(
 
 
 def failure_pause_s(consecutive_failures: int) -> float:
-    """Return how long to hold back new rollouts after so many failures in a row.
+    """Return the seconds to wait before new rollouts after a number of failures in a row.
 
-    Zero while failures are occasional. A broken inference server or reward function fails every
-    rollout at once; without a pause the loop would spin and flood the log.
+    A broken inference server or reward function fails every rollout at once; without a pause the
+    failures would flood the log. The pause is zero after a few failures.
     """
     excess = consecutive_failures - FAILURES_BEFORE_PAUSE
     if excess < 0:
@@ -270,21 +262,18 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 OUTAGE_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
-"""Refusals that say "not now" rather than "not this"."""
-
-
+"""Status codes of errors that are temporary."""
 UNKNOWN_ENV_STATUSES = frozenset({404, 500})
-"""Replies to a status question about an id that a service restart forgot: ours, and older ones."""
+"""Status codes for an unknown environment id: of this service, and of earlier versions."""
 
 LONGEST_PAUSE_S = 10.0
 LONGEST_LOOK_PAUSE_S = 15.0
 MOST_FAILED_SENDS = 3
-OUTAGE_NOTE_S = 30.0
-"""Seconds between two log lines about a service that is down."""
+OUTAGE_LOG_INTERVAL_S = 30.0
 
 
 def is_outage(error: TrajectoryApiError) -> bool:
-    """Tell whether the same request may succeed later."""
+    """Whether the same request may succeed later."""
     return error.status is None or error.status in OUTAGE_STATUSES
 
 
@@ -292,13 +281,13 @@ class EnvSession:
     """One environment's connection to the service.
 
     Args:
-        client: speaks to the service.
-        retry_s: seconds between two attempts while waiting.
+        client: client of the service.
+        retry_s: seconds between two attempts.
         clock: monotonic seconds.
 
     Attributes:
-        env_id: id of the current registration, None while there is none.
-        num_groups_sent: groups the service has accepted, over all registrations.
+        env_id: id of the latest registration, None before it.
+        num_groups_sent: groups that the service has accepted, over all registrations.
     """
 
     def __init__(
@@ -317,17 +306,17 @@ class EnvSession:
         self._outages_at_confirmation = 0
         self._clock = clock
         self._away_since: float | None = None
-        self._told_at: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
         self._is_registered = asyncio.Event()
 
     @property
     def is_registered(self) -> bool:
-        """Whether the service knows this environment, as far as we have heard."""
+        """Whether the service knows this environment, by its latest reply."""
         return self._is_registered.is_set()
 
     @property
     def earlier_registration(self) -> tuple[int, str] | None:
-        """Id and run of the latest registration; None before it, or when the run has no name."""
+        """Id and run of the latest registration; None before it, or if the run has no name."""
         if self.env_id is None or self._run_id is None:
             return None
         return self.env_id, self._run_id
@@ -340,17 +329,16 @@ class EnvSession:
         may_pass: Callable[[TrajectoryApiError], bool] = is_outage,
         backs_off: bool = False,
     ) -> Answer:
-        """Repeat a question until it has an answer.
+        """Repeat a request until it has an answer.
 
         Args:
             question: returns None while there is no answer yet; outages count as no answer.
             waiting_for: what is missing while the answer is None, for the log.
-            may_pass: tells outages from refusals for good.
-            backs_off: double the pause with every outage, up to ten seconds, for what is costly
-                to ask.
+            may_pass: Whether an error is an outage and not final.
+            backs_off: Whether to double the pause with every outage, up to ten seconds.
 
         Raises:
-            TrajectoryApiError: the service refuses for good.
+            TrajectoryApiError: a final error.
         """
         longest_s = max(self._retry_s, LONGEST_PAUSE_S) if backs_off else self._retry_s
         next_pause_s = self._retry_s
@@ -363,47 +351,47 @@ class EnvSession:
                     raise
                 pause_s = max(next_pause_s, error.retry_after_s or 0.0)
                 if backs_off:
-                    pause_s *= 1.0 + random.random() / 4.0  # else all groups come back at once
+                    pause_s *= 1.0 + random.random() / 4.0  # else all groups are sent again at once
                 next_pause_s = min(2.0 * next_pause_s, longest_s)
-                self._tell_outage(error)
+                self._log_outage(error)
             else:
                 if answer is not None:
-                    if self._told_at:
-                        logger.info("the trajectory service has answered; going on")
-                    self._told_at.clear()
+                    if self._logged_at:
+                        logger.info("the trajectory service has answered; continuing")
+                    self._logged_at.clear()
                     self._away_since = None
                     return answer
-                self._tell_missing(waiting_for)
+                self._log_missing(waiting_for)
             await asyncio.sleep(pause_s)
 
-    def _tell_outage(self, error: TrajectoryApiError) -> None:
-        """Log twice a minute that the service is down, however many requests wait for it."""
+    def _log_outage(self, error: TrajectoryApiError) -> None:
+        """Log once per interval that the service is down, for all requests that wait."""
         now = self._clock()
         if self._away_since is None:
             self._away_since = now
         reason = f"status {error.status}"
-        if now - self._told_at.get(reason, float("-inf")) < OUTAGE_NOTE_S:
+        if now - self._logged_at.get(reason, float("-inf")) < OUTAGE_LOG_INTERVAL_S:
             return
-        self._told_at[reason] = now
+        self._logged_at[reason] = now
         waited_s = now - self._away_since
         so_far = f", for {waited_s:.0f} s so far" if waited_s >= 1 else ""
         logger.warning(
             "the trajectory service is not available (%s); waiting for it%s", error, so_far
         )
 
-    def _tell_missing(self, waiting_for: str) -> None:
-        """Log once what a service that is up lacks, however many requests wait for it."""
+    def _log_missing(self, waiting_for: str) -> None:
+        """Log once what is missing, for all requests that wait."""
         self._away_since = None
-        if waiting_for not in self._told_at:
-            self._told_at[waiting_for] = self._clock()
+        if waiting_for not in self._logged_at:
+            self._logged_at[waiting_for] = self._clock()
             logger.warning("waiting for %s", waiting_for)
 
     def enter(self, env_id: int, *, run_id: str | None = None) -> None:
-        """Take note of a registration; sends that waited for it go on.
+        """Record a registration; waiting groups are then sent.
 
         Args:
             env_id: id in the run.
-            run_id: what the service calls the run, None when it does not say.
+            run_id: the service's name of the run; None if it sends no name.
         """
         self.env_id = env_id
         self._run_id = run_id
@@ -412,18 +400,18 @@ class EnvSession:
         self._is_registered.set()
 
     def forget_registration(self) -> None:
-        """Take note that the service does not know us any more; sends wait from now on."""
+        """Hold groups back until the next `enter`, since the service does not know the id."""
         self._is_registered.clear()
 
     async def send(self, groups: Mapping[str, Any] | list[Any]) -> None:
-        """Deliver one group (a mapping) or several (a list), waiting out outages.
+        """Deliver one group (a mapping) or several (a list), and retry during outages.
 
-        The groups get the `env_id` of the registration they are sent under: after an outage it
-        is asked for again first, since the service may have come back as a new run, where the id
-        may be another's. Cancelling is safe but may leave the delivery unknown.
+        The groups get the `env_id` of the registration under which they are sent. After an outage
+        the registration is confirmed first: the service may have started a new run, where the id
+        belongs to another environment. After a cancellation the delivery is unknown.
 
         Raises:
-            TrajectoryApiError: the service refuses the groups; the message holds its words.
+            TrajectoryApiError: the service rejects the groups; the message includes its reason.
             GroupError: a group cannot be encoded.
         """
         key = uuid.uuid4().hex
@@ -450,11 +438,10 @@ class EnvSession:
         self.num_groups_sent += len(groups) if isinstance(groups, list) else 1
 
     async def status(self, env_id: int) -> dict[str, Any]:
-        """Return the queue as the environment sees it.
+        """Return the queue's status for this environment.
 
         Raises:
-            TrajectoryApiError: with status 404, the service does not know the environment: the id
-                is unknown, or belongs to another run than the one it was given in.
+            TrajectoryApiError: with status 404, if the id is unknown or belongs to another run.
         """
         run_id = self._run_id
         status = await self.client.status_env(env_id)
@@ -467,7 +454,7 @@ class EnvSession:
         return status
 
     async def _confirm_registration(self) -> None:
-        """After an outage, wait for a new registration where the service has forgotten ours."""
+        """After an outage, wait for a new registration if the service does not know this one."""
         num_outages, num_registrations = self.client.num_outages, self._num_registrations
         if self.env_id is None or num_outages == self._outages_at_confirmation:
             return
@@ -482,7 +469,7 @@ class EnvSession:
             await self._is_registered.wait()
 
     async def leave(self, *, timeout_s: float) -> None:
-        """Disconnect and close; failures are only logged, the run is over anyway."""
+        """Disconnect and close the client; failures are only logged."""
         try:
             if self.env_id is not None and self.is_registered:
                 await asyncio.wait_for(self.client.disconnect_env(self.env_id), timeout_s)
@@ -495,7 +482,7 @@ class EnvSession:
 
 
 class RegisteringEnv(Protocol):
-    """What registration reads and calls on its environment."""
+    """Attributes and methods of an environment that `Registration` uses."""
 
     config: BaseEnvConfig
     server: Any
@@ -510,21 +497,21 @@ class RegisteringEnv(Protocol):
 
 
 class Registration:
-    """The registration of one environment with the service, and what the service says.
+    """The registration of one environment, and the settings and status of the service.
 
     Args:
-        env: The environment that registers.
-        reporter: Opens the metrics log once the registered name is known.
-        token: Returns the token that the service asks for, or None; called for each session.
+        env: The environment.
+        reporter: Opens the metrics log under the registered name.
+        token: Returns the service's token, or None; called for each session.
 
     Attributes:
-        service_session: Connection to the service while serving, otherwise None.
+        service_session: Connection to the service under `serve`, otherwise None.
         env_id: Id of the registration, None before it.
         status_dict: Latest `/status-env` reply, None before the first.
         curr_step: Trainer step that the environment has handled.
         trainer_steps: Number of steps that the trainer registered, -1 when unknown.
         max_token_len: Token limit of the trainer, -1 when unknown.
-        max_num_workers: Maximum number of concurrent rollouts, whatever the queue.
+        max_num_workers: Maximum number of concurrent rollouts.
         checkpoint_interval: Trainer steps between two checkpoints.
     """
 
@@ -550,12 +537,11 @@ class Registration:
         self.max_num_workers = self._most_workers()
 
     def open_session(self) -> EnvSession:
-        """Open a new connection to the service."""
         from atroposlib.api.client import RetryRule, TrajectoryApiClient
 
         client = TrajectoryApiClient(
             self._env.config.rollout_server_url,
-            # The session repeats posts itself: the id in them may have changed meanwhile.
+            # The session retries posts itself, since their id may have changed in between.
             post_retry=RetryRule(attempts=1),
             token=self._token(),
         )
@@ -584,7 +570,7 @@ class Registration:
     async def ask_to_register(self) -> dict[str, Any]:
         """Implement `BaseEnv._register_env`."""
         session = self.session()
-        # Where a trainer took over from an export or another trainer, the environment keeps its id.
+        # If a trainer took over from an export or another trainer, the environment keeps its id.
         earlier = session.earlier_registration
         return await session.client.register_env(
             **({} if earlier is None else {"earlier": earlier}),
@@ -621,7 +607,6 @@ class Registration:
             self._env.load_checkpoint()
 
     def _last_step(self, trainer_steps: int) -> int:
-        """Return the step to end at: the trainer's last, or `total_steps` where that is less."""
         asked = self._asked_steps
         if asked == -1:
             if trainer_steps == -1:
@@ -671,7 +656,7 @@ class Registration:
                     if error.status not in UNKNOWN_ENV_STATUSES:
                         raise
                     logger.warning(
-                        "the service does not know us any more (%s); registering again", error
+                        "the service does not know this environment (%s); registering again", error
                     )
                 session.forget_registration()
                 await settle(self._env.register_env())
@@ -692,7 +677,7 @@ class Registration:
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences of each batch this environment may fill, -1 when unknown."""
+        """Number of sequences of each batch that this environment may fill, -1 when unknown."""
         if self.status_dict is None:
             return self._env.config.batch_size
         return derived_batch_size(
@@ -702,13 +687,12 @@ class Registration:
         )
 
     def queue_status(self) -> QueueStatus:
-        """Return the queue as of the latest status, with the groups sent since."""
+        """Return the latest status, plus the groups sent since."""
         reply = self.status_dict or {"current_step": self.curr_step, "queue_size": 0}
         unreported = self.session().num_groups_sent - self._groups_in_status
         return QueueStatus.from_reply(reply, unreported_groups=unreported)
 
     def capacity_limits(self) -> CapacityLimits:
-        """Return the limits that decide how many rollouts may run."""
         return CapacityLimits(
             group_size=self._env.config.group_size,
             batch_size=self._env.config.batch_size,
@@ -720,22 +704,22 @@ class Registration:
 
     @property
     def are_starts_held_back(self) -> bool:
-        """Whether no rollout may start: not registered, or the queue is full."""
+        """Whether no rollout may start: the environment is not registered, or the queue is full."""
         return not self.session().is_registered or is_queue_full(
             self.queue_status(), self.capacity_limits()
         )
 
 
 class EngineWatch:
-    """How long no inference server of an environment has been up.
+    """Measures for how long no inference server of an environment has been up.
 
     Args:
-        servers: Those of its `ServerManager`.
+        servers: Servers of a `ServerManager`.
         now: Clock, monotonic seconds.
 
     Attributes:
-        away_s: Seconds for which no server was up, as of the last look. 0 while one is, and where
-            that cannot be known: no server has answered yet, or one is not probed.
+        away_s: Seconds without an available server, as of the last look. 0 if that is unknown,
+            because no server has answered yet or one is not probed.
     """
 
     def __init__(
@@ -749,16 +733,15 @@ class EngineWatch:
 
     @classmethod
     def of(cls, server: Any) -> EngineWatch:
-        """Watch the servers of a `ServerManager`; anything else counts as up."""
+        """Watch the servers of a `ServerManager`; any other object counts as up."""
         return cls(server.servers if isinstance(server, ServerManager) else [])
 
     @property
     def names(self) -> str:
-        """The addresses of the servers, for messages."""
         return ", ".join(server.health.name for server in self._servers)
 
     async def look(self) -> None:
-        """Look whether a server is up; probes those of which nothing was heard."""
+        """Update `away_s`; probe the servers if none has answered since the last look."""
         asked_at = self._now()
         if await self._is_one_up():
             self._last_seen = asked_at
@@ -782,10 +765,29 @@ class EngineWatch:
         return False
 
     async def wait_until_away(self, limit_s: float) -> None:
-        """Wait until no server has been up for `limit_s` seconds; 0 waits without end."""
+        """Wait until no server has been up for `limit_s` seconds; 0 waits without limit."""
         pause_s = limit_s / 20 if limit_s else LONGEST_LOOK_PAUSE_S
         while True:
             await self.look()
             if 0 < limit_s <= self.away_s:
                 return
             await asyncio.sleep(min(LONGEST_LOOK_PAUSE_S, pause_s))
+
+    async def guard(self, work: Coroutine[Any, Any, None], *, limit_s: float) -> bool:
+        """Await `work`, which needs a server; cancel it once none was up for `limit_s` seconds.
+
+        Returns:
+            Whether `work` ended by itself; its exceptions are raised.
+        """
+        working = asyncio.create_task(work)
+        watching = asyncio.create_task(self.wait_until_away(limit_s))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return working.done()
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.wait({working, watching})
+            for task in (working, watching):
+                if not task.cancelled():
+                    task.result()

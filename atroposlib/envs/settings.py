@@ -1,18 +1,17 @@
-"""The settings of a run: layered from defaults, YAML file and flags, shown, read and explained.
+"""The settings of a run: merge defaults, YAML file and flags; show them; parse and explain flags.
 
 config_init ──┐
 forced ───────┼─► merge ─► validated by the environment's own config class
 YAML env: ────┤
 --env.* ──────┘            (servers: the same without `forced`, then `resolve_openai_configs`)
 
-The flags of a command are the fields of its pydantic model. Their grammar: `--name=value` and
-`--name value`; `env.` and `openai.` may be left out where the rest is unambiguous; every flag takes
-a value, booleans too, except those that may stand alone, which means true; a list takes several
-words, repeated flags or one JSON array; a mapping is one JSON object; `None` empties an optional
-setting; names are never abbreviated. A following word is a value unless it begins with two dashes,
-so `-1` and `-1e-3` need no equals sign.
+The flags of a command are the fields of its pydantic model. Syntax: `--name=value` or
+`--name value`, without abbreviations; `env.` and `openai.` are optional if the rest is unambiguous.
+Every flag takes a value, booleans too, except those that may stand alone (true). A list takes
+several words, repeated flags or one JSON array; a mapping one JSON object; `None` clears an
+optional setting. A word after a flag is a value unless it starts with two dashes, so `-1` is one.
 
-The functions here are pure: dictionaries and words in, settings or text out.
+The functions here are pure.
 """
 
 from __future__ import annotations
@@ -82,18 +81,18 @@ ENV_PREFIX = f"{ENV_NAMESPACE}{NAMESPACE_SEP}"
 OPENAI_PREFIX = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
 
 TOLERATED_SERVER_KEYS = frozenset({"weight"})
-"""Keys that published YAML files have under a server although they mean nothing."""
+"""Keys without effect that published YAML files have under a server."""
 
 EXTRA_SECTIONS = frozenset({"teacher"})
-"""Top-level sections that only some commands read, so that one file serves all of them."""
+"""Top-level sections that only some commands read."""
 
 
 class Defaults(NamedTuple):
-    """What an environment brings along: the two results of its `config_init`."""
+    """The defaults of an environment: the results of its `config_init`."""
 
     config_class: type[BaseEnvConfig]
     env_settings: Mapping[str, Any]
-    """Field values of the environment's config, undeclared extras included."""
+    """Field values of the environment's config, including undeclared ones."""
     servers: ServerConfigs
 
 
@@ -104,18 +103,18 @@ class Settings(NamedTuple):
     servers: ServerConfigs
     manager: ServerManagerConfig
     manager_given: frozenset[str]
-    """Fields of `manager` that the YAML file or a flag set, as opposed to its own defaults."""
+    """Fields of `manager` that the YAML file or a flag set."""
 
 
 def field_values(model: BaseModel) -> dict[str, Any]:
-    """The values of a model by field name, nested models kept as they are."""
+    """Return the values of a model by field name; nested models are not converted."""
     return dict(model)
 
 
 def forced_env_settings(
     command: str, env_settings: Mapping[str, Any], *, env_name: str | None
 ) -> dict[str, Any]:
-    """What a command changes in the environment's own defaults; YAML and flags still win.
+    """Return a command's changes of the environment's defaults; YAML and flags override them.
 
     Args:
         command: One of `COMMANDS`.
@@ -128,7 +127,7 @@ def forced_env_settings(
     if command == "evaluate":
         return {"use_wandb": True}
     if command == "check":
-        # There is neither an account nor a teacher to ask.
+        # A check has neither an account nor a teacher.
         return {
             "use_wandb": False,
             **({"teacher_enabled": False} if "teacher_enabled" in env_settings else {}),
@@ -155,13 +154,13 @@ def layer_settings(
 
     Args:
         command: One of `COMMANDS`.
-        defaults: What the environment brings along.
-        yaml_config: The YAML file as parsed; empty when there is none.
-        flags: Typed flags by full name (`env.group_size`), values as `read_flags` gives them.
+        defaults: Defaults of the environment.
+        yaml_config: Parsed YAML file, or an empty mapping.
+        flags: Given flags by full name (`env.group_size`), with values of `read_flags`.
         env_name: The environment's class attribute `name`.
 
     Raises:
-        UsageError: an unknown key, a refused value, or settings that contradict each other.
+        UsageError: an unknown key, an invalid value, or contradictory settings.
     """
     sections = yaml_layers(yaml_config, defaults)
     env_settings = merge_dicts(
@@ -202,12 +201,11 @@ class YamlLayers(NamedTuple):
 def yaml_layers(yaml_config: Mapping[str, Any], defaults: Defaults) -> YamlLayers:
     """Split a parsed YAML file into its parts.
 
-    A section without content is empty. Masked secrets, as `evaluate_config.yaml` has them, count
-    as not given. A key that resembles no known one is another program's: it is left alone with a
-    warning; under `env` it becomes an attribute of the config.
+    Masked secrets, as in `evaluate_config.yaml`, count as not given. Keys that do not resemble a
+    known one cause a warning; under `env` they become attributes of the config.
 
     Raises:
-        UsageError: a section has the wrong shape, or a key looks misspelt.
+        UsageError: a section has the wrong shape, or a key is misspelled.
     """
     manager_keys = set(ServerManagerConfig.model_fields)
     sections = {ENV_NAMESPACE, OPENAI_NAMESPACE, *manager_keys, *EXTRA_SECTIONS}
@@ -228,14 +226,14 @@ def yaml_layers(yaml_config: Mapping[str, Any], defaults: Defaults) -> YamlLayer
 
 
 def server_layers(section: Any, server_class: type[BaseModel]) -> list[dict[str, Any]]:
-    """The servers of a YAML section, without unknown keys and masked secrets.
+    """Return the servers of a YAML section, without unknown keys and masked secrets.
 
     Args:
-        section: One server, a list of servers, or nothing.
-        server_class: Whose fields are known.
+        section: One server, a list of servers, or None.
+        server_class: Class with the known fields.
 
     Raises:
-        UsageError: the section has the wrong shape, or a key looks misspelt.
+        UsageError: the section has the wrong shape, or a key is misspelled.
     """
     servers = server_entries(section)
     known = set(server_class.model_fields)
@@ -243,33 +241,30 @@ def server_layers(section: Any, server_class: type[BaseModel]) -> list[dict[str,
         for key in _unknown_keys(entry, known | TOLERATED_SERVER_KEYS, OPENAI_PREFIX):
             del entry[key]
         for key in TOLERATED_SERVER_KEYS & entry.keys() - known:
-            logger.warning("openai.%s means nothing and is left out", key)
+            logger.warning("openai.%s has no effect", key)
             del entry[key]
     return [_without_masked(entry) for entry in servers]
 
 
 def single_server_settings(servers: ServerConfigs) -> dict[str, Any]:
-    """The environment's own settings of its one server; empty when it lists none or several."""
+    """Return the environment's defaults of its only server; empty if it lists none or several."""
     if isinstance(servers, list | tuple):
         return field_values(servers[0]) if len(servers) == 1 else {}
     return field_values(servers) if isinstance(servers, ServerBaseline) else {}
 
 
 def _unknown_keys(given: Iterable[Any], known: set[str], prefix: str) -> list[Any]:
-    """Return the unknown keys after a warning for each; refuse one that resembles a setting.
-
-    A misspelt setting must not be overlooked; any other key may belong to another program.
-    """
+    """Warn about unknown keys and return them; raise `UsageError` if one resembles a setting."""
     full_names = sorted(prefix + name for name in known)
     unknown = [key for key in given if key not in known]
     hints = {key: near_name(f"{prefix}{key}", full_names) for key in unknown}
-    misspelt = [
+    misspelled = [
         f"{prefix}{key} in the YAML file: no such setting{hint}"
         for key, hint in hints.items()
         if hint
     ]
-    if misspelt:
-        raise UsageError("\n".join(misspelt))
+    if misspelled:
+        raise UsageError("\n".join(misspelled))
     for key in unknown:
         logger.warning("%s%s in the YAML file is not a setting of this environment", prefix, key)
     return unknown
@@ -280,7 +275,7 @@ def _without_masked(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _opened(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested models that a mapping will change, as mappings, so that merging reaches inside."""
+    """Convert nested models that a mapping will change to mappings, for a recursive merge."""
     return {
         key: dict(value)
         if isinstance(value, BaseModel) and isinstance(changes.get(key), Mapping)
@@ -297,14 +292,14 @@ def _validated(model_class: type[Any], settings: Mapping[str, Any], prefix: str)
 
 
 def shown_settings(settings: Settings, *, only_changed: bool = False) -> dict[str, Any]:
-    """The effective settings in the shape of a YAML file, so that a run can be repeated from it.
+    """Return the effective settings in the shape of a YAML file that repeats the run.
 
-    Servers that are discovered appear as the settings that were changed, usually an empty section.
-    Settings left to the server manager's own defaults are not listed.
+    Discovered servers appear as their changed settings, usually an empty section. Settings with
+    the server manager's defaults are omitted.
 
     Args:
-        settings: Of the run.
-        only_changed: Whether to leave out empty sections and settings with their class's default.
+        settings: Settings of the run.
+        only_changed: Whether to omit empty sections and settings with the default of their class.
     """
     manager = settings.manager.model_dump(include=set(settings.manager_given))
     if only_changed:
@@ -322,11 +317,11 @@ def shown_settings(settings: Settings, *, only_changed: bool = False) -> dict[st
 
 
 def shown_default(name: str, default: Any) -> str | None:
-    """A default as text; None when there is no default.
+    """Return a default as text; None without a default.
 
     Args:
         name: Full name of the setting; its last part decides whether the value is a secret.
-        default: Any value a field may hold.
+        default: Value of the field.
     """
     if default is PydanticUndefined:
         return None
@@ -337,12 +332,7 @@ def shown_default(name: str, default: Any) -> str | None:
 
 
 def shown_servers(servers: ServerConfigs, *, only_changed: bool = False) -> Any:
-    """Servers as a section of a YAML file.
-
-    Args:
-        servers: Of the run.
-        only_changed: Whether to leave out settings with their class's default.
-    """
+    """Return servers as a section of a YAML file, maybe without the defaults of their class."""
     if isinstance(servers, ServerBaseline) and not isinstance(servers, APIServerConfig):
         return _plain(servers.model_dump(exclude_unset=True))
     if not only_changed:
@@ -362,9 +352,8 @@ HELP_WORDS = ("--help", "-h")
 MAY_STAND_ALONE = "may_stand_alone"
 """Key in `json_schema_extra` of a boolean field whose flag needs no value."""
 
-SHORT_FORMS = {"tokenizer_name": f"{ENV_NAMESPACE}{NAMESPACE_SEP}tokenizer_name"}
-"""What a name without its prefix means where both configs have it and one meaning is customary:
-the environment's tokenizer makes the tokens, the server's follows from its model."""
+SHORT_FORMS = {"tokenizer_name": f"{ENV_PREFIX}tokenizer_name"}
+"""Full name of a name that both configs have; the server's tokenizer follows from its model."""
 
 Command = TypeVar("Command", bound=BaseModel)
 
@@ -372,25 +361,24 @@ _SEQUENCES = (list, tuple, set, frozenset, Sequence)
 
 
 class Flag(NamedTuple):
-    """One flag of a command, as its model declares it."""
+    """One flag of a command, as declared by its model."""
 
     name: str
-    """As typed, without the dashes: `env.group_size`."""
+    """Name without dashes: `env.group_size`."""
     annotation: Any
     default: Any
-    """What holds when the flag is not given; `PydanticUndefined` when it must be given."""
+    """Default value; `PydanticUndefined` if the flag is required."""
     description: str
     may_stand_alone: bool = False
     """Whether it may be given without a value, which means true."""
 
 
 def flags_of(model: type[BaseModel]) -> list[Flag]:
-    """The flags of a command class, in the order of its fields."""
+    """Return the flags of a command class, in the order of its fields."""
     return [
         Flag(
             name,
             field.annotation,
-            # PydanticUndefined where there is none.
             field.get_default(call_default_factory=True),
             field.description or "",
             isinstance(field.json_schema_extra, dict)
@@ -401,18 +389,18 @@ def flags_of(model: type[BaseModel]) -> list[Flag]:
 
 
 def read_flags(words: Sequence[str], flags: Sequence[Flag]) -> dict[str, Any]:
-    """Read the words after the sub-command.
+    """Parse the words after the subcommand.
 
     Args:
-        words: As the shell split them.
-        flags: What may be given.
+        words: Words, as split by the shell.
+        flags: The flags of the command.
 
     Returns:
-        The values of the flags that were typed, by name. Numbers stay text for the model to
-        coerce, so that its message names the field.
+        The values of the given flags by name. Numbers stay text for the model to convert, so that
+        its message names the field.
 
     Raises:
-        UsageError: an unknown or ambiguous flag, a flag without value, or a stray word.
+        UsageError: an unknown or ambiguous flag, a flag without value, or a word without a flag.
     """
     by_name = {flag.name: flag for flag in flags}
     typed: dict[str, list[str]] = {}
@@ -436,7 +424,7 @@ def read_command(command_class: type[Command], words: Sequence[str]) -> Command:
     """Build a command from the words after its name.
 
     Raises:
-        UsageError: a flag cannot be read, or its value is refused.
+        UsageError: a flag cannot be parsed, or its value is invalid.
     """
     try:
         return command_class(**read_flags(words, flags_of(command_class)))
@@ -445,12 +433,11 @@ def read_command(command_class: type[Command], words: Sequence[str]) -> Command:
 
 
 def is_structured(annotation: Any) -> bool:
-    """Whether values of this type are mappings, written as JSON on the command line."""
+    """Whether values of this type are mappings, given as JSON on the command line."""
     return any(_is_mapping(arm) for arm in _arms(annotation))
 
 
 def _occurrences(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with the words that follow it."""
     current: tuple[str, list[str]] | None = None
     for word in words:
         if word.startswith("--") and len(word) > 2:
@@ -467,7 +454,7 @@ def _occurrences(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _full_name(name: str, known: Mapping[str, Flag]) -> str:
-    """Return the flag that a typed name means, its prefix added where that was left out."""
+    """Return the full name of a flag that may lack its prefix."""
     if name in known:
         return name
     prefixed = [f"{space}{NAMESPACE_SEP}{name}" for space in (ENV_NAMESPACE, OPENAI_NAMESPACE)]
@@ -496,7 +483,6 @@ def _convert(words: list[str], flag: Flag) -> Any:
 
 
 def _value(words: list[str], annotation: Any) -> Any:
-    """Turn the words of one flag into the value its type asks for."""
     arms = _arms(annotation)
     if len(words) == 1 and _means_none(words[0], arms):
         return None
@@ -518,7 +504,7 @@ def _sequence(words: list[str], sequence: Any, *, takes_text: bool) -> Any:
 
 
 def _scalar(word: str, arms: list[Any]) -> Any:
-    """One word: a member of a closed set, a JSON object, or text for the model to coerce."""
+    """Convert a word to a member of a closed set or a JSON object; other text stays."""
     for arm in arms:
         if word in (choices := _choices(arm)):
             return choices[word]
@@ -529,7 +515,7 @@ def _scalar(word: str, arms: list[Any]) -> Any:
 
 
 def _choices(arm: Any) -> dict[str, Any]:
-    """The members of a closed set by the text that stands for them; empty for other types."""
+    """Return the members of a closed set by their text; empty for other types."""
     if get_origin(arm) is Literal:
         return {str(choice): choice for choice in get_args(arm)}
     is_enum = isinstance(arm, type) and issubclass(arm, Enum)
@@ -544,7 +530,7 @@ def _json(word: str, wanted: str) -> Any:
 
 
 def _arms(annotation: Any) -> list[Any]:
-    """The members of a union, or the type itself."""
+    """Return the members of a union, or the type itself."""
     if get_origin(annotation) is Annotated:
         return _arms(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -565,7 +551,7 @@ def _is_mapping(arm: Any) -> bool:
 
 
 def _means_none(word: str, arms: list[Any]) -> bool:
-    """Whether a word empties a setting: `None`, and where no text is expected `null` or `none`."""
+    """Whether a word is `None`, or `null` or `none` for a type without text."""
     if type(None) not in arms and Any not in arms:
         return False
     return word == "None" or (str not in arms and Any not in arms and word in ("none", "null"))
@@ -584,35 +570,36 @@ _GROUP_TITLES = {
 
 OFTEN_NEEDED = (
     "config",
-    *(
-        f"env.{name}"
-        for name in (
-            "tokenizer_name",
-            "group_size",
-            "max_token_length",
-            "total_steps",
-            "steps_per_eval",
-            "rollout_server_url",
-            "use_wandb",
-            "include_messages",
-            "data_path_to_save_groups",
-            "data_dir_to_save_evals",
-        )
-    ),
-    *(f"openai.{name}" for name in ("base_url", "model_name", "api_key", "server_type")),
-    *("teacher.base_url", "teacher.model_name"),
-    *("quiet", "dataset-path", "json"),
+    "env.tokenizer_name",
+    "env.group_size",
+    "env.max_token_length",
+    "env.total_steps",
+    "env.steps_per_eval",
+    "env.rollout_server_url",
+    "env.use_wandb",
+    "env.include_messages",
+    "env.data_path_to_save_groups",
+    "env.data_dir_to_save_evals",
+    "openai.base_url",
+    "openai.model_name",
+    "openai.api_key",
+    "openai.server_type",
+    "teacher.base_url",
+    "teacher.model_name",
+    "quiet",
+    "dataset-path",
+    "json",
 )
-"""What the short help shows of the settings that all environments have."""
+"""Settings of all environments that the short help shows."""
 
 
 def short_help_text(
     flags: Sequence[Flag], *, shared: Collection[str], usage: str, intro: str = ""
 ) -> str:
-    """Write the help of one command without the flags that are seldom needed.
+    """Return the help of one command, with the flags of the environment and the common ones.
 
     Args:
-        flags: What the command takes.
+        flags: Flags of the command.
         shared: Names of the flags that every environment has.
         usage: Line that shows how the command is called.
         intro: Paragraphs between the usage and the flags.
@@ -626,26 +613,20 @@ def short_help_text(
     blocks.append("\n".join(["Often needed:", *map(_entry, often)]))
     num_others = len(by_name) - len(often)
     blocks.append(
-        f"All others, {num_others} of them: --help all. env. and openai. may be left out where the "
+        f"All others, {num_others} of them: --help all. env. and openai. may be left out if the "
         "name is unambiguous."
     )
     return "\n\n".join(blocks) + "\n"
 
 
 def help_text(flags: Sequence[Flag], *, usage: str, intro: str = "") -> str:
-    """Write the help of one command.
-
-    Args:
-        flags: What the command takes.
-        usage: Line that shows how the command is called.
-        intro: Paragraphs between the usage and the flags.
-    """
+    """Return the help of one command, with all flags; arguments as for `short_help_text`."""
     groups: dict[str, list[Flag]] = {}
     for flag in flags:
         prefix, separator, _ = flag.name.partition(".")
         groups.setdefault(prefix if separator else "", []).append(flag)
     blocks = [f"usage: {usage}", *([intro] if intro else [])]
-    # Settings without a prefix come last, whatever the order of the fields.
+    # Flags without a prefix come last.
     for prefix in sorted(groups, key=lambda prefix: prefix == ""):
         title = _GROUP_TITLES.get(prefix, prefix)
         names = f" (--{prefix}.*)" if prefix else ""
@@ -669,7 +650,7 @@ def _entry(flag: Flag) -> str:
 
 
 def describe_type(annotation: Any) -> str:
-    """What to type for a value, as in `INT`, `TRUE|FALSE`, `TEXT...` or `{openai,vllm}`."""
+    """Return the syntax of a value, such as `INT`, `TRUE|FALSE`, `TEXT...` or `{openai,vllm}`."""
     arms = [arm for arm in _arms(annotation) if arm is not type(None)] or [annotation]
     return "|".join(dict.fromkeys(map(_describe_arm, arms)))
 

@@ -1,12 +1,8 @@
-"""`SingleTurnEnv`: an environment whose items are one prompt each.
+"""`SingleTurnEnv`: an environment with one prompt per item.
 
-    get_next_item ─► prompt ─► G completions in one request ─► score of each ─► group
+    get_next_item ─► prompt ─► sample_trajectories ─► [G] Trajectory ─► score ─► build_group
 
-The author writes what is asked and what an answer is worth; evaluations ask and score alike.
-
-One prompt, G completions, one group: what environments of a single turn share.
-
-messages -> sample_trajectories -> [G] Trajectory -> scores of the environment -> build_group
+The G completions are sampled in one request. Evaluations use the same `prompt` and `score`.
 """
 
 from __future__ import annotations
@@ -57,38 +53,35 @@ class Answer(NamedTuple):
     """One completion as text."""
 
     completion: str
-    """With the prefill before it, if there was one."""
+    """Text, including the prefill."""
     finish_reason: str
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One completion of a prompt, with the tokens the engine reported, or those of its text."""
+    """One completion of a prompt, with the tokens from the engine, or those of its text."""
 
     completion: str
-    """What the policy wrote, as text."""
+    """Text, including the prefill."""
     finish_reason: str
-    """`stop`, or `length` when it was cut."""
+    """`stop`, or `length` if it was truncated."""
     tokens: list[int]
     """[L] prompt and completion ids."""
     masks: list[int]
     """[L] -100 on the prompt, the ids on the completion."""
     inference_logprobs: list[float]
-    """[L] 1.0 on the prompt, the policy's logprobs on the completion; 1.0 there too where the
-    tokens are those of its text."""
+    """[L] 1.0 on the prompt, the policy's logprobs on the completion; 1.0 for tokens of a text."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the token budget cut the completion."""
         return self.finish_reason == "length"
 
     @property
     def num_completion_tokens(self) -> int:
-        """Tokens the policy wrote."""
         return sum(1 for mask in self.masks if mask != IGNORE_INDEX)
 
     def chat(self, prompt: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the messages of the prompt and, behind them, the completion as a message."""
+        """Return the messages of the prompt, followed by the completion as a message."""
         return [*prompt, {"role": "assistant", "content": self.completion}]
 
 
@@ -99,10 +92,10 @@ def completion_budget(
     max_token_length: int,
     prefill: str = "",
 ) -> int:
-    """Return how many tokens a completion may have; below 1 the prompt leaves no room.
+    """Return the maximum number of tokens of a completion; below 1 the prompt leaves no room.
 
-    `RESERVED_TOKENS` stay free: a trajectory that fills the limit to the last token is refused as
-    too long, its whole group with it, and some engines put a start token before the prompt.
+    `RESERVED_TOKENS` remain unused: a group with a trajectory of `max_token_length` is dropped as
+    too long, and some engines add a start token before the prompt.
     """
     prompt = render_chat_ids(tokenizer, messages, add_generation_prompt=True)
     prefill_ids = tokenizer.encode(prefill, add_special_tokens=False) if prefill else ()
@@ -117,16 +110,16 @@ async def ask(
     prefill: str = "",
     **sampling: Any,
 ) -> list[Answer]:
-    """Wait for the completions of one prompt.
+    """Request the completions of one prompt.
 
     Args:
         server: a `ServerManager` or a managed server.
-        tokenizer: renders the prompt where there is a prefill.
+        tokenizer: tokenizer for rendering a prompt with a prefill.
         messages: the prompt.
-        prefill: how every completion begins; it is part of what the policy reads. A server that
-            answers chats only is asked without it.
-        sampling: what the engine takes, as `n` and `max_tokens`. A prompt that leaves no token is
-            not sent, which engines refuse; its completions are empty and cut.
+        prefill: start of every completion, as part of the prompt; omitted for a server that answers
+            chats only.
+        sampling: parameters of the engine, such as `n` and `max_tokens`. With `max_tokens` below 1,
+            nothing is sent, and completions are empty and truncated.
     """
     if sampling.get("max_tokens", 1) < 1:
         return [Answer("", "length")] * sampling.get("n", 1)
@@ -144,25 +137,24 @@ async def complete(
     chat: Sequence[Mapping[str, Any]] | None = None,
     **sampling: Any,
 ) -> list[Answer]:
-    """Wait for the continuations of a text; a server that answers chats only is asked a chat.
+    """Request the continuations of a text, or the answers to a chat if the server takes only those.
 
     Args:
         server: a `ServerManager` or a managed server.
         prompt: the text.
-        prefill: end of `prompt` that belongs to the completions.
-        chat: what a server is asked that cannot continue a text: the messages that `prompt`
-            renders; None asks with `prompt` as one user message.
-        sampling: what the engine takes.
+        prefill: end of `prompt` that belongs to the completions, but not to answers to `chat`.
+        chat: the messages that `prompt` renders; None means `prompt` as one user message.
+        sampling: parameters of the engine.
 
     Returns:
-        [n] completions. An answer to `chat` is given as it is, for it did not read the prefill.
+        [n] completions.
     """
     try:
         texts = await server.completion(prompt=prompt, **sampling)
     except NoTextCompletionsError as error:
         logger.debug("%s", error)
-        asked = [{"role": "user", "content": prompt}] if chat is None else chat
-        return await _chat(server, asked, sampling)
+        messages = [{"role": "user", "content": prompt}] if chat is None else chat
+        return await _chat(server, messages, sampling)
     return [Answer(prefill + c.text, c.finish_reason or "stop") for c in texts.choices]
 
 
@@ -182,18 +174,15 @@ async def sample_trajectories(
     max_tokens: int,
     **sampling: Any,
 ) -> list[Trajectory]:
-    """Wait for G completions of one prompt.
+    """Return [G] completions of one prompt, in the order of the engine's choices.
 
     Args:
         server: the environment's `ServerManager`.
         tokenizer: the environment's tokenizer.
         prompt: messages, or a text to continue.
         group_size: G.
-        max_tokens: budget of one completion.
-        sampling: what else `ask` or `complete` takes, as `temperature`.
-
-    Returns:
-        [G] trajectories, in the order of the engine's choices.
+        max_tokens: token limit of one completion.
+        sampling: further arguments of `ask` or `complete`, such as `temperature`.
     """
     sampling = {**sampling, "n": group_size, "max_tokens": max_tokens}
     async with server.managed_server(tokenizer=tokenizer) as managed:
@@ -224,16 +213,16 @@ def build_group(
     include_messages: bool,
     reward_parts: Sequence[Mapping[str, float]] = (),
 ) -> ScoredDataGroup:
-    """Put trajectories and their scores together.
+    """Combine trajectories and their scores.
 
     Args:
         messages: the prompt.
-        trajectories: [G].
-        scores: [G], in the order of `trajectories`.
-        is_muted: [G] whether a trajectory must not move the policy (`set_advantage_to_zero`).
+        trajectories: [G] trajectories.
+        scores: [G] scores.
+        is_muted: [G] whether a trajectory is excluded from training (`set_advantage_to_zero`).
         generation_params: sampling settings, for the record.
-        include_messages: add the chats.
-        reward_parts: [G] named parts of each score, before weighing; left out if empty.
+        include_messages: Whether to add the chats.
+        reward_parts: [G] unweighted parts of each score; may be empty.
     """
     group: ScoredDataGroup = {
         "tokens": [trajectory.tokens for trajectory in trajectories],
@@ -256,28 +245,28 @@ logger = logging.getLogger(__name__)
 
 
 class SingleTurnEnvConfig(BaseEnvConfig):
-    """How completions are drawn. `max_token_length` holds for prompt and completion together."""
+    """Sampling and scoring; `max_token_length` is the limit of prompt and completion together."""
 
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
     eval_temperature: float = Field(0.0, ge=0, description="Sampling temperature of evaluations.")
     mute_truncated: bool = Field(
-        False, description="Keep completions that were cut from moving the policy."
+        False, description="Whether to exclude truncated completions from training."
     )
     reward_weights: RewardWeights = Field(
         default_factory=dict,
-        description="Weights of the named parts of a score, by name; a part without one counts 1.",
+        description="Weights of the named parts of a score, by name; the default weight is 1.",
     )
 
 
 class SingleTurnEnv(BaseEnv):
-    """Write `get_next_item`, `prompt` and `score`; `eval_items` for evaluations.
+    """Implement `get_next_item`, `prompt` and `score`; `eval_items` for evaluations.
 
     Attributes:
-        scores_thinking: whether `score` reads the thinking as well.
-        logs_percent_correct: whether metrics are the part of scores above zero, not their mean.
-        min_trained_tokens: shorter completions stay in their group but do not move the policy.
-        prefill: how every completion begins; read by the policy, not trained.
-        scores_since_log: what `score` returned since the last log, its parts weighed and summed.
+        scores_thinking: Whether `score` also gets the thinking.
+        logs_percent_correct: Whether metrics are the fraction of positive scores, not their mean.
+        min_trained_tokens: shorter completions stay in their group but are not trained.
+        prefill: start of every completion; part of the prompt, not trained.
+        scores_since_log: weighted scores since the last log.
     """
 
     scores_thinking: ClassVar[bool] = False
@@ -293,51 +282,48 @@ class SingleTurnEnv(BaseEnv):
 
     @abstractmethod
     def prompt(self, item: Item) -> Sequence[Mapping[str, Any]]:
-        """Return the messages that pose an item."""
+        """Return the prompt of an item as messages."""
 
     @abstractmethod
     async def score(self, item: Item, answer: str) -> Reward:
-        """Return what an answer is worth; what it raises fails the group.
+        """Return the score of an answer; an exception fails the group.
 
-        A mapping such as `{"answer": 1.0, "format": 0.2}` names the parts of the score: they are
-        weighed by the setting `reward_weights` and summed, and each one is logged and shown.
+        A mapping such as `{"answer": 1.0, "format": 0.2}` names the parts of the score. They are
+        summed with the setting `reward_weights`, and each part is logged.
 
         Args:
-            item: what was asked.
-            answer: the completion without its thinking, or with it where `scores_thinking`; empty
-                when the completion was cut, for half an answer is none.
+            item: the item of the prompt.
+            answer: the completion, without its thinking unless `scores_thinking` is set; empty if
+                the completion was truncated.
         """
 
     async def score_all(self, item: Item, answers: Sequence[str]) -> Sequence[Reward]:
-        """Return the scores of all answers to an item; the default asks `score` for each.
-
-        Override it where answers are looked at together.
-        """
+        """Return [G] scores of all answers to an item; the default calls `score` for each."""
         return await all_results(self._checked_score(item, answer) for answer in answers)
 
     def sampling(self) -> dict[str, Any]:
-        """Return how rollouts are sampled: what the engine takes."""
+        """Return the sampling parameters of rollouts, as the engine takes them."""
         return {"temperature": self.config.temperature}
 
     def group_scores(
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
     ) -> Sequence[float]:
-        """Return [G] scores as they are sent, for rules that look at lengths or at the group."""
+        """Return [G] final scores, for rules that depend on lengths or on the group."""
         return scores
 
     def note_group(
         self, item: Item, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> None:
-        """Record statistics of a training group; called before `group_scores`, with [G] scores."""
+        """Record statistics of a training group; called with [G] scores before `group_scores`."""
 
     def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
-        """Return what is logged of the scores since the last log; there is at least one."""
+        """Return the metrics of the scores since the last log, at least one."""
         if self.logs_percent_correct:
             return {"train/percent_correct": statistics.fmean(score > 0 for score in scores)}
         return {"train/mean_score": statistics.fmean(scores)}
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the result of an evaluation from its records, at least one."""
+        """Return the metrics of an evaluation from its records, at least one."""
         scores = [sample["score"] for sample in samples]
         if self.logs_percent_correct:
             return {"eval/percent_correct": statistics.fmean(score > 0 for score in scores)}
@@ -345,15 +331,15 @@ class SingleTurnEnv(BaseEnv):
 
     @property
     def eval_token_limit(self) -> int:
-        """Tokens of prompt and completion in evaluations; `max_token_length` by default."""
+        """Limit of prompt and completion in evaluations; `max_token_length` by default."""
         return self.config.max_token_length
 
     def eval_items(self) -> Sequence[Item]:
-        """Return the items `evaluate` asks; none by default."""
+        """Return the items for `evaluate`; none by default."""
         return ()
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Sample G completions in one request and score them at the same time."""
+        """Sample G completions in one request and score them concurrently."""
         messages = self._checked_prompt(item)
         budget = self._budget(messages)
         if budget < 1:
@@ -416,7 +402,7 @@ class SingleTurnEnv(BaseEnv):
         await self.wandb_log(metrics)
 
     async def evaluate_item(self, item: Item) -> dict[str, Any]:
-        """Wait for one answer to an evaluation item; returns its record."""
+        """Sample and score one answer to an evaluation item; return its record."""
         messages = self._checked_prompt(item)
         extra_tokens = self.eval_token_limit - self.config.max_token_length
         [answer] = await ask(
@@ -439,7 +425,6 @@ class SingleTurnEnv(BaseEnv):
         }
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add what the scores since the last log tell."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         if self.scores_since_log:
             metrics.update(self.train_metrics(self.scores_since_log))
@@ -457,11 +442,11 @@ class SingleTurnEnv(BaseEnv):
 
     async def _checked_score(self, item: Item, answer: str) -> Reward:
         score: Reward = await settle(self.score(item, answer))
-        weigh(score, {}, f"{self._score_name} returned")  # raises as soon as one score is wrong
+        weigh(score, {}, f"{self._score_name} returned")  # raises on an invalid score
         return score
 
     async def weighed_scores(self, item: Item, answers: Sequence[str]) -> list[WeighedReward]:
-        """Wait for `score_all` and sum the parts of each score by `reward_weights`."""
+        """Call `score_all` and sum the parts of each score with `reward_weights`."""
         weights = self.config.reward_weights
         rewards = await self.score_all(item, answers)
         return [weigh(reward, weights, f"{self._score_name} returned") for reward in rewards]

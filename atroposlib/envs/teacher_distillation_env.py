@@ -1,8 +1,8 @@
-"""Environments whose groups carry a teacher's log-probabilities of every token.
+"""Environments whose groups have a teacher's log-probabilities of every token.
 
-admitted group -> teacher reads each trajectory -> distill_token_ids and distill_logprobs -> sent
+admitted group -> teacher scores each trajectory -> distill_token_ids and distill_logprobs -> sent
 
-The teacher is asked for admitted groups only. A group it cannot answer for goes on without.
+The teacher scores admitted groups only. If it fails, the group is sent without these fields.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 NOT_WANTED = -1
-"""A `top_k` of this or less asks the teacher nothing."""
+"""Largest `top_k` without a request to the teacher."""
 
 
 class TeacherDistillationConfig(BaseEnvConfig):
@@ -62,29 +62,28 @@ class TeacherDistillationConfig(BaseEnvConfig):
     """
 
     teacher_enabled: bool = Field(
-        False, description="Send a teacher's log-probabilities along with every group."
+        False, description="Whether to send a teacher's log-probabilities with every group."
     )
     teacher_top_k: int = Field(
         0,
         ge=NOT_WANTED,
-        description="Likeliest tokens per position to take from the teacher; 0 takes the token "
-        "that stands there only, -1 asks the teacher nothing.",
+        description="Number of the teacher's most likely tokens per position; 0 takes only the "
+        "token of the trajectory, -1 sends no requests.",
     )
 
 
 class TeacherDistillationEnv(BaseEnv):
-    """An environment that asks a teacher about its trajectories before they are sent.
+    """An environment with a teacher that scores its trajectories before they are sent.
 
-    Write the hooks of `BaseEnv`; nothing changes for them. An environment that has its own
-    constructor need not know of the teacher: what `serve` was told under `--teacher.*` stands in
-    `teacher_server_configs` before the constructor runs.
+    The hooks are those of `BaseEnv`. A constructor need not take the teacher's servers: `serve`
+    sets the attribute `teacher_server_configs` from `--teacher.*` before the constructor runs.
 
     Args:
         config: settings.
         server_configs: inference servers of the policy.
-        slurm: find those through Slurm.
-        testing: use scripted ones.
-        teacher_server_configs: servers of the teacher, a list or a single config; None takes the
+        slurm: Whether to discover them through Slurm.
+        testing: Whether to use scripted servers.
+        teacher_server_configs: servers of the teacher, a list or a single config; None uses the
             attribute of that name.
 
     Attributes:
@@ -126,10 +125,7 @@ class TeacherDistillationEnv(BaseEnv):
         self.connect_teacher(self.teacher_server_configs)
 
     def connect_teacher(self, server_configs: Any) -> None:
-        """Use these servers as the teacher from now on.
-
-        Args:
-            server_configs: a list of server configs, a single one, or a `ServerBaseline`.
+        """Use these servers as the teacher: a list of configs, a single one, or a `ServerBaseline`.
 
         Raises:
             ConfigError: the teacher's tokenizer differs from this environment's.
@@ -147,7 +143,7 @@ class TeacherDistillationEnv(BaseEnv):
         )
 
     def _validate_teacher_tokenizer_compatibility(self, teacher_tokenizer_name: str) -> None:
-        """Refuse a teacher whose token ids mean something else than ours."""
+        """Raise `ConfigError` if the teacher's vocabulary differs from this environment's."""
         if teacher_tokenizer_name == self.tokenizer.name_or_path:
             return
         import transformers
@@ -156,7 +152,7 @@ class TeacherDistillationEnv(BaseEnv):
             teacher = transformers.AutoTokenizer.from_pretrained(
                 teacher_tokenizer_name, use_fast=True
             )
-        except Exception as error:  # the hub, the disk and the files all fail in their own ways
+        except Exception as error:  # the hub, the disk and the files raise different errors
             raise ConfigError(
                 "Cross-tokenizer distillation is not supported, and the teacher's tokenizer "
                 f"{teacher_tokenizer_name!r} cannot be loaded for comparison: {error}"
@@ -169,7 +165,7 @@ class TeacherDistillationEnv(BaseEnv):
             )
 
     async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
-        """Ask the teacher about admitted groups, for `worker_timeout` seconds at most."""
+        """Add the teacher's logprobs to admitted groups, within `worker_timeout` seconds."""
         groups = await super().complete_groups(groups)
         groups = list(await asyncio.gather(*map(self._attach_in_time, groups)))
         if self.config.teacher_enabled and self.teacher_server is not None:
@@ -189,8 +185,7 @@ class TeacherDistillationEnv(BaseEnv):
     async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """Fill `distill_token_ids` and `distill_logprobs`, both [G][L][K], in place.
 
-        Both are None when the group does not want a teacher, or the teacher fails for one of its
-        trajectories.
+        Both are None if the group has no teacher, or the teacher fails for a trajectory.
         """
         if not self.config.teacher_enabled or self.teacher_server is None:
             return group
@@ -221,7 +216,6 @@ class TeacherDistillationEnv(BaseEnv):
         return group
 
     def _top_k(self, group: ScoredDataGroup) -> int:
-        """What this group asks of the teacher; `NOT_WANTED` when nothing."""
         overrides = group.get("group_overrides") or {}
         if not group.get("tokens") or overrides.get("skip_teacher_top_k"):
             return NOT_WANTED
@@ -231,10 +225,10 @@ class TeacherDistillationEnv(BaseEnv):
     async def _fetch_teacher_for_sequence(
         self, token_ids: list[int], top_k: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Return the teacher's likeliest ids and their logprobs, both [L][K], for one trajectory.
+        """Return the teacher's most likely ids and their logprobs, both [L][K], of one trajectory.
 
-        Position t holds what the teacher expects *at* t after reading the tokens before it; the
-        first position has nothing before it and is empty.
+        Position t has the teacher's prediction of token t from the tokens before it; the first
+        position is empty.
         """
         assert self.teacher_server is not None, "there is no teacher; see connect_teacher"
         rows = await self.teacher_server.get_logprobs(
@@ -251,7 +245,7 @@ class TeacherDistillationEnv(BaseEnv):
 
     @classmethod
     def teacher_config_init(cls) -> ServerConfigs | None:
-        """Return the default servers of the teacher; None: `serve` must be told."""
+        """Return the default servers of the teacher; None if `serve` must get them as flags."""
         return None
 
     @classmethod
@@ -261,15 +255,13 @@ class TeacherDistillationEnv(BaseEnv):
         yaml_config: Mapping[str, Any],
         cli_passed_flags: Mapping[str, Any],
     ) -> ServerConfigs | None:
-        """Lay the YAML section and the flags of the teacher over its defaults.
-
-        Returns:
-            The teacher's servers, or None when nothing says anything about a teacher.
+        """Merge the teacher's defaults, YAML section and flags; return None if all are missing.
 
         Raises:
-            UsageError: an unknown key, a refused value, or flags that meet several servers.
+            UsageError: an unknown key, an invalid value, or flags for several servers.
         """
-        flags = extract_namespace(cli_passed_flags, f"{cls.teacher_namespace}{NAMESPACE_SEP}")
+        prefix = f"{cls.teacher_namespace}{NAMESPACE_SEP}"
+        flags = extract_namespace(cli_passed_flags, prefix)
         section = yaml_config.get(cls.teacher_namespace)
         default = default_teacher_server_configs
         if default is None:
@@ -290,18 +282,12 @@ class TeacherDistillationEnv(BaseEnv):
                 logger=logger,
             )
         except UsageError as error:
-            raise UsageError(_as_teachers(error.message, cls.teacher_namespace)) from error
+            message = error.message.replace(OPENAI_PREFIX, prefix)
+            own_section = f"{cls.teacher_namespace}:"
+            raise UsageError(message.replace(f"{OPENAI_NAMESPACE}:", own_section)) from error
 
     @classmethod
     def get_cli_serve_config_cls(cls) -> type:
-        """Return the command class of `serve`, with the flags of the teacher."""
         from atroposlib.envs.commands import with_teacher
 
         return with_teacher(cls, super().get_cli_serve_config_cls())
-
-
-def _as_teachers(message: str, namespace: str) -> str:
-    """Name the teacher's settings in a message that speaks of the policy's servers."""
-    return message.replace(OPENAI_PREFIX, f"{namespace}{NAMESPACE_SEP}").replace(
-        f"{OPENAI_NAMESPACE}:", f"{namespace}:"
-    )

@@ -1,4 +1,4 @@
-"""Python functions as tools of a model: their description, their calls, their errors.
+"""Python functions as tools of a model: description, calls and errors.
 
     def add(a: int, b: int) -> int   ─► {"name": "add", "description": "Add two numbers.",
     docstring: Add two numbers.           "parameters": {"type": "object", "properties": {
@@ -8,15 +8,15 @@
 
     completion ─► parse_tool_calls ─► run_tool_calls ─► results for the model
 
-What goes wrong in a call is a result too: the model reads it and may correct itself.
+An error of a call is also a result: the model reads it and may correct the call.
 
-`ToolConversation`: a question the policy may answer with the help of tools.
+`ToolConversation`: a question that the policy may answer with the help of tools.
 
     question ─► turn with calls ─► results ─► turn with calls ─► … ─► turn without ─► score
 
-Tools are described in the system message, calls read from `<tool_call>` blocks and results given
-in `<tool_response>` blocks, as the Hermes and Qwen models were trained on; it works with every
-chat template, since tools and results are plain text to it.
+The system message describes the tools, calls are read from `<tool_call>` blocks, and results are
+returned in `<tool_response>` blocks: the format of the Hermes and Qwen models. It works with every
+chat template, for which tools and results are plain text.
 """
 
 from __future__ import annotations
@@ -56,47 +56,47 @@ _ARGUMENT = re.compile(r"(\w+)(?: \([^)]*\))?: *(.*)")
 
 
 class ToolCall(BaseModel):
-    """One call a completion asks for."""
+    """One tool call of a completion."""
 
     name: str = ""
     """Name of the tool."""
     arguments: Any = None
-    """Whatever JSON the completion gave; usually an object."""
+    """JSON value of the completion, usually an object."""
     error: str | None = None
-    """Why it cannot be read as a call; None if it can."""
+    """Description of a syntax error; None for a valid call."""
 
 
 class ToolResult(BaseModel):
-    """What became of a call."""
+    """The result of a call."""
 
     name: str
     """Name of the tool."""
     content: str
-    """What the model reads."""
+    """Text for the model."""
     is_error: bool = False
-    """Whether `content` says what went wrong."""
+    """Whether `content` describes an error."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function a model may call; made by `Tool.of`."""
+    """A function that a model may call; created by `Tool.of`."""
 
     name: str
     """Name of the function."""
     description: str
     """The docstring up to its sections."""
     function: Callable[..., Any]
-    """Takes the arguments by keyword; a plain one runs in a thread."""
+    """Function of keyword arguments; one that is not a coroutine function runs in a thread."""
     arguments_cls: type[BaseModel]
-    """Checks the arguments."""
+    """Model that validates the arguments."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
         """Describe a function by its signature, annotations and docstring.
 
         Args:
-            function: every parameter annotated; plain or a coroutine function. Its docstring's
-                `Args:` section describes the arguments.
+            function: function or coroutine function with annotated parameters. The `Args:` section
+                of its docstring describes the arguments.
 
         Raises:
             ConfigError: a parameter cannot be given by name or has no annotation.
@@ -117,17 +117,17 @@ class Tool:
         return cls(name, re.split(r"\n\s*\n?\w+:\n", text)[0].strip(), function, model)
 
     def definition(self) -> dict[str, Any]:
-        """Return the description in the form of the chat APIs."""
+        """Return the description in the format of the chat APIs."""
         schema = _without_titles(self.arguments_cls.model_json_schema())
         schema.setdefault("properties", {})
         described = {"name": self.name, "description": self.description, "parameters": schema}
         return {"type": "function", "function": described}
 
     async def run(self, arguments: Any, *, timeout_s: float) -> ToolResult:
-        """Wait for the answer to a call; whatever goes wrong becomes a message to the model.
+        """Run a call; an error becomes a result for the model.
 
-        A plain function that runs out of time goes on in its thread; what can take long belongs
-        into a score pool or another process.
+        After a timeout, a function that is not a coroutine function continues in its thread; run
+        slow functions in a score pool or another process.
         """
         try:
             checked = self.arguments_cls.model_validate({} if arguments is None else arguments)
@@ -139,7 +139,7 @@ class Tool:
         except (TimeoutError, asyncio.TimeoutError):
             content = f"{self.name} gave no answer within {timeout_s:g} s"
             return ToolResult(name=self.name, content=content, is_error=True)
-        except Exception as error:  # the author's function: the model is told
+        except Exception as error:  # an error of the author's function is a result
             logger.debug("tool %s raised", self.name, exc_info=True)
             content = f"{type(error).__name__}: {error}"
             return ToolResult(name=self.name, content=content, is_error=True)
@@ -157,7 +157,7 @@ class Tool:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Read every `<tool_call>` of a completion, in order; one that is not JSON carries an error."""
+    """Parse the `<tool_call>` blocks of a completion; calls that are not JSON have an error."""
     calls = []
     for content in _CALL.findall(text):
         name, arguments, is_error = parse_tool_call(f"<tool_call>{content}</tool_call>")
@@ -172,7 +172,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 async def run_tool_calls(
     calls: Sequence[ToolCall], tools: Sequence[Tool], *, timeout_s: float
 ) -> list[ToolResult]:
-    """Wait for the answers to calls, made at the same time; results in the order of the calls."""
+    """Run calls concurrently and return their results in the same order."""
     by_name = {tool.name: tool for tool in tools}
 
     async def answer(call: ToolCall) -> ToolResult:
@@ -192,11 +192,11 @@ def _check_parameter(
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
         raise ConfigError(f"{where} cannot be given by name; write each parameter out")
     if parameter.name not in hints:
-        raise ConfigError(f"{where} has no annotation; the model is told the type from it")
+        raise ConfigError(f"{where} has no annotation, from which the model learns its type")
 
 
 def _described_arguments(docstring: str) -> dict[str, str]:
-    """Return what the `Args:` section of a Google docstring says about each argument."""
+    """Return the descriptions of the arguments in a Google-style docstring."""
     found = re.search(r"^(?:Args|Arguments):\n((?:[ \t]+.*(?:\n|\Z)|\n)+)", docstring, re.MULTILINE)
     if not found:
         return {}
@@ -215,7 +215,7 @@ def _described_arguments(docstring: str) -> dict[str, str]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Leave out the titles pydantic makes from names; an argument may be called `title`."""
+    """Remove pydantic's titles from a schema, but not an argument called `title`."""
     if isinstance(schema, list):
         return [_without_titles(entry) for entry in schema]
     if not isinstance(schema, dict):
@@ -250,21 +250,21 @@ For each call, write a JSON object with the function's name and arguments within
 
 
 def tool_instructions(tools: Sequence[Tool]) -> str:
-    """Return the text that tells the policy which tools there are and how to call them."""
+    """Return the instructions for the policy: the tools and the format of a call."""
     definitions = "\n".join(_as_json(tool.definition()) for tool in tools)
     return INSTRUCTIONS.format(definitions=definitions)
 
 
 class ToolConversation(Conversation):
-    """Tool calls are run and answered until a turn has none; `score` then rates that turn.
+    """Runs the tool calls of each turn; the first turn without a call is scored.
 
     Args:
-        messages: the question; a system message at its start is kept, the tools follow it.
-        tools: functions, described by their annotations and docstrings, or `Tool`s.
+        messages: the question; the tools are appended to a system message at its start.
+        tools: functions with annotations and docstrings, or `Tool`s.
 
     Attributes:
-        tool_timeout_s: seconds one call may take.
-        results: all results so far, for `score`.
+        tool_timeout_s: time limit of one call, in seconds.
+        results: all results so far.
     """
 
     tool_timeout_s: float = 30.0
@@ -278,18 +278,17 @@ class ToolConversation(Conversation):
 
     @abstractmethod
     async def score(self, turn: Turn) -> Reward:
-        """Return the reward of the turn that answers, the first without a call."""
+        """Return the reward of the answer, which is the first turn without a call."""
 
     def find_calls(self, answer: str) -> list[ToolCall]:
-        """Return the calls of a turn; override it for models that write them another way."""
+        """Return the calls of a turn; override it for models with another format."""
         return parse_tool_calls(answer)
 
     def reward_of_calls(self, results: Sequence[ToolResult]) -> Reward:
-        """Return the reward of a turn that called tools; 0 unless overridden."""
+        """Return the reward of a turn with tool calls; 0 by default."""
         return 0.0
 
     def opening(self) -> list[ChatMessage]:
-        """Return the question under a system message that describes the tools."""
         instructions = tool_instructions(self.tools)
         if self.messages and self.messages[0]["role"] == "system":
             instructions = f"{self.messages[0]['content']}\n\n{instructions}"
@@ -297,11 +296,10 @@ class ToolConversation(Conversation):
         return [{"role": "system", "content": instructions}, *self.messages]
 
     async def reply(self, turn: Turn) -> Reply:
-        """Run the calls of a turn, outside its thinking; without calls it is the answer."""
         calls = self.find_calls(turn.answer)
         if not calls:
             score = await settle(self.score(turn))
-            weigh(score, {}, f"{type(self).__name__}.score returned")  # raises under its own name
+            weigh(score, {}, f"{type(self).__name__}.score returned")  # the error names `score`
             return Reply(reward=score, is_done=True)
         results = await run_tool_calls(calls, self.tools, timeout_s=self.tool_timeout_s)
         self.results += results
@@ -317,6 +315,6 @@ def _shown(result: ToolResult) -> dict[str, str]:
 
 
 def _as_json(value: Mapping[str, Any]) -> str:
-    """Return JSON without escapes of letters: they cost tokens, and models copy them wrongly."""
+    """Return JSON without escaped letters, which cost tokens and which models copy wrongly."""
     text = json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()  # a lone surrogate is in no vocabulary

@@ -33,16 +33,16 @@ async def test_start_while_one_runs_waits_for_it(caplog: pytest.LogCaptureFixtur
 
         return evaluate
 
-    is_started = [owner.runner.start(evaluation(step)) for step in (2, 4, 6)]
+    for step in (2, 4, 6):
+        owner.runner.start(evaluation(step))
 
-    assert is_started == [True, False, False]
     assert "still running" in caplog.text
     over.set()
     await owner.runner.finish()
     assert not owner.runner.is_running
     assert steps == [2, 6]  # what became due twice meanwhile measures the same policy
     assert owner.num_ended == 1
-    assert owner.runner.start(evaluation(8))
+    owner.runner.start(evaluation(8))
     await owner.runner.finish()
     assert steps == [2, 6, 8]
     assert owner.num_ended == 2

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atroposlib.envs.rollouts import stamp_policy_version
+from atroposlib.envs.rollouts import annotate_groups
+from atroposlib.envs.server_handling.server_baseline import SampledVersions
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from tests.api.may_2025_service import May2025Service
 from tests.api.scripted_service import scripted
@@ -236,12 +237,12 @@ async def test_groups_carry_the_policy_version_their_rollout_started_under(
 @pytest.mark.parametrize(
     ("version", "given", "expected"), [(3, None, 3), (3, 1, 1), (None, None, None)]
 )
-def test_stamp_policy_version_leaves_what_a_group_says(
+def test_annotate_groups_keeps_the_policy_version_of_a_group(
     version: int | None, given: int | None, expected: int | None
 ) -> None:
     group = {} if given is None else {"policy_version": given}
 
-    stamp_policy_version([group, None], version)
+    annotate_groups([group, None], SampledVersions(), policy_version=version)
 
     assert group.get("policy_version") == expected
 

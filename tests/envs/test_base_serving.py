@@ -84,7 +84,7 @@ async def test_serve_service_reset_registers_again_and_goes_on(
 
     await serve_until(env, act())
 
-    assert "does not know us any more" in caplog.text
+    assert "does not know this environment" in caplog.text
 
 
 async def test_serve_rollout_raising_is_counted_and_the_run_goes_on(

@@ -196,7 +196,7 @@ def test_layer_settings_weight_under_a_server_is_left_out_with_a_warning(
         settings = layered(yaml={"openai": {"model_name": "x", "weight": 1.0}})
 
     assert settings.servers[0].model_name == "x"  # type: ignore[index]
-    assert "openai.weight means nothing" in caplog.text
+    assert "openai.weight has no effect" in caplog.text
 
 
 def test_layer_settings_another_programs_section_is_left_alone_with_a_warning(

@@ -1,6 +1,6 @@
 """Reward functions by name: `registry.create("accuracy")`, or several in a `CombinedReward`.
 
-Every file of this folder is imported here and registers its reward functions.
+All modules of this folder are imported here and register their reward functions.
 """
 
 from __future__ import annotations

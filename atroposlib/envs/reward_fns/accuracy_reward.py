@@ -1,7 +1,7 @@
-r"""Whether the mathematical answer of a completion equals the gold answer.
+r"""Reward for a mathematical answer that equals the gold answer.
 
-completion -> text behind the last </think> -> math-verify (boxed LaTeX first)
-                                            -> else a plain number in \boxed{} or after ####
+completion -> text after the last </think> -> math-verify (boxed LaTeX first)
+                                           -> else a plain number in \boxed{} or after ####
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ MARKED_NUMBER = re.compile(r"####\s*([-+]?[\d.,]*\d)")
 
 @registry.register
 class AccuracyReward(RewardFunction):
-    r"""1.0 when the answer of the completion equals the gold answer, 0.0 otherwise.
+    r"""1.0 if the answer of the completion equals the gold answer, 0.0 otherwise.
 
-    Checking is work for a CPU and may take long on odd input: environments call it through their
-    score pool.
+    Call it through a score pool: the check needs a CPU and can be slow.
 
     Args:
-        tolerance: plain numbers this close to each other are equal.
-        split_on_think_tag: look only at what follows the last `</think>`.
-        max_boxed_threshold: more boxes than this behind `</think>` are a guess among many and earn
-            nothing.
-        weight: what the reward is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        tolerance: maximum difference of equal plain numbers.
+        split_on_think_tag: Whether to read only the text after the last `</think>`.
+        max_boxed_threshold: maximum number of boxes after `</think>`; more are guesses and earn 0.
+        **kwargs: as for `RewardFunction`, such as `weight`.
     """
 
     def __init__(
@@ -58,16 +55,13 @@ class AccuracyReward(RewardFunction):
         ground_truth: Any = None,
         **kwargs: Any,
     ) -> list[float]:
-        """Compare each completion with its gold answer.
+        """Return [G] 1.0 or 0.0; 0.0 without a gold answer.
 
         Args:
             completions: [G] completions.
-            solution: one gold answer for all, or [G]; what follows `####` counts where that occurs.
-            ground_truth: the same; wins over `solution`.
+            solution: one gold answer for all, or [G]; the part after `####`, if it occurs.
+            ground_truth: the same; overrides `solution`.
             **kwargs: ignored.
-
-        Returns:
-            [G] 1.0 or 0.0; 0.0 where there is no gold answer.
         """
         golds = one_per_completion(
             solution if ground_truth is None else ground_truth, len(completions)
@@ -86,14 +80,14 @@ class AccuracyReward(RewardFunction):
 
 
 def _extract_final_answer(text: str) -> str:
-    """Return what follows the last `####` on its line, or the whole text without one."""
+    """Return the text after the last `####` on its line, or the whole text without one."""
     if "####" not in text:
         return text.strip()
     return text.rsplit("####", 1)[1].split("\n", 1)[0].strip()
 
 
 def _normalize_numerical_value(text: str) -> float | None:
-    r"""Return the number that a text is, thousands commas and `\boxed{}` removed; None if none."""
+    r"""Return a text without commas and `\boxed{}` as a number, or None."""
     boxed = BOXED_CONTENT.search(text)
     plain = (boxed[1] if boxed else text).replace(",", "").strip()
     try:
@@ -104,7 +98,7 @@ def _normalize_numerical_value(text: str) -> float | None:
 
 
 def _verify_answer(content: str, gold_answer: str, tolerance: float = 1e-6) -> bool:
-    """Return whether a text, thinking removed, holds the gold answer; never raises."""
+    """Return whether a text without thinking has the gold answer; never raises."""
     if not gold_answer:
         return False
     verdict = check_math_answer(content, gold_answer, skip_thinking=False)
@@ -116,7 +110,7 @@ def _verify_answer(content: str, gold_answer: str, tolerance: float = 1e-6) -> b
 
 
 def _plain_number(content: str) -> float | None:
-    """Return the number in the first box, else the one behind the first `####`."""
+    """Return the number in the first box, else the one after the first `####`."""
     for match in (BOXED_CONTENT.search(content), MARKED_NUMBER.search(content)):
         number = _normalize_numerical_value(match[1]) if match else None
         if number is not None:
@@ -127,5 +121,5 @@ def _plain_number(content: str) -> float | None:
 def accuracy_reward(
     completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
 ) -> list[float]:
-    """Return what `AccuracyReward` with its defaults gives."""
+    """Return the rewards of `AccuracyReward` with its defaults."""
     return AccuracyReward().compute(completions, solution, ground_truth, **kwargs)

@@ -1,4 +1,4 @@
-"""Mathematical accuracy first; the format counts only for a right answer."""
+"""Reward for mathematical accuracy, and for the format of correct answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ONE_LEADING_BLOCK = re.compile(r"<think>[^<]*</think>([^<]*)")
 
 
 def get_completion_content(completion: Any) -> str:
-    """Return the text of a completion, whatever its role; its `str` when it has none.
+    """Return the text of a completion with any role, or its `str` if it has no text.
 
     Args:
-        completion: a text; a mapping with `content`, or with `message` holding `content`; a list,
+        completion: a string; a mapping with `content`, or with `content` in its `message`; a list,
             of which the first element counts.
     """
     if isinstance(completion, str):
@@ -35,13 +35,13 @@ def get_completion_content(completion: Any) -> str:
 
 
 def format_reward(completions: list[Any], reward_value: float = 0.5, **kwargs: Any) -> list[float]:
-    """Return [G] `reward_value` for one leading think block, text behind it, and no other `<`."""
+    """Return [G] `reward_value` for a leading think block, text after it, and no other `<`."""
     matches = [ONE_LEADING_BLOCK.fullmatch(get_completion_content(each)) for each in completions]
     return [reward_value if match and match[1].strip() else 0.0 for match in matches]
 
 
 def accuracy_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-    """Return what `AccuracyReward` with its defaults gives, whatever the role of the message."""
+    """Return the rewards of `AccuracyReward` with its defaults, for messages of any role."""
     texts = [get_completion_content(each) for each in completions]
     return AccuracyReward().compute(texts, solution)
 
@@ -49,7 +49,7 @@ def accuracy_reward(completions: list[Any], solution: Any = None, **kwargs: Any)
 def cascading_r1_math_reward(
     completions: list[Any], solution: Any = None, **kwargs: Any
 ) -> list[float]:
-    """Return [G] 1.5 for a right answer in the right format, 1.0 for a right answer, else 0.0."""
+    """Return [G] 1.5 for a correct answer in the correct format, 1.0 for a correct one, or 0.0."""
     accuracies = accuracy_reward(completions, solution)
     formats = format_reward(completions)
     return [

@@ -16,19 +16,18 @@ NORMALIZATIONS = ("none", "sum", "minmax")
 
 @registry.register
 class CombinedReward(RewardFunction):
-    """Adds up reward functions, each multiplied by its own weight.
+    """The weighted sum of reward functions.
 
-    Two constant rewards of 1 with the weights 2 and 3 make 5; with `normalization="sum"` 1.
+    Two constant rewards of 1 with the weights 2 and 3 give 5; with `normalization="sum"` 1.
 
-    With `tolerate_errors=True`, here or at one of the parts, a part that raises is counted, logged
-    and left out of the sum.
+    With `tolerate_errors=True`, here or for one part, a part that raises is counted, logged and
+    omitted from the sum.
 
     Args:
-        rewards: names or configurations, as `registry.create` takes them.
-        normalization: "none"; "sum" divides by the sum of the weights when that is positive;
-            "minmax" stretches the rewards of one call to [0, 1] unless they are all equal.
-        weight: what the result is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        rewards: names or configurations, as for `registry.create`.
+        normalization: "none"; "sum" divides by the sum of the weights if that is positive;
+            "minmax" scales the rewards of one call to [0, 1] unless they are all equal.
+        **kwargs: as for `RewardFunction`, such as `weight`.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class CombinedReward(RewardFunction):
             part.set_wandb_logger(logger)
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Return [G] weighted sums, normalised as configured; nothing for no completions."""
+        """Return [G] weighted sums, normalized as configured."""
         if not completions:
             return []
         totals = [0.0] * len(completions)

@@ -1,4 +1,4 @@
-"""How close a completion is in meaning to the solution, by the cosine of sentence embeddings.
+"""Reward for similarity to the solution, by the cosine of sentence embeddings.
 
 texts -> encoder -> mean over tokens [H] -> cosine distance -> 1 - distance * scale, clamped
 """
@@ -25,17 +25,16 @@ TEXTS_PER_FORWARD = 32
 class CosineScaledReward(RewardFunction):
     """`1 - cosine distance * scale_factor`, between `min_reward` and `max_reward`.
 
-    The encoder is loaded at the first use and kept on the class. Of long texts, the first 512
-    tokens count.
+    The encoder is loaded on first use and kept on the class. Only the first 512 tokens of a text
+    count.
 
     Args:
-        model_name: an encoder of the hub or a folder; None means a small sentence encoder.
-        scale_factor: how steeply the reward falls with the distance, which lies in [0, 2].
-        min_reward: lower clamp.
-        max_reward: upper clamp.
-        default_reward: where there is no solution; and, with `tolerate_errors`, after an exception.
-        weight: what the reward is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        model_name: hub name or folder of an encoder; None means a small sentence encoder.
+        scale_factor: factor of the distance, which is in [0, 2].
+        min_reward: lower bound.
+        max_reward: upper bound.
+        default_reward: reward without a solution and, with `tolerate_errors`, after an exception.
+        **kwargs: as for `RewardFunction`, such as `weight`.
 
     Raises:
         MissingExtraError: torch is not installed.
@@ -64,15 +63,12 @@ class CosineScaledReward(RewardFunction):
         self.error_reward = default_reward
 
     def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-        """Compare each completion with its solution.
+        """Return [G] rewards; `default_reward` without a solution.
 
         Args:
             completions: [G] completions.
-            solution: one for all: a text, a message or a list of messages; or a list of [G] such.
+            solution: one for all (a string, a message or a list of messages), or a list of [G].
             **kwargs: ignored.
-
-        Returns:
-            [G] rewards; `default_reward` where there is no solution.
         """
         golds = _solution_texts(solution, len(completions))
         texts = [self.get_content(each) for each in completions]
@@ -138,5 +134,5 @@ def _solution_texts(solution: Any, num_completions: int) -> list[str]:
 def cosine_scaled_reward(
     completions: list[Any], solution: Any = None, **kwargs: Any
 ) -> list[float]:
-    """Return what `CosineScaledReward` with its defaults gives."""
+    """Return the rewards of `CosineScaledReward` with its defaults."""
     return CosineScaledReward().compute(completions, solution, **kwargs)

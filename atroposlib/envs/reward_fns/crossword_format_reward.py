@@ -1,4 +1,4 @@
-"""Whether crossword answers are written as `1-Across: WORD`."""
+"""Reward for crossword answers in the format `1-Across: WORD`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ CLOSING_PUNCTUATION = ".,;:!?)"
 
 @registry.register
 class CrosswordFormatReward(RewardFunction):
-    """`reward_value` when a pattern matches and every answer word has valid letters only.
+    """`reward_value` if a pattern matches and all answer words have valid letters only.
 
     Args:
         format_patterns: regular expressions, one of which must be found; None means an answer such
-            as `12-Down: word` somewhere, or a text made of nothing else.
-        reward_value: what a well-formed completion earns.
-        penalize_invalid_chars: examine the word behind each `Across:` and `Down:`, as far as the
-            next white space and without closing punctuation.
-        valid_chars: the letters allowed, in either case.
-        weight: what the reward is multiplied by.
-        **kwargs: as for `RewardFunction`.
+            as `12-Down: word`.
+        reward_value: reward of a well-formed completion.
+        penalize_invalid_chars: Whether to check the word after each `Across:` and `Down:`, without
+            punctuation at its end.
+        valid_chars: allowed letters; case is ignored.
+        **kwargs: as for `RewardFunction`, such as `weight`.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class CrosswordFormatReward(RewardFunction):
         self.valid_chars = valid_chars
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Return [G] `reward_value` or 0.0."""
         texts = [self.get_content(each) for each in completions]
         return [self.reward_value if self._is_formatted(text) else 0.0 for text in texts]
 
@@ -64,5 +62,5 @@ class CrosswordFormatReward(RewardFunction):
 
 
 def crossword_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Return what `CrosswordFormatReward` with its defaults gives."""
+    """Return the rewards of `CrosswordFormatReward` with its defaults."""
     return CrosswordFormatReward().compute(completions, **kwargs)

@@ -1,4 +1,4 @@
-"""Whether a completion uses the tags it was asked to use."""
+"""Reward for a pair of tags such as `<answer>...</answer>`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ DEFAULT_TAGS = ("think", "answer")
 
 @registry.register
 class FormatReward(RewardFunction):
-    """1.0 when the completion holds a pair `<tag>...</tag>`, 0.0 otherwise.
+    """1.0 if the completion has a pair `<tag>...</tag>`, 0.0 otherwise.
 
     Args:
-        preferred_tags: the tags, or the one tag, without brackets; None means `think` and `answer`.
-        require_all_tags: every tag must occur, not just one.
-        case_sensitive: `<Think>` is not `<think>`.
-        weight: what the reward is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        preferred_tags: one or more tags without brackets; None means `think` and `answer`.
+        require_all_tags: Whether every tag must occur, not just one.
+        case_sensitive: Whether `<Think>` differs from `<think>`.
+        **kwargs: as for `RewardFunction`, such as `weight`.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class FormatReward(RewardFunction):
         self.case_sensitive = case_sensitive
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Return [G] 1.0 or 0.0."""
         return [float(self._is_formatted(self.get_content(each))) for each in completions]
 
     def _is_formatted(self, text: str) -> bool:
@@ -58,5 +56,5 @@ def _has_pair(text: str, tag: str) -> bool:
 def format_reward(
     completions: list[Any], preferred_tags: Sequence[str] | None = None, **kwargs: Any
 ) -> list[float]:
-    """Return what `FormatReward` with these tags gives."""
+    """Return the rewards of `FormatReward` with these tags."""
     return FormatReward(preferred_tags=preferred_tags).compute(completions, **kwargs)

@@ -1,4 +1,4 @@
-"""Reasoning in think tags, an answer behind them: format, containment, and both together."""
+"""Rewards for reasoning in think tags and the answer after them: format, accuracy, and both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 class ParsedReasoning(TypedDict):
-    """A completion taken apart."""
+    """The parts of a completion."""
 
     thinking_content: str
     response: str
@@ -34,15 +34,15 @@ class ParsedReasoning(TypedDict):
 def parse_reasoning_response(
     text: Any, *, allow_multiple_thinking: bool = False
 ) -> ParsedReasoning:
-    """Take a completion apart at its think block.
+    """Split a completion at its think block.
 
-    One block: the text in it and the text behind it, both stripped. None, or several: no thinking,
-    and the whole text is the response. Tags are case-sensitive.
+    With one block, return the text in it and the text after it, both stripped. With no or several
+    blocks, there is no thinking, and the whole text is the response. Tags are case-sensitive.
 
     Args:
-        text: what is not a text becomes its `str`, all of it response.
-        allow_multiple_thinking: of several blocks, the first is the thinking, and what follows the
-            last is the response.
+        text: the completion; another object becomes its `str`, which is the response.
+        allow_multiple_thinking: Whether to accept several blocks: the first is the thinking, and
+            the text after the last is the response.
     """
     blocks = _think_blocks(text) if isinstance(text, str) else []
     if not blocks or (len(blocks) > 1 and not allow_multiple_thinking):
@@ -57,21 +57,20 @@ def parse_reasoning_response(
 
 
 def _think_blocks(text: str) -> list[re.Match[str]]:
-    # Looking no further than the last closing tag keeps a text of opening tags cheap.
+    # The limit avoids quadratic time on a text of opening tags.
     return list(THINK_BLOCK.finditer(text, 0, max(text.rfind(THINK_END), 0) + len(THINK_END)))
 
 
 @registry.register
 class FormatReasoningReward(RewardFunction):
-    """`reward_value` for one think block with text in it and text behind it.
+    """`reward_value` for one think block with text in it and text after it.
 
     Args:
-        reward_value: what a well-formed completion earns.
-        require_thinking: the block must hold text.
-        require_response: there must be text behind the block.
-        allow_multiple_thinking: several blocks are well-formed too.
-        weight: what the reward is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        reward_value: reward of a well-formed completion.
+        require_thinking: Whether the block must have text.
+        require_response: Whether there must be text after the block.
+        allow_multiple_thinking: Whether several blocks are well-formed.
+        **kwargs: as for `RewardFunction`, such as `weight`.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class FormatReasoningReward(RewardFunction):
         self.allow_multiple_thinking = allow_multiple_thinking
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Return [G] `reward_value` or 0.0."""
         return [
             self.reward_value if self._is_formatted(self.get_content(each)) else 0.0
             for each in completions
@@ -109,14 +107,13 @@ class FormatReasoningReward(RewardFunction):
 
 @registry.register
 class AccuracyXReward(RewardFunction):
-    """`reward_value` when the response contains the solution.
+    """`reward_value` if the response contains the solution.
 
     Args:
-        exact_match: the response must equal the solution.
-        case_sensitive: upper and lower case differ.
-        reward_value: what a right completion earns.
-        weight: what the reward is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        exact_match: Whether the response must equal the solution.
+        case_sensitive: Whether upper and lower case differ.
+        reward_value: reward of a correct completion.
+        **kwargs: as for `RewardFunction`, such as `weight`.
     """
 
     def __init__(
@@ -137,8 +134,8 @@ class AccuracyXReward(RewardFunction):
 
         Args:
             completions: [G] completions.
-            solution: one for all, or [G]; what is not a text becomes its `str`. None and empty
-                texts earn nothing.
+            solution: one for all, or [G]; other objects than strings become their `str`. Without a
+                solution, the reward is 0.0.
             **kwargs: ignored.
         """
         solutions = one_per_completion(solution, len(completions))
@@ -159,16 +156,15 @@ class AccuracyXReward(RewardFunction):
 
 @registry.register
 class R1Reward(RewardFunction):
-    """Format and accuracy together, each 1 or 0 times its weight.
+    """The sum of format and accuracy, each 1 or 0 times its weight.
 
     With the solution `4`, `<think>a</think> The answer is 4` earns 1.5, `4` earns 1.0, and
-    `<think>a</think>` nothing.
+    `<think>a</think>` 0.0.
 
     Args:
-        format_weight: what a well-formed completion earns (`FormatReasoningReward`).
-        accuracy_weight: what a right response earns (`AccuracyXReward`).
-        weight: what the sum is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        format_weight: reward of a well-formed completion (`FormatReasoningReward`).
+        accuracy_weight: reward of a correct response (`AccuracyXReward`).
+        **kwargs: as for `RewardFunction`, such as `weight`.
     """
 
     def __init__(
@@ -185,7 +181,6 @@ class R1Reward(RewardFunction):
         self._accuracy = AccuracyXReward()
 
     def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-        """Return [G] sums; `solution` is one for all, or [G]."""
         formats = self._format.compute(completions)
         accuracies = self._accuracy.compute(completions, solution)
         return [
@@ -195,15 +190,15 @@ class R1Reward(RewardFunction):
 
 
 def format_reasoning_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Return what `FormatReasoningReward` with its defaults gives."""
+    """Return the rewards of `FormatReasoningReward` with its defaults."""
     return FormatReasoningReward().compute(completions, **kwargs)
 
 
 def accuracy_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-    """Return what `AccuracyXReward` with its defaults gives."""
+    """Return the rewards of `AccuracyXReward` with its defaults."""
     return AccuracyXReward().compute(completions, solution, **kwargs)
 
 
 def r1_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-    """Return what `R1Reward` with its defaults gives."""
+    """Return the rewards of `R1Reward` with its defaults."""
     return R1Reward().compute(completions, solution, **kwargs)

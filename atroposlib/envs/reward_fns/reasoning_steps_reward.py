@@ -1,4 +1,4 @@
-"""How much a completion shows its steps: numbered steps, lists, bullets, words of transition."""
+"""Reward for step-by-step text: numbered steps, lists, bullet points, transition words."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ DEFAULT_WEIGHTS = {
 def merge_weights(
     defaults: Mapping[str, float], weights: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the defaults with the weights given in their place.
+    """Return the defaults, overridden by the given weights.
 
     Raises:
-        ConfigError: a weight is given for something that does not exist.
+        ConfigError: a weight has an unknown name.
     """
     unknown = set(weights or ()) - set(defaults)
     if unknown:
@@ -74,22 +74,21 @@ def merge_weights(
 
 @registry.register
 class ReasoningStepsReward(RewardFunction):
-    """Between 0 and 1, by how many marks of step-by-step reasoning there are.
+    """A score from 0 to 1 for the number of marks of step-by-step reasoning.
 
-    Each kind of mark adds `min(1, count / min_steps)` times its weight; a text that is long enough
-    adds `base_score`; the sum is capped at 1. `Step 1: a Step 2: b Step 3: c` earns 0.5.
+    Each kind of mark adds `min(1, count / min_steps)` times its weight; a long text adds
+    `base_score`; the sum is at most 1. `Step 1: a Step 2: b Step 3: c` earns 0.5.
 
     Args:
-        min_words: texts with more words than this earn `base_score`.
-        min_steps: so many marks of one kind earn its whole weight.
+        min_words: number of words above which a text earns `base_score`.
+        min_steps: number of marks of one kind that earns its whole weight.
         base_score: see above.
-        pattern_weights: put over the defaults: numbered_steps 0.5, list_numbers 0.5,
+        pattern_weights: overrides of the defaults: numbered_steps 0.5, list_numbers 0.5,
             bullet_points 0.4, transition_words 0.3.
-        weight: what the reward is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        **kwargs: as for `RewardFunction`, such as `weight`.
 
     Raises:
-        ConfigError: a pattern does not exist, or `min_steps` is below 1.
+        ConfigError: a pattern is unknown, or `min_steps` is below 1.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class ReasoningStepsReward(RewardFunction):
         self.pattern_weights = merge_weights(DEFAULT_WEIGHTS, pattern_weights)
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Return [G] rewards, at most 1."""
         return [self._score(self.get_content(each)) for each in completions]
 
     def _score(self, text: str) -> float:
@@ -122,5 +120,5 @@ class ReasoningStepsReward(RewardFunction):
 
 
 def reasoning_steps_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Return what `ReasoningStepsReward` with its defaults gives."""
+    """Return the rewards of `ReasoningStepsReward` with its defaults."""
     return ReasoningStepsReward().compute(completions, **kwargs)

@@ -2,9 +2,8 @@
 
     name or {"type": name, "params": {...}} -> class or function -> RewardFunction
 
-Each entry is found by its short name, by the same with `_reward`, and by the same without
-underscores. Those of this package are registered when the package is imported. A plain function is
-wrapped in a `RewardFunction`.
+Each entry has a short name, the same with `_reward`, and the same without underscores. The import
+of this package registers its reward functions. A function is wrapped in a `RewardFunction`.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def name_stem(name: str) -> str:
-    """Return the name without `_reward` or `reward` at its end: `custom_reward` is `custom`."""
+    """Return a name without a final `_reward` or `reward`: `custom` for `custom_reward`."""
     return name.removesuffix("reward").rstrip("_") or name
 
 
 def class_stem(class_name: str) -> str:
-    """Return the name of a class in words: `CrosswordFormatReward` is `crossword_format`."""
+    """Return a class name in words: `crossword_format` for `CrosswordFormatReward`."""
     words = class_name.removesuffix("Reward") or class_name
     return name_stem(WORD_BORDER.sub("_", words).lower())
 
 
 def registered_names(name: str) -> set[str]:
-    """Return every name under which `name` can be found: short, long, and without underscores."""
+    """Return all names of an entry: short, long, and without underscores."""
     stem = name_stem(name)
     return {name, stem, f"{stem}_reward", stem.replace("_", "")}
 
 
 def required_names(config: Any) -> set[str]:
-    """Return the reward functions a configuration names.
+    """Return the names of the reward functions in a configuration.
 
-    They stand in `reward_functions` and `reward_funcs` of the configuration, in
-    `dataset_reward_funcs` and `reward_funcs` of each of its `datasets`, and in `reward_funcs` of
-    each of a dataset's `types`: as names, or as mappings with the name under `type`.
+    They are listed, as names or as mappings with a `type`, in `reward_functions` and `reward_funcs`
+    of the configuration, in `dataset_reward_funcs` and `reward_funcs` of each of its `datasets`,
+    and in `reward_funcs` of each of a dataset's `types`.
 
     Args:
-        config: a mapping or an object with attributes, at every level; absent parts are skipped.
+        config: a mapping or an object with attributes, at every level; all parts are optional.
     """
     names = {*_names_in(config, "reward_functions"), *_names_in(config, "reward_funcs")}
     for dataset in _part(config, "datasets") or ():
@@ -73,29 +72,29 @@ def _names_in(config: Any, key: str) -> Iterator[str]:
 
 
 def _part(config: Any, key: str) -> Any:
-    # A border: configurations come from YAML as mappings, from environments as objects.
+    # Configurations of YAML files are mappings, those of environments objects.
     return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
 class LegacyFunctionWrapper(RewardFunction):
-    """Calls `func(completions, **parameters)`; its name is the name of the function.
+    """Calls `func(completions, **parameters)`; has the name of the function.
 
-    Keywords of a call win over the parameters given here. A function without `**kwargs` receives
-    only the keywords it names, so that callers may offer everything they know of an item.
+    Keywords of a call override the parameters given here. A function without `**kwargs` gets only
+    the keywords that it names, so callers may pass all data of an item.
 
     Args:
-        func: returns one number per completion, or one number for all of them.
-        weight: what each raw reward is multiplied by.
-        **kwargs: parameters handed to every call; `name` is ignored.
+        func: function that returns one number per completion, or one number for all.
+        weight: factor of the raw rewards.
+        **kwargs: parameters of every call; `name` is ignored.
 
     Raises:
-        ConfigError: the function does not know one of the parameters.
+        ConfigError: the function does not take one of the parameters.
     """
 
     def __init__(self, func: Callable[..., Any], weight: float = 1.0, **kwargs: Any) -> None:
         parameters = {key: value for key, value in kwargs.items() if key != "name"}
         tolerate_errors = bool(parameters.pop("tolerate_errors", False))
-        # A border: a partial or another callable object has no name of its own.
+        # A partial or another callable object has no name.
         name = getattr(func, "__name__", type(func).__name__)
         super().__init__(weight, name, tolerate_errors=tolerate_errors, **parameters)
         self.func = func
@@ -108,7 +107,6 @@ class LegacyFunctionWrapper(RewardFunction):
             )
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Return what the function answers; one number is repeated for every completion."""
         keywords = {**self.config, **kwargs}
         if self._keywords is not None:
             keywords = {key: keywords[key] for key in keywords.keys() & self._keywords}
@@ -119,10 +117,10 @@ class LegacyFunctionWrapper(RewardFunction):
 
 
 def _accepted_keywords(func: Callable[..., Any]) -> set[str] | None:
-    """Return the keywords besides the completions; None when the function takes any."""
+    """Return the keywords of a function, without the completions; None if it takes any."""
     try:
         parameters = list(inspect.signature(func).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions hide their signature
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -139,7 +137,7 @@ RewardCallable = TypeVar("RewardCallable", bound=Callable[..., Any])
 
 
 class RewardRegistry:
-    """Finds reward functions by name and builds them from configurations."""
+    """Finds reward functions by name and creates them from configurations."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Callable[..., Any]] = {}
@@ -153,11 +151,11 @@ class RewardRegistry:
     ) -> Callable[[RewardClass], RewardClass]: ...
 
     def register(self, cls: Any = None, name: str | None = None) -> Any:
-        """Register a class; a call, or a decorator with or without arguments.
+        """Register a subclass of `RewardFunction`; also a decorator with or without arguments.
 
         Args:
-            cls: a subclass of `RewardFunction`.
-            name: what it is called; None takes the words of the class name, without `Reward`.
+            cls: the class.
+            name: its name; None means the words of the class name, without `Reward`.
 
         Raises:
             TypeError: `cls` is not a subclass of `RewardFunction`.
@@ -180,7 +178,7 @@ class RewardRegistry:
     ) -> Callable[[RewardCallable], RewardCallable]: ...
 
     def register_function(self, name: str, function: Any = None) -> Any:
-        """Register a function `(completions, **kwargs)`; a call, or a decorator with the name."""
+        """Register a function `(completions, **kwargs)`; without one, return a decorator."""
         if function is None:
             return lambda decorated: self.register_function(name, decorated)
         if not callable(function):
@@ -189,27 +187,27 @@ class RewardRegistry:
         return function
 
     def get(self, name: str) -> Callable[..., Any]:
-        """Return the class or function of that name.
+        """Return the class or function with a name.
 
-        A name that is not registered is looked for in a module of this package called `name`,
-        `name_reward` or as given.
+        A name that is not registered is searched in the modules of this package with the short
+        name, the short name with `_reward`, and `name`.
 
         Raises:
-            UnknownRewardError: there is none; the message names the nearest.
+            UnknownRewardError: the name is unknown; the message suggests a similar one.
         """
         return self._lookup(name) or self._load(name)
 
     def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
-        """Build the reward function that a configuration describes.
+        """Create a reward function.
 
         Args:
             name_or_config: a name, or a mapping with the name under `type`. Its other keys are
-                parameters; those under `params` win over them.
-            **kwargs: parameters; those of the configuration win.
+                parameters; those under `params` override them.
+            **kwargs: parameters; those of the configuration override them.
 
         Raises:
             ConfigError: the configuration has no `type`, or `params` is not a mapping.
-            UnknownRewardError: there is no reward function of that name.
+            UnknownRewardError: the name is unknown.
         """
         name, parameters = _split_config(name_or_config)
         entry = self.get(name)
@@ -219,14 +217,11 @@ class RewardRegistry:
         return LegacyFunctionWrapper(entry, **parameters)
 
     def list_registered(self) -> list[str]:
-        """Return every name that `get` knows, in alphabetical order."""
+        """Return the registered names in alphabetical order."""
         return sorted(self._entries)
 
     def load_required_functions(self, config: Any) -> set[str]:
-        """Look up every reward function a configuration names; return the names.
-
-        Where they may stand is described at `required_names`.
-        """
+        """Look up the reward functions in a configuration and return their `required_names`."""
         names = required_names(config)
         for name in sorted(names):
             self.get(name)
@@ -280,7 +275,7 @@ def _package_module(name: str) -> ModuleType | None:
 
 
 def _entry_of(module: ModuleType, stem: str) -> Callable[..., Any] | None:
-    """Return the unregistered class or function that a module holds under a name, if any."""
+    """Return the unregistered class or function of a module with this name, or None."""
     for value in vars(module).values():
         if (
             isinstance(value, type)

@@ -1,4 +1,4 @@
-"""A penalty for saying the same thing again: words, phrases, beginnings, whole sentences."""
+"""Penalty for repeated words, phrases, beginnings of sentences, and sentences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT_STOPWORDS = frozenset({
 })
 # fmt: on
 SENTENCE_REPEAT_PENALTY = 0.4
-"""Added to the base penalty when every sentence is a repeat."""
+"""Additional penalty if every sentence is a repetition."""
 MIN_SENTENCE_WORDS = 4
 MIN_PENALTY = 0.1
 BEGINNING_WORDS = 3
@@ -38,27 +38,26 @@ PHRASE_WORDS = (3, 4, 5)
 
 @registry.register
 class RepetitionPenaltyReward(RewardFunction):
-    """0.0 for a text that hardly repeats itself, below that the more it does, down to -1.
+    """A penalty from 0 to -1 for repetition in a text.
 
-    Texts too short to judge earn `short_text_penalty`. A repeated sentence of more than three
-    words earns `paragraph_repetition_base_penalty` and up to 0.4 less. Otherwise four measures,
-    each per word or per sentence, are weighted and added; above `threshold`, the part of the way
-    to 1 is the penalty, at least 0.1.
+    Short texts earn `short_text_penalty`. A repeated sentence of more than three words earns
+    `paragraph_repetition_base_penalty` and up to 0.4 less. Otherwise the penalty is the weighted
+    sum of four measures, each per word or per sentence, rescaled from [`threshold`, 1] to [0, 1]
+    and at least 0.1.
 
     Args:
-        threshold: in [0, 1); repetition up to here costs nothing.
-        min_words: texts with fewer words are too short.
-        min_sentences: texts with fewer sentences are too short.
-        short_text_penalty: what they earn.
+        threshold: in [0, 1); repetition without a penalty.
+        min_words: minimum number of words of a text that is not short.
+        min_sentences: minimum number of sentences of a text that is not short.
+        short_text_penalty: reward of a short text.
         paragraph_repetition_base_penalty: see above.
-        component_weights: put over the defaults: word_repetition 0.3, phrase_repetition 0.4,
+        component_weights: overrides of the defaults: word_repetition 0.3, phrase_repetition 0.4,
             consecutive_repetition 0.6, beginning_repetition 0.5.
-        stopwords: words that may be repeated; they take the place of the defaults.
-        weight: what the reward is multiplied by.
-        **kwargs: as for `RewardFunction`.
+        stopwords: words that may be repeated, instead of the defaults.
+        **kwargs: as for `RewardFunction`, such as `weight`.
 
     Raises:
-        ConfigError: a component does not exist, or `threshold` is out of range.
+        ConfigError: a component is unknown, or `threshold` is out of range.
     """
 
     error_reward = -0.2
@@ -87,7 +86,6 @@ class RepetitionPenaltyReward(RewardFunction):
         self.stopwords = DEFAULT_STOPWORDS if stopwords is None else frozenset(stopwords)
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Return [G] rewards between -1 and 0."""
         return [self._score(self.get_content(each)) for each in completions]
 
     def _score(self, text: str) -> float:
@@ -137,5 +135,5 @@ def _num_repeats(things: Iterable[Any]) -> int:
 def repetition_penalty_reward(
     completions: list[Any], threshold: float = 0.05, **kwargs: Any
 ) -> list[float]:
-    """Return what `RepetitionPenaltyReward` with this threshold gives."""
+    """Return the rewards of `RepetitionPenaltyReward` with this threshold."""
     return RepetitionPenaltyReward(threshold=threshold).compute(completions, **kwargs)

@@ -1,4 +1,4 @@
-"""What every reward function is: completions in, one number per completion out.
+"""The base class of reward functions, which map completions to one number each.
 
 completions [G] -> compute -> raw rewards [G] -> times weight -> rewards [G]
                                     └─> logger (optional)
@@ -17,31 +17,28 @@ logger = logging.getLogger(__name__)
 
 
 class MetricLogger(Protocol):
-    """Whatever takes metrics by name: `wandb` itself, or one of its runs."""
+    """An object that logs metrics by name, such as `wandb` or one of its runs."""
 
-    def log(self, metrics: dict[str, float]) -> Any:
-        """Record the metrics."""
+    def log(self, metrics: dict[str, float]) -> Any: ...
 
 
 class RewardFunction(ABC):
-    """One way to judge completions; subclasses write `compute`.
+    """A function that scores completions; subclasses implement `compute`.
 
     An exception of `compute` is a defect of the reward function, not a bad completion: it is
-    counted and goes to the caller. With `tolerate_errors=True` it is counted, logged with its
-    traceback, and each completion of that call earns `error_reward`.
+    counted and raised. With `tolerate_errors=True` it is counted and logged with its traceback, and
+    each completion of that call earns `error_reward`.
 
     Args:
-        weight: what each raw reward is multiplied by.
-        name: for logs and metrics; None takes the class name in lower case.
+        weight: factor of the raw rewards.
+        name: name in logs and metrics; None means the class name in lower case.
         tolerate_errors: see above.
-        **kwargs: kept in `config`.
+        **kwargs: stored in `config`.
 
     Attributes:
-        weight: as given.
         config: the remaining keyword arguments.
         wandb_logger: receives the metrics of every call; None until set.
-        tolerates_errors: as given.
-        num_errors: calls that raised, tolerated or not.
+        num_errors: number of calls that raised, tolerated or not.
     """
 
     error_reward: float = 0.0
@@ -64,26 +61,22 @@ class RewardFunction(ABC):
 
     @property
     def name(self) -> str:
-        """The name given, or the class name in lower case."""
         return self._name or type(self).__name__.lower()
 
     @abstractmethod
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Judge the completions.
+        """Return [G] raw rewards, in the order of the completions.
 
         Args:
-            completions: [G] texts, messages, or lists of messages; `get_content` reads them.
-            **kwargs: what the caller knows of the item (`solution`, ...); ignore the rest.
-
-        Returns:
-            [G] raw rewards, in the order of `completions`.
+            completions: [G] strings, messages, or lists of messages; `get_content` reads them.
+            **kwargs: data of the item, such as `solution`; ignore unknown ones.
         """
 
     def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Return [G] weighted rewards and log their metrics when a logger is set.
+        """Return [G] weighted rewards and log their metrics if a logger is set.
 
         Raises:
-            ValueError: `compute` returned another number of values than there are completions.
+            ValueError: `compute` returned a wrong number of values.
         """
         raw = self.try_compute(completions, kwargs, tolerates_errors=self.tolerates_errors)
         if raw is None:
@@ -95,7 +88,7 @@ class RewardFunction(ABC):
     def try_compute(
         self, completions: list[Any], keywords: Mapping[str, Any], *, tolerates_errors: bool
     ) -> list[float] | None:
-        """Return the raw rewards as floats; None after an exception that is tolerated."""
+        """Return the raw rewards as floats; None after a tolerated exception."""
         try:
             rewards = [float(reward) for reward in self.compute(completions, **keywords)]
             if len(rewards) != len(completions):
@@ -114,11 +107,11 @@ class RewardFunction(ABC):
         return rewards
 
     def set_wandb_logger(self, logger: MetricLogger | None) -> None:
-        """Log the metrics of every call there from now on; None stops it."""
+        """Log the metrics of every call to this logger; None disables logging."""
         self.wandb_logger = logger
 
     def log_metrics(self, raw: Sequence[float], weighted: Sequence[float]) -> None:
-        """Log mean, smallest and largest reward of one call; nothing without logger or values."""
+        """Log mean, minimum and maximum of one call, if there are a logger and values."""
         if self.wandb_logger is None or not raw:
             return
         prefix = f"reward/{self.name}"
@@ -133,11 +126,11 @@ class RewardFunction(ABC):
 
     @staticmethod
     def get_content(completion: Any) -> str:
-        """Return the text of a completion; empty when it holds no assistant message.
+        """Return the text of a completion; empty without an assistant message.
 
         Args:
-            completion: a text; an assistant message; a choice with such a message under `message`;
-                a list of messages, of which the first assistant message counts.
+            completion: a string; an assistant message; a choice with such a `message`; a list of
+                messages, of which the first assistant message counts.
         """
         if isinstance(completion, str):
             return completion
@@ -151,10 +144,10 @@ class RewardFunction(ABC):
 
 
 def one_per_completion(value: Any, num_completions: int) -> list[Any]:
-    """Return [G] gold answers: a list as it is, one value for all otherwise.
+    """Return [G] gold answers from a list, or from one value for all.
 
-    A list that is too short is filled with None (nothing to compare with), one that is too long is
-    cut, and both are reported in the log.
+    A list that is too short is padded with None, one that is too long is truncated, both with a
+    warning.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * num_completions
